@@ -1,0 +1,38 @@
+# The project's commands. Each one sets up .venv itself: Python and make are all it needs.
+PYTHON ?= python3
+WORKDIR ?= runs/digits
+FLAGS ?=
+
+VENV := .venv
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: train test check lint bench
+
+# Train the digits on two virtual CPUs: make train WORKDIR=/tmp/digits FLAGS="--steps=500".
+train: $(READY)
+	$(BIN)/python -m experiments.digits --workdir=$(WORKDIR) --device=cpu --num_devices=2 $(FLAGS)
+
+# Run every test: make test FLAGS="-k overflow".
+test: $(READY)
+	$(BIN)/python -m pytest $(FLAGS)
+
+# What to run before a commit: lint, types and the fast tests.
+check: lint
+	$(BIN)/python -m pytest -m "not slow" $(FLAGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Time a step: make bench FLAGS="--workloads=tiny --replicas=2".
+bench: $(READY)
+	$(BIN)/python -m experiments.benchmarks.step_time $(FLAGS)
+
+# Written last, so a set-up that was cut short starts again.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,experiments]"
+	touch $@

@@ -1,0 +1,165 @@
+"""Owns what happens between loops: evaluate, stop early, write, or whatever the user likes.
+
+An action is any callable with an attribute `every` (steps). It gets a `Report` and returns new numbers or None; they
+join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. It does not know the
+loop.
+
+    def say(report):
+        print(report.step, report.metrics["loss"])
+    say.every = 100
+    trainer.fit(dataset, steps=1000, actions=[say])
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from distloop import schedule
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an action gets to see.
+
+    Attributes:
+        step: steps done.
+        until: the last step of the run.
+        metrics: name -> number: training values are means since the last log, evaluations stand as `test/accuracy`.
+        state: everything that training changes, a `TrainState`.
+    """
+
+    step: int
+    until: int
+    metrics: Mapping[str, float]
+    state: Any
+
+
+class Action(Protocol):
+    """Comes due each `every` steps and at the end of the run; 0: at the end only; None: whenever another one is due."""
+
+    every: int | None
+
+    def __call__(self, report: Report) -> Mapping[str, float] | None:
+        """Acts, and returns new numbers or None."""
+
+
+class StopTraining(Exception):  # noqa: N818 - a request, not an error
+    """Raised by an action to end the run; the actions after it still see this boundary."""
+
+    def __init__(self, reason: str):
+        """Keeps the reason, which is told to the user."""
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Evaluate:
+    """Evaluates on a dataset; reports `<name>/<metric>`."""
+
+    def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int):
+        """Keeps what to call.
+
+        Args:
+            name: of the evaluation, such as "test".
+            evaluate: gives the metrics.
+            every: steps.
+        """
+        self.name = name
+        self.every: int | None = every
+        self._evaluate = evaluate
+
+    def __call__(self, report: Report) -> Mapping[str, float]:
+        """Evaluates."""
+        return {f"{self.name}/{key}": value for key, value in self._evaluate().items()}
+
+
+class StopEarly:
+    """Ends the run when a metric has not become better for a while."""
+
+    every: int | None = None
+
+    def __init__(self, metric: str, patience: int = 3, *, mode: str = "min", min_delta: float = 0.0):
+        """Keeps the rule.
+
+        Args:
+            metric: a name in the report, such as "test/loss"; looked at whenever it was measured.
+            patience: how many measurements in a row may be no better than the best.
+            mode: "min" or "max": what is better.
+            min_delta: by how much, at least.
+
+        Raises:
+            ValueError: for another mode, or a patience below 1.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r} was given to StopEarly; say 'min' if smaller is better, 'max' if larger is.")
+        if patience < 1:
+            raise ValueError(f"patience={patience} was given to StopEarly; it waits for 1 measurement at least.")
+        self.metric = metric
+        self.patience = patience
+        self.mode = mode
+        self.min_delta = min_delta
+        self.best = math.inf
+        self.waited = 0
+
+    def __call__(self, report: Report) -> None:
+        """Looks at the metric.
+
+        Raises:
+            StopTraining: when patience is over.
+            ValueError: if the run ends and nothing of that name was ever measured.
+        """
+        if self.metric not in report.metrics:
+            if report.step >= report.until:
+                raise ValueError(
+                    f"StopEarly was given the metric {self.metric!r}; there are {sorted(report.metrics)}: name one of them."
+                )
+            return
+        value = report.metrics[self.metric]
+        cost = value if self.mode == "min" else -value
+        if cost < self.best - self.min_delta:
+            self.best, self.waited = cost, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            raise StopTraining(
+                f"{self.metric} was no better than {abs(self.best) if self.mode == 'max' else self.best:.6g} "
+                f"for {self.waited} measurements"
+            )
+
+
+class Write:
+    """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console."""
+
+    def __init__(self, writers: Sequence[Any], every: int):
+        """Keeps the writers.
+
+        Args:
+            writers: objects with `write(step, metrics)`.
+            every: steps.
+        """
+        self.writers = list(writers)
+        self.every: int | None = every
+
+    def __call__(self, report: Report) -> None:
+        """Writes a row."""
+        for writer in self.writers:
+            writer.write(report.step, dict(report.metrics))
+
+
+def run(actions: Sequence[Action], report: Report) -> tuple[dict[str, float], str | None]:
+    """Runs the actions that are due, each on what those before it found.
+
+    Returns:
+        All numbers, and the reason to stop, if any action gave one: those after it are called as at the end of the run.
+    """
+    metrics = dict(report.metrics)
+    reason = None
+    for action in actions:
+        if action.every is not None and not schedule.is_due(report.step, action.every, report.until):
+            continue
+        try:
+            metrics.update(action(replace(report, metrics=dict(metrics))) or {})
+        except StopTraining as stop:
+            reason = reason or stop.reason
+            report = replace(report, until=report.step)
+    return metrics, reason

@@ -1,0 +1,65 @@
+"""Owns the moving average of the weights: `update()`, and `with average.applied():` to look through it.
+
+    a += (1 - min(d, (1 + t) / (10 + t))) * (w - a)      after applied step t, from the first weights
+
+It does not know who evaluates. The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class MovingAverage(tf.Module):
+    """The average of some variables; the variables keep the weights that train."""
+
+    def __init__(self, variables: Sequence[Any], decay: float):
+        """Starts from the variables' values; to be called in the strategy's scope.
+
+        Args:
+            variables: what is averaged.
+            decay: d, in (0, 1).
+        """
+        super().__init__(name="average")
+        self.decay = decay
+        self._averaged = {id(v): tf.Variable(tf.convert_to_tensor(v), trainable=False) for v in variables}
+        self._variables = list(variables)
+
+        @tf.function(autograph=False)
+        def swap() -> None:
+            for variable in self._variables:
+                average = self._averaged[id(variable)]
+                weight = tf.identity(variable)
+                variable.assign(tf.identity(average))
+                average.assign(weight)
+
+        self._swap = swap
+
+    @property
+    def variables(self) -> tuple[tf.Variable, ...]:
+        """The averages, in the order of the variables they belong to."""
+        return tuple(self._averaged[id(v)] for v in self._variables)
+
+    def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
+        """Moves the averages of some of the variables; in a replica's context, after an update was applied.
+
+        Args:
+            variables: those that the update trains.
+            applied_steps: t, a scalar: how many updates they have seen, this one included.
+        """
+        t = tf.cast(applied_steps, tf.float32)
+        rate = 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
+        for variable in variables:
+            average = self._averaged[id(variable)]
+            average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the averages in the variables' place, and every bit back at the end."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()

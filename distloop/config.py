@@ -1,0 +1,306 @@
+"""Owns *what can be set*: `Config`, its flags, `config.json` and `flags.txt`; without TensorFlow.
+
+It does not know what a setting does; each field's help says what that is.
+
+    config.define_flags(steps=2_000, batch_size=64)     # when a module is imported: flags, and this program's defaults
+    settings = config.Config.from_flags()               # in main: defaults, then the command line
+    config.write(settings, settings.workdir)
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+import os
+import sys
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from absl import flags
+
+T = TypeVar("T", str, int, float, bool)
+
+# `--help` lists a flag under the module that defines it: let that be the experiment that calls `define_flags`.
+flags.disclaim_key_flags()
+
+
+def setting(default: T, help: str, *, choices: tuple[T, ...] = (), minimum: float = 0, below: float = math.inf) -> T:
+    """Makes a field of `Config`.
+
+    Args:
+        default: its default.
+        help: what it does, for `--help`.
+        choices: every value allowed; empty: any.
+        minimum: the least number allowed.
+        below: numbers from here on are not allowed.
+
+    Returns:
+        A `dataclasses.Field`, typed as its default because that is how dataclasses read it.
+    """
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "below": below}
+    field: Any = dataclasses.field(default=default, metadata=metadata)
+    return field
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Holds every setting of a run; one that exists has been checked.
+
+    Whole floats and NumPy numbers are taken where a whole number is due, paths where a string is; `~` in `workdir` is
+    expanded.
+
+    Raises:
+        ValueError: if a value has the wrong type, is none of the choices, is out of range, or contradicts another.
+    """
+
+    workdir: str = setting("", "Local directory for everything that the run writes; empty: nothing is written.")
+    strategy: str = setting(
+        "auto",
+        "How to distribute; auto: mirrored with several devices, else none.",
+        choices=("auto", "none", "mirrored"),
+    )
+    device: str = setting("auto", "What to run on; auto: gpu if any, else cpu.", choices=("auto", "cpu", "gpu"))
+    num_devices: int = setting(0, "Devices per worker; 0: all. With device=cpu, that many virtual CPUs.")
+    precision: str = setting(
+        "float32", "What layers compute in; weights stay float32.", choices=("float32", "mixed_bfloat16")
+    )
+    steps: int = setting(0, "Train until this global step; 0: unset. Not together with epochs.")
+    epochs: int = setting(0, "Train until this many passes over the dataset; 0: unset. Not together with steps.")
+    batch_size: int = setting(256, "Examples per step, over all replicas.", minimum=1)
+    microbatches: int = setting(1, "Parts to cut each replica's share of a batch into, to save memory.", minimum=1)
+    clip_norm: float = setting(0.0, "Clip the gradients of an update to this global norm; 0: no clipping.")
+    average_decay: float = setting(0.0, "Decay of the moving average of the weights; 0: no average.", below=1)
+    on_nonfinite: str = setting(
+        "raise", "What to do when a gradient is inf or NaN: stop, or skip the step.", choices=("raise", "skip")
+    )
+    steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
+    log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
+    eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
+    seed: int = setting(0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
+    deterministic: bool = setting(False, "Use deterministic operations only; slower.")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
+        if "://" in self.workdir:
+            raise ValueError(
+                f"workdir={self.workdir!r} is a remote address; distloop writes to local directories: mount it, or "
+                "copy the files afterwards."
+            )
+        object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # a shell leaves --workdir=~/x as it is
+        if self.steps and self.epochs:
+            raise ValueError(
+                f"steps={self.steps} and epochs={self.epochs} were both given; a run has one length: set either to 0."
+            )
+        if self.strategy == "none" and self.num_devices > 1:
+            raise ValueError(
+                f"strategy=none and num_devices={self.num_devices} contradict each other; without a strategy there is "
+                "one device: give strategy=mirrored or num_devices=1."
+            )
+
+    @classmethod
+    def from_flags(cls, **overrides: Any) -> "Config":
+        """Reads the flags: `define_flags`' defaults, then what the command line gave, then `overrides`.
+
+        What comes later wins; the later one of `steps` and `epochs` sets the other to 0. Before flags are parsed, and
+        for fields without a flag, defaults are used, so that it works in a notebook.
+
+        Args:
+            **overrides: values that go before the command line.
+
+        Returns:
+            The settings of the run.
+
+        Raises:
+            ValueError: if a name is no field, a value is not allowed, or values contradict each other.
+        """
+        _check_names(overrides)
+        found: dict[str, Any] = {name: flags.FLAGS[name] for name in _fields() if name in flags.FLAGS}
+        given = {name: flag.value for name, flag in found.items() if flag.present or not flag.using_default_value}
+        values = {name: flag.value for name, flag in found.items()}
+        for later in (given, overrides):
+            for name, other in (("steps", "epochs"), ("epochs", "steps")):
+                if later.get(name) and other not in later:
+                    values[other] = 0
+            values.update(later)
+        return cls(**values)
+
+
+def define_flags(**new_defaults: Any) -> None:
+    """Defines a flag for every field of `Config`, with this program's defaults.
+
+    Call it when a module is imported, before flags are parsed. Called again, the last call holds: fields that it does
+    not name go back to `Config`'s defaults. What the command line gave stays.
+
+    Args:
+        **new_defaults: defaults by field, in place of `Config`'s.
+
+    Raises:
+        ValueError: if a name is no field, a value is not allowed, values contradict each other, or another module has
+            defined a flag of that name and another type.
+    """
+    _check_names(new_defaults)
+    defaults = Config(**new_defaults)
+    clashes = [name for name, field in _fields().items() if not _may_define(field)]
+    if clashes:
+        owner = flags.FLAGS.find_module_defining_flag(clashes[0])
+        raise ValueError(
+            f"The flag --{clashes[0]} is already defined by {owner}, with another type; distloop defines a flag of "
+            "that name: rename the other one."
+        )
+    for name, field in _fields().items():
+        if name in flags.FLAGS:
+            flags.FLAGS.set_default(name, getattr(defaults, name))
+        else:
+            _define_flag(field, getattr(defaults, name))
+
+
+def write(config: Config, workdir: str) -> None:
+    """Writes `config.json` (every field) and `flags.txt` (for `--flagfile`), each file whole or not at all.
+
+    `flags.txt` holds the fields' values, every flag that the command line gave, and the flags of the main module and
+    its package. Where no command line was parsed, it holds the fields alone.
+
+    Args:
+        config: the settings of the run; they go before the flags' values.
+        workdir: made if it is missing; empty: nothing is written.
+
+    Raises:
+        ValueError: if the directory cannot be made or written.
+    """
+    if not workdir:
+        return
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        _replace(os.path.join(workdir, "config.json"), json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        _replace(os.path.join(workdir, "flags.txt"), "".join(line + "\n" for line in _flag_lines(config)))
+    except OSError as error:
+        raise ValueError(
+            f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
+            "leave workdir empty to write nothing."
+        ) from error
+
+
+def _fields() -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(Config)}
+
+
+def _check_names(names: Collection[str]) -> None:
+    """Raises ValueError at the first name that is no field of `Config`."""
+    for name in names:
+        if name not in _fields():
+            close = " or ".join(difflib.get_close_matches(name, _fields()))
+            hint = f"did you mean {close}?" if close else f"give one of {', '.join(_fields())}."
+            raise ValueError(f"{name!r} is no setting of distloop: {hint}")
+
+
+def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Returns `value` as the field's own type.
+
+    Raises:
+        ValueError: if the field does not take it.
+    """
+    converted = _converted(field.type, value)
+    choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
+    is_outside = field.type in (int, float) and converted is not None and not minimum <= converted < below
+    if converted is None or is_outside or (choices and converted not in choices):
+        raise ValueError(
+            f"{field.name}={value!r} is not allowed: give {_allowed(field)}, or leave it out for the default, "
+            f"{field.default!r}."
+        )
+    return converted
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """Returns `value` as a `kind`, or None where that would be a guess."""
+    if kind is bool or isinstance(value, bool):
+        return value if kind is bool and isinstance(value, bool) else None
+    if kind is str:
+        return os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return None
+    if kind is int and value != math.floor(value):
+        return None
+    return kind(value)
+
+
+def _allowed(field: dataclasses.Field[Any]) -> str:
+    """Says in words what a field takes."""
+    if field.metadata["choices"]:
+        return "one of " + ", ".join(field.metadata["choices"])
+    if field.type not in (int, float):
+        return {str: "a string", bool: "True or False"}[field.type]  # type: ignore[index]
+    minimum, below = field.metadata["minimum"], field.metadata["below"]
+    words = f"a {'whole ' if field.type is int else ''}number, {minimum} or more"
+    return words if below == math.inf else f"{words} and below {below}"
+
+
+def _flag_type(field: dataclasses.Field[Any]) -> str:
+    """Returns what absl calls the type of the field's flag."""
+    if field.metadata["choices"]:
+        return "string enum"
+    return {str: "string", int: "int", float: "float", bool: "bool"}[field.type]  # type: ignore[index]
+
+
+def _may_define(field: dataclasses.Field[Any]) -> bool:
+    """Says whether the field's flag is free, or already there with the type and choices that it would have."""
+    if field.name not in flags.FLAGS:
+        return True
+    flag = flags.FLAGS[field.name]
+    choices = tuple(getattr(flag.parser, "enum_values", ()))
+    return flag.flag_type() == _flag_type(field) and choices == field.metadata["choices"]
+
+
+def _define_flag(field: dataclasses.Field[Any], default: Any) -> None:
+    name, help, minimum = field.name, field.metadata["help"], field.metadata["minimum"]
+    if field.metadata["choices"]:
+        flags.DEFINE_enum(name, default, field.metadata["choices"], help)
+    elif field.type is bool:
+        flags.DEFINE_bool(name, default, help)
+    elif field.type is int:
+        flags.DEFINE_integer(name, default, help, lower_bound=minimum)
+    elif field.type is float:
+        flags.DEFINE_float(name, default, help, lower_bound=minimum)
+    else:
+        flags.DEFINE_string(name, default, help)
+
+
+def _flag_lines(config: Config) -> list[str]:
+    """Returns the lines of `flags.txt`, one `--name=value` each."""
+    is_parsed = flags.FLAGS.is_parsed()
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
+    lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}")]
+    if not is_parsed:
+        return lines
+    # Flags of other modules stand at their defaults unless given; a module that is imported only later in the run would
+    # make its flags unknown to the command that reads this file.
+    package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
+    for module, module_flags in sorted(flags.FLAGS.flags_by_module_dict().items()):
+        is_own = module == sys.argv[0] or bool(package) and module.partition(".")[0] == package
+        for flag in module_flags:
+            if flag.name not in values and flag.value is not None and (is_own or flag.present):
+                lines += _lines(flag.name, flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}")
+    return lines
+
+
+def _lines(name: str, text: str) -> list[str]:
+    """Splits a flag's text into lines: none or several for one that may be given several times."""
+    lines = text.splitlines()
+    if all(line.startswith(f"--{name}=") for line in lines):
+        return lines
+    return [f"# --{name} holds a line break, which a flag file cannot: give it by hand"]
+
+
+def _replace(path: str, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = f"{path}.{os.getpid()}.tmp"  # in the same directory: a rename within one file system is atomic
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)

@@ -1,0 +1,125 @@
+"""Owns the way from sums of gradients to an update: pack, reduce once, finite, clip; the only seam to Keras's optimizer.
+
+Everything here runs in a replica's context. It does not know where gradients come from.
+
+    segments = packing.pack(gradients)                               # few vectors instead of many small tensors
+    segments, sums = packing.all_reduce(segments, sums)              # the one reduction of the step
+    segments, norm = divide_and_clip(segments, weight, clip_norm)    # norm is finite if every gradient is
+    apply(optimizer, packing.unpack(segments), variables)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
+LARGEST_PACKED_BYTES = 256 * 1024
+
+
+class Packing:
+    """The layout of some variables' gradients in few tensors: one vector a dtype for the small ones, each big one alone."""
+
+    def __init__(self, variables: Sequence[Any]):
+        """Plans the layout; `variables` have static shapes."""
+        self._shapes = [tuple(v.shape) for v in variables]
+        self._groups: list[list[int]] = []  # positions of the gradients in each segment
+        vectors: dict[tf.DType, list[int]] = {}
+        for i, variable in enumerate(variables):
+            dtype = tf.as_dtype(variable.dtype)
+            if self._size(i) * dtype.size > LARGEST_PACKED_BYTES:
+                self._groups.append([i])
+            else:
+                vectors.setdefault(dtype, []).append(i)
+        self._groups.extend(vectors.values())
+        self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
+
+    def _size(self, i: int) -> int:
+        return int(tf.TensorShape(self._shapes[i]).num_elements())
+
+    @property
+    def shapes(self) -> list[tf.TensorShape]:
+        """The shape of each segment."""
+        return [tf.TensorShape([sum(self._size(i) for i in group)]) for group in self._groups]
+
+    def pack(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Lays gradients out in segments, flat; sparse ones (of an embedding) become dense."""
+        flat = [tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients]
+        return [tf.concat([flat[i] for i in group], 0) if len(group) > 1 else flat[group[0]] for group in self._groups]
+
+    def unpack(self, segments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Undoes `pack`."""
+        gradients: list[Any] = [None] * len(self._shapes)
+        for group, segment in zip(self._groups, segments, strict=True):
+            pieces = tf.split(segment, [self._size(i) for i in group]) if len(group) > 1 else [segment]
+            for i, piece in zip(group, pieces, strict=True):
+                gradients[i] = tf.reshape(piece, self._shapes[i])
+        return gradients
+
+    def all_reduce(self, segments: Sequence[tf.Tensor], extras: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Adds up gradients and a vector of other sums over all replicas and workers, in one reduction.
+
+        Args:
+            segments: what `pack` gave.
+            extras: `[E]`, float32.
+
+        Returns:
+            Both, summed.
+        """
+        context = tf.distribute.get_replica_context()
+        if context.num_replicas_in_sync == 1:
+            return list(segments), extras
+        segments = list(segments)
+        for i, segment in enumerate(segments):
+            # Riding at the end of a vector that travels anyway, the extras cost nothing.
+            if segment.dtype == extras.dtype and segment.shape[0] * segment.dtype.size <= LARGEST_PACKED_BYTES:
+                size = segment.shape[0]
+                segments[i] = tf.concat([segment, extras], 0)
+                segments = context.all_reduce(tf.distribute.ReduceOp.SUM, segments)
+                segments[i], extras = segments[i][:size], segments[i][size:]
+                return segments, extras
+        *segments, extras = context.all_reduce(tf.distribute.ReduceOp.SUM, [*segments, extras])
+        return segments, extras
+
+
+def divide_and_clip(
+    segments: Sequence[tf.Tensor], weight: tf.Tensor, clip_norm: float
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Divides summed gradients by their weight and clips them to one global norm.
+
+    Args:
+        segments: gradients summed over everything that took part in the step.
+        weight: the sum of the weights, a scalar; where it is 0 the gradients become 0.
+        clip_norm: the largest global norm (Pascanu et al. 2013, arXiv:1211.5063); 0: no clipping.
+
+    Returns:
+        The gradients, and their global norm before clipping: a float32 scalar, finite only if every gradient is.
+    """
+    norms = [tf.cast(2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)), tf.float32) for segment in segments]
+    scale = tf.math.divide_no_nan(1.0, weight)
+    norm = tf.sqrt(tf.add_n(norms)) * scale
+    if clip_norm:
+        scale *= tf.minimum(1.0, clip_norm / tf.maximum(norm, clip_norm))
+    return [segment * tf.cast(scale, segment.dtype) for segment in segments], norm
+
+
+def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
+    """Applies reduced gradients; every replica gives the same ones."""
+    optimizer.apply(gradients, variables)
+
+
+def own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
+    """Keeps Keras from summing over the replicas again.
+
+    Keras 3 has no `skip_gradients_aggregation`; overriding this method on the object is its only seam.
+
+    Raises:
+        RuntimeError: if this version of Keras has no such seam.
+    """
+    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+        raise RuntimeError(
+            f"Keras {keras.__version__} has no Optimizer._all_reduce_sum_gradients, which distloop needs to reduce "
+            "gradients once: install a tested version, keras>=3.12,<3.16."
+        )
+    optimizer._all_reduce_sum_gradients = list

@@ -1,0 +1,348 @@
+"""Owns the way from datasets to each replica's share: repeat, pad, slice, count.
+
+A `Source` is a user's data with a place in it. Its global batches come from an iterator on the host, and each replica
+slices its rows by its id, so rows keep their order on any number of replicas:
+
+    source = Source(dataset, strategy, microbatches=1)
+    batch = next_batch(iterator, source.layout)               # in the compiled loop, on the host
+    rows, row_weights = take_share(batch, source.layout)      # on each replica
+
+Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow, and nothing is
+added, so that a BatchNormalization that is synchronized sees the same rows on any number of replicas. Only a batch too
+small to give every replica and microbatch a row is padded, with its own rows and weight 0.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from distloop.cluster import HOST
+
+Data = tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
+
+_EMPTY = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
+
+
+class Batch(NamedTuple):
+    """A global batch, or a value per replica of one that TensorFlow has split already."""
+
+    rows: Any  # the user's structure, tensors [B, ...]
+    size: tf.Tensor | None  # []: how many rows count; None: all of them
+
+
+class Layout(NamedTuple):
+    """What must be known while tracing about the elements of an iterator."""
+
+    is_split: bool  # whether TensorFlow has split each batch into a value per replica
+    is_padded: bool  # whether elements are pairs of rows and how many of them count
+
+
+class Source:
+    """Data of the user, repeated or not, with one iterator and the number of batches it gave."""
+
+    def __init__(self, data: Data, strategy: tf.distribute.Strategy, *, microbatches: int = 1, repeat: bool = True):
+        """Checks the data and plans the pipeline; reads nothing yet.
+
+        Args:
+            data: a dataset of global batches; a function of `tf.distribute.InputContext` that returns one worker's
+                share; or a `DistributedDataset` that `strategy` made.
+            strategy: who takes part.
+            microbatches: into how many parts a replica cuts its share.
+            repeat: whether finite data starts again at its end.
+
+        Raises:
+            ValueError: if `data` is none of these, is not batched, or is known to be empty.
+        """
+        self.data = data
+        self.batches_taken = 0
+        self._microbatches = microbatches
+        self._repeat = repeat
+        self._iterator: Any = None
+        if callable(data) and not isinstance(data, tf.data.Dataset):
+            data = data(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
+        is_split = isinstance(data, tf.distribute.DistributedDataset)
+        if not isinstance(data, tf.data.Dataset) and not is_split:
+            raise ValueError(
+                f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, or a "
+                "function of tf.distribute.InputContext that returns one: distloop.make_dataset(arrays, batch_size) "
+                "makes one from NumPy arrays."
+            )
+        self._dataset = data
+        self.element_spec = data.element_spec
+        if not is_split:
+            _require_batched(self.element_spec)
+        if _cardinality(data) == 0:
+            raise ValueError(_EMPTY)
+        self._least = strategy.num_replicas_in_sync * microbatches  # rows, so that every microbatch has one
+        static = static_batch_size(self.element_spec) if not is_split else None
+        self.layout = Layout(is_split, not is_split and self._least > 1 and (static is None or static < self._least))
+
+    def iterator(self) -> Any:
+        """Gives the iterator, at the place where the last loop left it."""
+        if self._iterator is None:
+            self._iterator = self.new_iterator()
+        return self._iterator
+
+    def new_iterator(self) -> Any:
+        """Makes an iterator at the data's beginning."""
+        if self.layout.is_split:
+            return iter(self._dataset)
+        with tf.device(HOST):
+            return iter(self._pipeline())
+
+    def _pipeline(self) -> tf.data.Dataset:
+        dataset = self._dataset.repeat() if self._repeat else self._dataset
+        if self.layout.is_padded:
+            dataset = dataset.map(lambda *batch: _pad(_undo_unpacking(batch, self.element_spec), self._least))
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def first_rows(self) -> Any:
+        """Reads the first batch, for a model that does not know its input shapes; of a split one, the first part.
+
+        Raises:
+            ValueError: if the data is empty.
+        """
+        for element in self._dataset:
+            return tf.nest.map_structure(lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, element)
+        raise ValueError(_EMPTY)
+
+    def before_end_of_pass(self) -> int | None:
+        """How many batches may be taken in one loop: what TensorFlow has split cannot be repeated within one."""
+        if not self.layout.is_split:
+            return None
+        length = _cardinality(self._dataset)
+        if length is None:
+            raise ValueError(
+                "The DistributedDataset given does not know its length; distloop has to, to start it again at its end: "
+                "give the plain dataset, which distloop splits itself, or call repeat() before it is distributed."
+            )
+        if length == np.inf:
+            return None
+        left = int(length) - self.batches_taken % int(length)
+        if left == length:
+            self._iterator = None
+        return left
+
+    def batches_per_epoch(self) -> int:
+        """Counts the batches of one pass, by reading it where the dataset does not know.
+
+        Raises:
+            ValueError: if it is endless.
+        """
+        length = _cardinality(self._dataset)
+        if length is None and not self.layout.is_split:
+            logging.info("The dataset does not know its length: reading it once to count its batches.")
+            length = int(self._dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+            if not length:
+                raise ValueError(_EMPTY)
+        if length is None or length == np.inf:
+            raise ValueError(
+                "epochs were given, but the dataset is endless or of unknown length, so an epoch has no end: "
+                "give steps instead."
+            )
+        return int(length)
+
+
+def next_batch(iterator: Any, layout: Layout) -> Batch:
+    """Takes a batch; in a `tf.function`, outside `strategy.run`."""
+    return _as_batch(next(iterator), layout)
+
+
+def next_batch_if_any(iterator: Any, layout: Layout) -> tuple[tf.Tensor, Callable[[], Batch]]:
+    """Takes a batch if there is one left: says whether, and gives a function that gets it."""
+    optional = iterator.get_next_as_optional()
+    return optional.has_value(), lambda: _as_batch(optional.get_value(), layout)
+
+
+def _as_batch(element: Any, layout: Layout) -> Batch:
+    return Batch(*element) if layout.is_padded else Batch(element, None)
+
+
+def count_examples(batch: Batch, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    """Counts the rows of a batch that are no padding: a scalar int32; in a `tf.function`, outside `strategy.run`."""
+    if batch.size is not None:
+        return batch.size
+    first = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
+    return tf.add_n([tf.convert_to_tensor(batch_size(part)) for part in first])
+
+
+def take_share(
+    batch: Batch, layout: Layout, microbatches: int = 1, microbatch: tf.Tensor | int = 0
+) -> tuple[Any, tf.Tensor | None]:
+    """Slices what one microbatch of this replica works on; in a replica's context.
+
+    Args:
+        batch: the global batch, or this replica's part where the layout is split.
+        layout: of the iterator that gave it.
+        microbatches: k, the parts a share is cut into.
+        microbatch: which one, from 0.
+
+    Returns:
+        The rows, in the user's structure, `[b, ...]`, and their weights `[b]` (float32, 0 for padding), or None where
+        all count.
+    """
+    context = tf.distribute.get_replica_context()
+    replicas, replica = (1, 0) if layout.is_split else (context.num_replicas_in_sync, context.replica_id_in_sync_group)
+    rows, size = batch
+    if layout.is_split and microbatches > 1:
+        rows, size = _pad(rows, microbatches)
+    if replicas * microbatches == 1:
+        return rows, None
+    total = batch_size(rows)
+    share = replica * total // replicas, (replica + 1) * total // replicas
+    length = share[1] - share[0]
+    start = share[0] + microbatch * length // microbatches
+    end = share[0] + (microbatch + 1) * length // microbatches
+    share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
+    weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
+    return share_rows, weights
+
+
+def batch_size(rows: Any) -> tf.Tensor | int:
+    """B: an int where it is known while tracing, else a scalar."""
+    first = tf.nest.flatten(rows)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
+
+
+def static_batch_size(element_spec: Any) -> int | None:
+    """B where the element spec knows it."""
+    sizes = {spec.shape[0] for spec in tf.nest.flatten(element_spec)} - {None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def make_dataset(
+    examples: Any,
+    batch_size: int,
+    *,
+    shuffle: bool | int = False,
+    seed: int = 0,
+    cache: bool = False,
+    drop_remainder: bool = False,
+) -> tf.data.Dataset:
+    """Makes a dataset of global batches from NumPy arrays or from a dataset of examples.
+
+    Arrays are never copied row by row: only row numbers are shuffled, and whole batches are gathered, so a saved
+    position is small too.
+
+    Args:
+        examples: arrays `[N, ...]` in any nested structure, or an unbatched `tf.data.Dataset`.
+        batch_size: rows of a global batch.
+        shuffle: True: over all examples, in another order each epoch; a number: over a buffer of so many examples.
+        seed: of the order.
+        cache: whether a dataset's examples are kept in memory after the first pass (arrays are there already).
+        drop_remainder: whether the odd last batch is left out; distloop trains on it exactly.
+
+    Returns:
+        The dataset: cached, shuffled, batched, prefetched.
+
+    Raises:
+        ValueError: if arrays differ in length, or all of a dataset of unknown length are to be shuffled.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} was given; a batch has one row at least.")
+    if isinstance(examples, tf.data.Dataset):
+        dataset = examples.cache() if cache else examples
+        count = _cardinality(examples)
+        if shuffle is True and (count is None or count == np.inf):
+            raise ValueError(
+                "shuffle=True was given with a dataset of unknown length; give the number of examples to hold and "
+                "draw from, such as shuffle=10_000."
+            )
+        if shuffle:
+            dataset = dataset.shuffle(int(count) if shuffle is True else shuffle, seed=seed)  # type: ignore[arg-type]
+        return dataset.batch(batch_size, drop_remainder=drop_remainder).prefetch(tf.data.AUTOTUNE)
+    arrays = tf.nest.map_structure(np.asarray, examples)
+    lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"Arrays of {sorted(lengths)} rows were given; they need the same number, 1 at least.")
+    count = lengths.pop()
+    with tf.device(HOST):
+        tensors = tf.nest.map_structure(tf.constant, arrays)
+    numbers = tf.data.Dataset.range(count)
+    if shuffle:
+        numbers = numbers.shuffle(count if shuffle is True else shuffle, seed=seed)
+    batches = numbers.batch(batch_size, drop_remainder=drop_remainder)
+    return batches.map(lambda rows: tf.nest.map_structure(lambda t: tf.gather(t, rows), tensors)).prefetch(
+        tf.data.AUTOTUNE
+    )
+
+
+def explain(error: tf.errors.OpError) -> ValueError | None:
+    """Says in one sentence what is wrong with the data, where an error of TensorFlow's is about that."""
+    message = error.message or ""
+    if isinstance(error, tf.errors.OutOfRangeError):
+        return ValueError(_EMPTY)
+    for mark in ("did not match the expected structure", "element of shape", "element type", "expected type"):
+        if "generator" in message and mark in message:
+            line = next(line for line in message.splitlines() if mark in line)
+            return ValueError(
+                f"A batch differs from those before it ({line.strip()}); every batch has the same structure, dtypes and "
+                "number of axes: correct the generator or its output_signature."
+            )
+    if "distloop: " in message:
+        start = message.index("distloop: ") + len("distloop: ")
+        return ValueError(message[start:].splitlines()[0])
+    return None
+
+
+def _pad(rows: Any, least: int) -> Batch:
+    """Repeats a batch's own rows, with weight 0, until there are `least` of them."""
+    size = tf.convert_to_tensor(batch_size(rows))
+    checks = [
+        tf.debugging.assert_equal(
+            tf.convert_to_tensor(batch_size(t)),
+            size,
+            f"distloop: A batch's entries differ in their number of rows; tensors of shapes "
+            f"{[list(x.shape) for x in tf.nest.flatten(rows)]} share their first axis: batch them together.",
+        )
+        for t in tf.nest.flatten(rows)[1:]
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        numbers = tf.range(least) % tf.maximum(size, 1)
+
+    def repeated() -> Any:
+        return tf.nest.map_structure(lambda t: tf.gather(t, numbers), rows)
+
+    is_small = (size > 0) & (size < least)
+    return Batch(tf.cond(is_small, repeated, lambda: tf.nest.map_structure(tf.identity, rows)), size)
+
+
+def _undo_unpacking(batch: tuple[Any, ...], spec: Any) -> Any:
+    """`Dataset.map` spreads tuples over arguments; this gives back what the element was."""
+    return batch if isinstance(spec, tuple) and not hasattr(spec, "_fields") else batch[0]
+
+
+def _cardinality(data: Any) -> float | None:
+    """Batches in one pass; inf if endless, None if the dataset does not know."""
+    length = int(data.cardinality().numpy() if callable(getattr(data, "cardinality", None)) else data.cardinality)
+    if length == tf.data.INFINITE_CARDINALITY:
+        return np.inf
+    return None if length == tf.data.UNKNOWN_CARDINALITY else length
+
+
+def _require_batched(element_spec: Any) -> None:
+    specs = tf.nest.flatten(element_spec)
+    if not specs:
+        raise ValueError("The dataset's elements hold no tensor; distloop needs batches of tensors, [B, ...].")
+    for spec in specs:
+        if isinstance(spec, tf.SparseTensorSpec):
+            raise ValueError(
+                f"The dataset gives a sparse tensor ({spec}); rows of it cannot be shared out: "
+                "turn it into a dense or ragged one with Dataset.map."
+            )
+        if spec.shape.rank == 0:
+            raise ValueError(
+                f"The dataset's elements hold a scalar ({spec}), so they are single examples; distloop takes batches, "
+                "[B, ...]: call .batch(batch_size) on the dataset."
+            )
+    sizes = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The dataset's tensors have first axes of {sorted(sizes)}; the entries of a batch share theirs, [B, ...]: "
+            "call .batch(batch_size) on the dataset."
+        )

@@ -1,0 +1,193 @@
+"""Owns *how fast*: learning rates over steps, and learning rates for another batch size.
+
+It does not know optimizers: hand what it makes to one.
+
+    peak = scale_learning_rate(0.1, batch_size=1024)                                    # 0.4
+    optimizer = keras.optimizers.SGD(make_schedule(peak, steps=10_000, warmup_steps=500))
+
+A schedule is asked for the count of updates applied so far, so the first update of a run uses step 0 and the last one
+`steps - 1`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+def scale_learning_rate(
+    base_learning_rate: float, batch_size: int, base_batch_size: int = 256, rule: str = "linear"
+) -> float:
+    """Scales a learning rate that suits one batch size to another one.
+
+    Args:
+        base_learning_rate: what suits `base_batch_size`.
+        batch_size: examples per step, over all replicas.
+        base_batch_size: examples per step that `base_learning_rate` was found with.
+        rule: "linear" (Goyal et al. 2017, arXiv:1706.02677, section 2.1: for SGD) or "sqrt" (Krizhevsky 2014,
+            arXiv:1404.5997, section 5: keeps the variance of the update; commonly taken for Adam).
+
+    Returns:
+        `base_learning_rate * batch_size / base_batch_size`, or times the square root of that ratio.
+
+    Raises:
+        ValueError: for another rule, or a number that is not positive.
+    """
+    for name, value in (
+        ("base_learning_rate", base_learning_rate),
+        ("batch_size", batch_size),
+        ("base_batch_size", base_batch_size),
+    ):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value!r} was given to scale_learning_rate; give a number above 0.")
+    if rule not in ("linear", "sqrt"):
+        raise ValueError(f"rule={rule!r} was given to scale_learning_rate; give 'linear' or 'sqrt'.")
+    ratio = batch_size / base_batch_size
+    return float(base_learning_rate * (ratio if rule == "linear" else math.sqrt(ratio)))
+
+
+@keras.saving.register_keras_serializable(package="distloop")
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """Rises linearly to where another schedule starts, then follows that one from its own step 0.
+
+    With `w = warmup_steps`: `start` at step 0, `start + (schedule(0) - start) * step / w` before step w, and
+    `schedule(step - w)` from step w on (Goyal et al. 2017, arXiv:1706.02677, section 2.2).
+    """
+
+    def __init__(
+        self, schedule: keras.optimizers.schedules.LearningRateSchedule, warmup_steps: int, start: float = 0.0
+    ):
+        """Checks and keeps the parts.
+
+        Args:
+            schedule: what follows.
+            warmup_steps: steps until `schedule` takes over.
+            start: the learning rate at step 0.
+
+        Raises:
+            ValueError: if `schedule` is none, `warmup_steps` is below 1 or `start` is negative.
+        """
+        super().__init__()
+        if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(f"schedule={schedule!r} was given to WarmUp; give a Keras LearningRateSchedule.")
+        if warmup_steps < 1 or warmup_steps != int(warmup_steps):
+            raise ValueError(
+                f"warmup_steps={warmup_steps!r} was given to WarmUp; give a whole number of 1 or more, or no WarmUp."
+            )
+        if not 0 <= start < math.inf:
+            raise ValueError(f"start={start!r} was given to WarmUp; give a learning rate, 0 or more.")
+        self.schedule = schedule
+        self.warmup_steps = int(warmup_steps)
+        self.start = float(start)
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the learning rate at `step`, a scalar tensor."""
+        step = keras.ops.convert_to_tensor(step)
+        # Steps stay integers on their way to the schedule: float32 counts to 2^24 only. Both branches are cheap, and a
+        # select needs no cond.
+        follow = self.schedule(keras.ops.maximum(step - self.warmup_steps, 0))
+        fraction = keras.ops.cast(step, follow.dtype) / self.warmup_steps
+        rise = self.start + (self.schedule(0) - self.start) * fraction
+        return keras.ops.where(step < self.warmup_steps, rise, follow)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what `from_config` makes an equal schedule of."""
+        schedule = keras.optimizers.schedules.serialize(self.schedule)
+        return {"schedule": schedule, "warmup_steps": self.warmup_steps, "start": self.start}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "WarmUp":
+        """Makes a schedule of what `get_config` returned."""
+        return cls(**{**config, "schedule": keras.optimizers.schedules.deserialize(config["schedule"])})
+
+
+def make_schedule(
+    peak: float,
+    steps: int,
+    *,
+    warmup_steps: int = 0,
+    decay: str = "cosine",
+    final: float = 0.0,
+    drop_at: Sequence[int] = (),
+    drop_factor: float = 0.1,
+) -> keras.optimizers.schedules.LearningRateSchedule:
+    """Makes a learning rate that rises linearly from 0 to `peak` and then falls.
+
+    With `w = warmup_steps`: 0 at step 0, `peak * (w - 1) / w` at step `w - 1`, `peak` at step w (step 0 without a
+    warm-up). At `steps` and beyond: `final` for cosine and linear, `peak * drop_factor ** len(drop_at)` for step, and
+    `peak` for constant.
+
+    Args:
+        peak: the highest learning rate.
+        steps: of the whole run, the warm-up included.
+        warmup_steps: until `peak` is reached; 0: no warm-up.
+        decay: "cosine" (half a period: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts), "linear",
+            "step" or "constant".
+        final: the learning rate at `steps`, for cosine and linear.
+        drop_at: for "step": steps from which on the learning rate is `drop_factor` of what it was.
+        drop_factor: for "step".
+
+    Returns:
+        A Keras schedule, to be handed to an optimizer.
+
+    Raises:
+        ValueError: if a value is out of range, or an argument is given that this decay does not read.
+    """
+    _check(peak, steps, warmup_steps, decay, final, drop_at, drop_factor)
+    decay_steps = int(steps) - int(warmup_steps)
+    schedules = keras.optimizers.schedules
+    if decay == "cosine":
+        schedule = schedules.CosineDecay(float(peak), decay_steps, alpha=final / peak)
+    elif decay == "step":
+        # Keras changes the value after a boundary, here it changes at the step that is named.
+        boundaries = [int(step) - int(warmup_steps) - 1 for step in drop_at]
+        values = [float(peak * drop_factor**drops) for drops in range(len(drop_at) + 1)]
+        schedule = schedules.PiecewiseConstantDecay(boundaries, values)
+    else:
+        end = float(final if decay == "linear" else peak)
+        schedule = schedules.PolynomialDecay(float(peak), decay_steps, end, power=1.0)
+    return WarmUp(schedule, warmup_steps) if warmup_steps else schedule
+
+
+def _check(
+    peak: float,
+    steps: int,
+    warmup_steps: int,
+    decay: str,
+    final: float,
+    drop_at: Sequence[int],
+    drop_factor: float,
+) -> None:
+    """Checks the arguments of `make_schedule`.
+
+    Raises:
+        ValueError: at the first that is wrong.
+    """
+    given = "was given to make_schedule;"
+    if decay not in ("cosine", "linear", "step", "constant"):
+        raise ValueError(f"decay={decay!r} {given} give 'cosine', 'linear', 'step' or 'constant'.")
+    if not 0 < peak < math.inf:
+        raise ValueError(f"peak={peak!r} {given} give a learning rate above 0.")
+    if steps < 1 or steps != int(steps):
+        raise ValueError(f"steps={steps!r} {given} give the steps of the whole run, a whole number of 1 or more.")
+    if not 0 <= warmup_steps < steps or warmup_steps != int(warmup_steps):
+        raise ValueError(f"warmup_steps={warmup_steps!r} {given} give a whole number from 0 to below steps={steps}.")
+    if not 0 <= final <= peak:
+        raise ValueError(f"final={final!r} {given} give a learning rate from 0 to peak={peak}.")
+    if final and decay not in ("cosine", "linear"):
+        raise ValueError(f"final={final!r} {given} decay={decay!r} does not read it: leave it out, or take 'linear'.")
+    if bool(drop_at) != (decay == "step"):
+        raise ValueError(
+            f"decay={decay!r} and drop_at={drop_at!r} were given to make_schedule; give both decay='step' and the "
+            "steps at which to drop, or neither."
+        )
+    if any(step != int(step) for step in drop_at) or any(
+        low >= high for low, high in zip([warmup_steps, *drop_at], [*drop_at, steps], strict=True)
+    ):
+        raise ValueError(
+            f"drop_at={drop_at!r} {given} give rising whole numbers above warmup_steps={warmup_steps} and below "
+            f"steps={steps}."
+        )
+    if not 0 < drop_factor < 1:
+        raise ValueError(f"drop_factor={drop_factor!r} {given} give a factor above 0 and below 1.")

@@ -1,0 +1,297 @@
+"""Owns the order of things: train, evaluate, predict.
+
+A loop runs exactly up to the next boundary, in one `tf.function` over a *tensor* count, so that one trace serves every
+length and no setting has to divide another. The host reads once a boundary. It does not know flags or files.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from distloop import actions, inputs, metrics, schedule
+from distloop.actions import Action, Report
+from distloop.cluster import HOST
+from distloop.inputs import Layout, Source
+from distloop.state import TrainState
+from distloop.step import EvalStep, PredictStep, TrainStep
+
+_SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
+
+
+class TrainLoop:
+    """Trains; traced once for each kind of data."""
+
+    def __init__(self, state: TrainState, step: TrainStep, *, skip_nonfinite: bool = False):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: what is trained.
+            step: how.
+            skip_nonfinite: whether to go on after a step that was not finite; else it is an error.
+        """
+        self._state = state
+        self._step = step
+        self._skip_nonfinite = skip_nonfinite
+        self._run = tf.function(self._steps, autograph=False)
+        self._prepared_for: Source | None = None
+
+    def train(
+        self,
+        source: Source,
+        until: int,
+        to_do: Sequence[Action],
+        *,
+        log_every: int = 0,
+        steps_per_loop: int = 0,
+    ) -> dict[str, float]:
+        """Trains until a step, stopping at boundaries to act.
+
+        Args:
+            source: repeated data.
+            until: the global step to end with.
+            to_do: actions, in order.
+            log_every: the window of the reported means, in steps; 0: the whole run.
+            steps_per_loop: an upper bound on the steps of one loop; 0: none.
+
+        Returns:
+            The last report's numbers.
+
+        Raises:
+            FloatingPointError: at the first step that is not finite, unless such steps are skipped.
+            ValueError: if the data gives out, or changes.
+        """
+        step = int(self._state.step)
+        window = _Window()
+        reported: dict[str, float] = {}
+        self._reset_keras_metrics()
+        while step < until:
+            boundary = schedule.next_boundary(step, until, [log_every, *(a.every for a in to_do)], steps_per_loop)
+            left = source.before_end_of_pass()
+            count = boundary - step if left is None else min(boundary - step, left)
+            result = self._run_steps(source, count)
+            window.add(result)
+            step += int(result["steps"])
+            source.batches_taken += int(result["steps"])
+            if not result["finite"]:
+                raise FloatingPointError(
+                    f"Step {step} was not finite and changed nothing: {self._step.explain(result['diagnosis'])}. "
+                    "Lower the learning rate, set clip_norm, look at the data, or skip such steps with on_nonfinite=skip."
+                )
+            is_log_due = schedule.is_due(step, log_every, until)
+            if not is_log_due and not any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
+                continue
+            report = Report(step, until, window.metrics(self._step.names), self._state)
+            reported, reason = actions.run(to_do, report)
+            if reason:
+                logging.info("Stopped at step %d: %s.", step, reason)
+                break
+            if is_log_due:
+                window = _Window()
+                self._reset_keras_metrics()
+        return reported
+
+    def _run_steps(self, source: Source, count: int) -> dict[str, Any]:
+        try:
+            if self._prepared_for is not source:
+                # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
+                self._run(source.iterator(), source.layout, tf.constant(0, tf.int64))
+                self._step.warn()
+                self._prepared_for = source
+            start = time.perf_counter()
+            result = self._run(source.iterator(), source.layout, tf.constant(count, tf.int64))
+            result = tf.nest.map_structure(lambda t: t.numpy(), result)
+        except tf.errors.OpError as error:
+            explained = inputs.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+        return {**result, "seconds": time.perf_counter() - start}
+
+    def _steps(self, iterator: Any, layout: Layout, count: tf.Tensor) -> dict[str, Any]:
+        """Runs `count` steps, or up to the first one that is not finite and not to be skipped."""
+
+        def body(
+            done: tf.Tensor, go_on: tf.Tensor, applied: tf.Tensor, tallies: tf.Tensor, diagnosis: tf.Tensor, amounts: Any
+        ) -> Any:
+            start = tf.timestamp()
+            with tf.control_dependencies([start]), tf.device(HOST):
+                batch = inputs.next_batch(iterator, layout)
+            with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
+                waited = tf.timestamp() - start
+            outcome = self._step(batch, layout)
+            with tf.device(HOST):
+                examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)
+                return (
+                    done + 1,
+                    outcome.finite | self._skip_nonfinite,
+                    applied + tf.cast(outcome.finite, tf.int64),
+                    tallies + tf.cast(outcome.tallies, tf.float64),
+                    outcome.diagnosis,
+                    amounts + tf.stack([examples, waited]),
+                )
+
+        with tf.device(HOST):
+            # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
+            none = tf.zeros([1], tf.float64)
+            zero = tf.constant(0, tf.int64)
+            start = (zero, tf.constant(True), zero, none, tf.zeros([1]), tf.zeros([2], tf.float64))
+            done, finite, applied, tallies, diagnosis, amounts = tf.while_loop(
+                lambda done, go_on, *_: (done < count) & go_on,
+                body,
+                start,
+                shape_invariants=(_SCALAR, _SCALAR, _SCALAR, _VECTOR, _VECTOR, tf.TensorShape([2])),
+            )
+            self._state.step.assign_add(done)
+            self._state.skipped_steps.assign_add(done - applied)
+        return {
+            "steps": done,
+            "finite": finite,
+            "tallies": tallies,
+            "diagnosis": diagnosis,
+            "examples": amounts[0],
+            "waited": amounts[1],
+            "skipped_steps": self._state.skipped_steps.read_value(),
+            "learning_rate": {
+                f"{update.name}/learning_rate" if update.name else "learning_rate": tf.convert_to_tensor(
+                    update.optimizer.learning_rate
+                )
+                for update in self._state.spec.updates
+            },
+            "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
+        }
+
+    def _reset_keras_metrics(self) -> None:
+        for metric in self._state.train_metrics.values():
+            metric.reset_state()
+
+
+class _Window:
+    """What training did since the last log: sums, to be divided once."""
+
+    def __init__(self) -> None:
+        self.tallies: Any = 0.0
+        self.steps = self.examples = self.seconds = self.waited = 0.0
+        self.last: dict[str, Any] = {}
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.tallies = self.tallies + result["tallies"]
+        self.steps += float(result["steps"])
+        self.examples += float(result["examples"])
+        self.seconds += result["seconds"]
+        self.waited += float(result["waited"])
+        self.last = result
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        numbers = metrics.means(names, self.tallies)
+        numbers |= _floats(self.last["keras_metrics"])
+        numbers |= _floats(self.last["learning_rate"])
+        numbers["skipped_steps"] = float(self.last["skipped_steps"])
+        numbers["steps_per_sec"] = self.steps / self.seconds
+        numbers["examples_per_sec"] = self.examples / self.seconds
+        numbers["input_wait"] = min(1.0, self.waited / self.seconds)
+        return numbers
+
+
+class EvalLoop:
+    """Evaluates; traced once for each kind of data."""
+
+    def __init__(self, state: TrainState):
+        """Prepares; nothing is traced yet."""
+        self._state = state
+        self._step = EvalStep(state)
+        self._run = tf.function(self._pass, autograph=False)
+
+    def evaluate(self, source: Source) -> dict[str, float]:
+        """Measures one pass, with the averaged weights where there are some.
+
+        Args:
+            source: data that ends.
+
+        Returns:
+            Name -> number, over all examples.
+
+        Raises:
+            ValueError: if the data is empty.
+        """
+        for metric in self._state.eval_metrics.values():
+            metric.reset_state()
+        with self._state.averaged(), self._state.seeds_kept():
+            try:
+                result = self._run(source.new_iterator(), source.layout)
+            except tf.errors.OpError as error:
+                explained = inputs.explain(error)
+                if explained is None:
+                    raise
+                raise explained from error
+        result = tf.nest.map_structure(lambda t: t.numpy(), result)
+        if not result["batches"]:
+            raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
+        return metrics.means(self._step.names, result["tallies"]) | _floats(result["keras_metrics"])
+
+    def _pass(self, iterator: Any, layout: Layout) -> dict[str, Any]:
+        def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
+            with tf.device(HOST):
+                has_batch, get_batch = inputs.next_batch_if_any(iterator, layout)
+            more = tf.cond(
+                has_batch,
+                lambda: tallies + tf.cast(self._step(get_batch(), layout), tf.float64),
+                lambda: tf.identity(tallies),
+            )
+            return has_batch, batches + tf.cast(has_batch, tf.int64), more
+
+        with tf.device(HOST):
+            start = (tf.constant(True), tf.constant(0, tf.int64), tf.zeros([1], tf.float64))
+            _, batches, tallies = tf.while_loop(
+                lambda has_more, *_: has_more, body, start, shape_invariants=(_SCALAR, _SCALAR, _VECTOR)
+            )
+        results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
+        return {"batches": batches, "tallies": tallies, "keras_metrics": results}
+
+
+class PredictLoop:
+    """Predicts; traced once for each kind of data."""
+
+    def __init__(self, state: TrainState, step: PredictStep):
+        """Prepares; nothing is traced yet."""
+        self._state = state
+        self._run = tf.function(
+            lambda iterator, layout: step(inputs.next_batch(iterator, layout), layout), autograph=False
+        )
+
+    def predict(self, source: Source) -> Iterator[Any]:
+        """Yields the outputs of each batch of one pass, in order, with the averaged weights where there are some.
+
+        Args:
+            source: data that ends.
+        """
+        iterator = source.new_iterator()
+        streams = self._state.read_seeds()
+        while True:
+            # Between two batches the weights and random streams of training are back: whoever reads slowly may train.
+            with self._state.averaged(), self._state.seeds_kept():
+                self._state.write_seeds(streams)
+                try:
+                    outputs = self._run(iterator, source.layout)
+                    streams = self._state.read_seeds()
+                except tf.errors.OutOfRangeError:
+                    return
+                except tf.errors.OpError as error:
+                    raise inputs.explain(error) or error from error
+            yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+
+def _floats(results: Mapping[str, Any]) -> dict[str, float]:
+    """Spreads results that are dicts or vectors over names of their own."""
+    numbers: dict[str, float] = {}
+    for name, result in results.items():
+        if isinstance(result, Mapping):
+            numbers |= _floats({f"{name}/{key}": value for key, value in result.items()})
+        elif np.ndim(result):
+            numbers |= {f"{name}/{i}": float(value) for i, value in enumerate(np.ravel(result))}
+        else:
+            numbers[name] = float(result)
+    return numbers

@@ -1,0 +1,181 @@
+"""Owns weighted sums: weigh values per example, add them up, divide once, in float32.
+
+    metric = sum(w * v) / sum(w)
+
+over everything that took part: replicas, workers, microbatches, steps. A `Tally` is one side of that division on its
+way there. Keras metrics, for what is no mean, are updated here too. It does not know what is minimized.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Weighted(NamedTuple):
+    """Values per example with weights of their own; made by `weighted`."""
+
+    values: tf.Tensor | tf.RaggedTensor
+    weights: tf.Tensor | tf.RaggedTensor
+
+
+class Tally(NamedTuple):
+    """Both sides of one mean, before the division: float32 scalars."""
+
+    total: tf.Tensor  # []: sum(w * v)
+    weight: tf.Tensor  # []: sum(w)
+
+
+def weighted(values: Any, weights: Any) -> Weighted:
+    """Gives a value in `loss_fn`'s result its own weights, such as tokens or sample weights.
+
+    Args:
+        values: one value per example or per part of one, `[B, ...]`.
+        weights: `[B]` up to the shape of `values`; they are spread over the axes they lack. Any scale: the mean is
+            `sum(weights * values) / sum(weights)`.
+
+    Returns:
+        What `loss_fn` returns under the value's name.
+    """
+    return Weighted(values, weights)
+
+
+def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Tensor | None) -> Tally:
+    """Sums one of `loss_fn`'s values over its examples.
+
+    Args:
+        name: the value's name, for messages.
+        value: a tensor `[B, ...]` or a `Weighted`.
+        batch_size: B; an int where it is known while tracing.
+        row_weights: `[B]`, 1 for examples that count and 0 for padding; None: every row counts.
+
+    Returns:
+        The sums, float32, whatever the value's dtype.
+
+    Raises:
+        ValueError: if the value is not per example, or its weights do not fit it.
+    """
+    values, weights = value if isinstance(value, Weighted) else (value, None)
+    if isinstance(values, tf.RaggedTensor):
+        values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
+    else:
+        values = tf.convert_to_tensor(values)
+        _require_per_example(name, values, batch_size)
+    values = tf.cast(values, tf.float32)  # [B, ...]
+    if weights is not None:
+        weights = tf.cast(tf.convert_to_tensor(weights), tf.float32)
+        if weights.shape.rank == 0 or weights.shape.rank > values.shape.rank:
+            raise ValueError(
+                f'loss_fn returned "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)}; '
+                "distloop needs one weight per example, [B], or per value: give weights that match the leading axes."
+            )
+        weights = _spread(weights, values)
+    if row_weights is not None:
+        rows = _spread(row_weights, values)
+        weights = rows if weights is None else weights * rows
+    if weights is None:
+        return Tally(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32))
+    weights = tf.broadcast_to(weights, tf.shape(values))
+    # A row of weight 0 takes no part, even if its value is NaN.
+    return Tally(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights))
+
+
+def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any, row_weights: tf.Tensor | None) -> None:
+    """Feeds a Keras metric what `loss_fn` returned under its name, without the rows that are padding.
+
+    Args:
+        name: the metric's name, for messages.
+        metric: made under the strategy's scope.
+        arguments: the tuple of arguments for `update_state`, tensors `[B, ...]`.
+        row_weights: as for `weigh`.
+
+    Raises:
+        ValueError: if `arguments` is no tuple.
+    """
+    if not isinstance(arguments, (tuple, list)) or isinstance(arguments, Weighted):
+        raise ValueError(
+            f'loss_fn returned a {type(arguments).__name__} under "{name}", which is a Keras metric; '
+            "distloop needs the tuple of arguments for its update_state, such as (labels, predictions)."
+        )
+    if row_weights is not None:
+        arguments = [tf.boolean_mask(argument, row_weights > 0) for argument in arguments]
+    metric.update_state(*arguments)
+
+
+def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
+    """Divides once.
+
+    Args:
+        names: M names.
+        tallies: `[2 * M]`, all totals and then all weights.
+
+    Returns:
+        Name -> mean; NaN where nothing was weighed.
+    """
+    totals, weights = np.split(np.asarray(tallies, np.float64), 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return dict(zip(names, (totals / weights).tolist(), strict=True))
+
+
+def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
+    """Checks what `loss_fn` returned, before anything is summed.
+
+    Raises:
+        ValueError: if it is no dict, lacks "loss", or feeds a Keras metric that was not declared.
+    """
+    if not isinstance(outputs, Mapping):
+        raise ValueError(
+            f"loss_fn returned a {type(outputs).__name__}; distloop needs a dict of values per example: "
+            'return {"loss": values}.'
+        )
+    if "loss" not in outputs:
+        raise ValueError(
+            f'loss_fn returned {sorted(map(str, outputs))} without "loss"; distloop minimizes the value of that name: '
+            'return {"loss": values, ...}.'
+        )
+    for name, value in outputs.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"loss_fn returned a value under the name {name!r}; names are non-empty strings: rename it.")
+        if isinstance(value, (tuple, list)) and not isinstance(value, Weighted) and name not in keras_metrics:
+            raise ValueError(
+                f'loss_fn returned a tuple under "{name}", but ModelSpec(metrics=...) holds {sorted(keras_metrics)}; '
+                "declare a Keras metric of that name there, or return values per example."
+            )
+
+
+def _require_per_example(name: str, values: tf.Tensor, batch_size: tf.Tensor | int) -> None:
+    static = batch_size if isinstance(batch_size, int) else None
+    # Where B is unknown while tracing, an axis that is known cannot be B.
+    if values.shape.rank == 0 or (values.shape.rank and values.shape[0] is not None and values.shape[0] != static):
+        reason = "drop the reduce_mean, the division is done here"
+        raise ValueError(
+            f'loss_fn returned "{name}" of shape {list(values.shape)}; distloop needs one value per example, '
+            f"[{'B' if static is None else static}] or [{'B' if static is None else static}, ...]: {reason}."
+        )
+
+
+def _spread(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Adds the trailing axes that `weights` lacks: [B] -> [B, 1, ...]."""
+    if weights.shape.rank is None or values.shape.rank is None or weights.shape.rank == values.shape.rank:
+        return weights
+    missing = values.shape.rank - weights.shape.rank
+    return tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0))
+
+
+def _flatten_ragged(
+    name: str, values: tf.RaggedTensor, weights: Any, row_weights: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+    """Turns ragged values [B, (T)] into flat ones [sum(T)] with weights and row weights of the same length."""
+    if values.ragged_rank != 1:
+        raise ValueError(
+            f'loss_fn returned "{name}" with {values.ragged_rank} ragged axes; distloop sums over one: '
+            "reduce the inner ones with weights, or return values.merge_dims(1, -1)."
+        )
+    rows = values.value_rowids()
+    if isinstance(weights, tf.RaggedTensor):
+        weights = weights.flat_values
+    elif weights is not None:
+        weights = tf.gather(tf.convert_to_tensor(weights), rows)
+    return values.flat_values, weights, None if row_weights is None else tf.gather(row_weights, rows)

@@ -1,0 +1,425 @@
+"""Owns what training changes: `ModelSpec` and `Update`, which the user makes, and `TrainState`, which holds it all.
+
+    def model_fn():
+        model = keras.Sequential([...])
+        return ModelSpec(model, keras.optimizers.Adam(1e-3), loss_fn)
+
+    state = TrainState.make(model_fn, strategy, average_decay=0.0)
+
+It does not know how a step goes.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from distloop import gradients
+from distloop.averages import MovingAverage
+from distloop.cluster import HOST
+
+LossFn = Callable[[Any, bool], Mapping[str, Any]]
+
+# Replicas start apart by this much in the key of each random stream; a prime, so that few streams meet.
+SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer's part of a step.
+
+    Attributes:
+        name: stands before the reported values, as in `discriminator/loss`.
+        loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`; `"loss"` is minimized.
+        optimizer: a plain Keras optimizer of its own.
+        variables: what it trains: a list of variables, or a regular expression found in their paths; None: all that
+            are trainable.
+    """
+
+    name: str
+    loss_fn: LossFn
+    optimizer: keras.optimizers.Optimizer
+    variables: Sequence[Any] | str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
+        _require_plain(self.optimizer)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What `model_fn` returns: a model and how it is trained.
+
+    Attributes:
+        model: a `keras.Model`, any `tf.Module`, or several of them in a dict or list.
+        optimizer: a plain Keras optimizer.
+        loss_fn: `(batch, training) -> dict`; runs on each replica, on its share of the batch, and returns values per
+            example, `[B, ...]`. `"loss"` is minimized, every other name is a metric. `weighted(values, weights)` gives
+            a value its own weights.
+        predict_fn: `batch -> outputs`, leading axis B.
+        metrics: name -> `keras.metrics.Metric` for what is no mean; `loss_fn` returns the arguments of its
+            `update_state` under that name, as a tuple.
+        trainable: a regular expression found in the paths of the variables to train; None: all that are trainable.
+        updates: instead of `optimizer`, `loss_fn` and `trainable`: several, which run in that order in one step.
+
+    Raises:
+        ValueError: if something is missing, given twice, or an optimizer has settings that belong to distloop.
+    """
+
+    model: Any
+    optimizer: keras.optimizers.Optimizer | None = None
+    loss_fn: LossFn | None = None
+    predict_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    metrics: Mapping[str, keras.metrics.Metric] | None = field(default=None, kw_only=True)
+    trainable: str | None = field(default=None, kw_only=True)
+    updates: Sequence[Update] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.updates:
+            if self.optimizer is not None or self.loss_fn is not None or self.trainable is not None:
+                raise ValueError(
+                    "ModelSpec was given updates and also an optimizer, a loss_fn or trainable; each Update holds its "
+                    "own: leave the others out."
+                )
+            names = [update.name for update in self.updates]
+            if len(set(names)) < len(names) or not all(names):
+                raise ValueError(f"Updates named {names} were given; each needs a name of its own.")
+            if len({id(update.optimizer) for update in self.updates}) < len(names):
+                raise ValueError("Two updates share one optimizer, whose slots and step count are one update's: make two.")
+        else:
+            if self.optimizer is None or self.loss_fn is None:
+                raise ValueError("ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn).")
+            single = Update("", self.loss_fn, self.optimizer, self.trainable)
+            object.__setattr__(self, "updates", (single,))
+        for name, metric in (self.metrics or {}).items():
+            if not isinstance(metric, keras.metrics.Metric):
+                raise ValueError(
+                    f'ModelSpec(metrics=...) holds a {type(metric).__name__} under "{name}"; it takes keras.metrics.Metric '
+                    "objects: return means from loss_fn, as values per example."
+                )
+
+
+class TrainState(tf.Module):
+    """Everything that training changes.
+
+    Attributes:
+        step: how many times the train step was called, a scalar int64.
+        skipped_steps: how many of those changed nothing, a scalar int64.
+        spec: what `model_fn` returned.
+        average: the moving average of the weights, or None.
+    """
+
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, average_decay: float, created: dict[int, Any]):
+        """Use `make`."""
+        super().__init__(name="state")
+        self.spec = spec
+        self.strategy = strategy
+        with tf.device(HOST):  # plain variables: a number for people, not for replicas
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+            self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
+        self.average: MovingAverage | None = None
+        self._average_decay = average_decay
+        self._created = created
+        self.is_built = False
+        self.train_metrics = dict(spec.metrics or {})
+        with strategy.scope(), _recorded(created):
+            self.eval_metrics = {name: _clone_metric(name, metric) for name, metric in self.train_metrics.items()}
+            if all(layer.built for layer in _layers(spec.model)):
+                self._finish()
+
+    @classmethod
+    def make(
+        cls, model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, average_decay: float = 0.0
+    ) -> "TrainState":
+        """Calls `model_fn` in the strategy's scope and builds what it can.
+
+        Raises:
+            ValueError: if `model_fn` returns something else, or a model or optimizer that was made elsewhere.
+        """
+        created: dict[int, Any] = {}
+        with strategy.scope(), _recorded(created):
+            spec = model_fn()
+        if not isinstance(spec, ModelSpec):
+            raise ValueError(
+                f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
+                "return distloop.ModelSpec(model, optimizer, loss_fn)."
+            )
+        return cls(spec, strategy, average_decay, created)
+
+    @property
+    def model(self) -> Any:
+        """The user's model or models, with the weights that train."""
+        return self.spec.model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; of several updates, a dict by name."""
+        optimizers = {update.name: update.optimizer for update in self.spec.updates}
+        return optimizers.get("", optimizers)
+
+    def build(self, rows: Any) -> None:
+        """Builds models that do not know their input shapes yet, by running them once, outside training.
+
+        Args:
+            rows: a batch `[B, ...]`, B >= 1.
+        """
+        with self.strategy.scope(), _recorded(self._created):
+            for update in self.spec.updates:
+                update.loss_fn(rows, False)
+            unbuilt = [layer.name for layer in _layers(self.spec.model) if not layer.built]
+            if unbuilt:
+                raise ValueError(
+                    f"Layers {unbuilt[:3]} of the model are not built and loss_fn does not call them, so their "
+                    "variables are unknown: call them in loss_fn, or build them in model_fn."
+                )
+            self._finish()
+
+    def _finish(self) -> None:
+        """Finds the variables and makes what belongs to them; in scope."""
+        named = named_variables(self.spec.model)
+        self._require_created_here(named.items(), "model")
+        by_id = {id(variable): path for path, variable in named.items()}
+        self.paths = by_id
+        self.variables_of_update = {update.name: _select(update, named) for update in self.spec.updates}
+        trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
+        for update in self.spec.updates:
+            optimizer, variables = update.optimizer, self.variables_of_update[update.name]
+            self._require_created_here([(v.name, v) for v in optimizer.variables], "optimizer")
+            if not optimizer.built:
+                optimizer.build(variables)
+            gradients.own_reduction(optimizer)
+        layers = list(_layers(self.spec.model))
+        self.layers_of_update = {
+            name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
+            for name, variables in self.variables_of_update.items()
+        }
+        self.untrained_variables = [variable for variable in named.values() if id(variable) not in trained]
+        seeds = {id(v) for v in named.values() if _is_seed(v)}
+        self.seeds = [v for v in self.untrained_variables if id(v) in seeds]
+        if self._average_decay:
+            self.average = MovingAverage(list(trained.values()), self._average_decay)
+        self._part_seeds()
+
+        def read() -> list[tf.Tensor]:
+            return [tf.identity(seed) for seed in self.seeds]
+
+        def write(values: list[tf.Tensor]) -> None:
+            for seed, value in zip(self.seeds, values, strict=True):
+                seed.assign(value)
+
+        self._read_seeds = tf.function(lambda: self.strategy.run(read), autograph=False)
+        self._write_seeds = tf.function(lambda values: self.strategy.run(write, args=(values,)), autograph=False)
+        self.is_built = True
+
+    def _require_created_here(self, variables: Any, owner: str) -> None:
+        for path, variable in variables:
+            if id(tensorflow_variable(variable)) not in self._created:
+                raise ValueError(
+                    f"The {owner}'s variable {path!r} was made outside model_fn, so replicas would not share it: make "
+                    f"the {owner} inside model_fn, or give a compiled Keras model to distloop.from_keras(model)."
+                )
+
+    def _part_seeds(self) -> None:
+        """Starts each replica's random streams elsewhere: Keras starts them all alike, with equal dropout masks."""
+
+        def part() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            for seed in self.seeds:
+                offset = tf.stack([tf.cast(replica, seed.dtype) * SEED_STRIDE, tf.zeros([], seed.dtype)])
+                seed.assign(tf.convert_to_tensor(seed) + offset)
+
+        if self.seeds and self.strategy.num_replicas_in_sync > 1:
+            tf.function(lambda: self.strategy.run(part), autograph=False)()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Puts the averaged weights in place meanwhile, if there are any."""
+        with self.average.applied() if self.average is not None else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def seeds_kept(self) -> Iterator[None]:
+        """Puts every replica's random streams back where they were, at the end."""
+        before = self.read_seeds()
+        try:
+            yield
+        finally:
+            self.write_seeds(before)
+
+    def read_seeds(self) -> Any:
+        """Reads the random streams, a value per replica."""
+        return self._read_seeds() if self.seeds else []
+
+    def write_seeds(self, values: Any) -> None:
+        """Sets the random streams to what `read_seeds` gave."""
+        if self.seeds:
+            self._write_seeds(values)
+
+    def model_variables(self) -> list[Any]:
+        """Gives the TensorFlow variables of the model."""
+        return [tensorflow_variable(v) for v in named_variables(self.spec.model).values()]
+
+    def num_parameters(self) -> int:
+        """Counts the numbers that the updates train."""
+        trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
+        return sum(int(tf.TensorShape(v.shape).num_elements()) for v in trained.values())
+
+
+def named_variables(model: Any) -> dict[str, Any]:
+    """Finds a model's variables by readable paths: `encoder/dense/kernel`.
+
+    Args:
+        model: a Keras model or layer, a `tf.Module`, or a dict or list of them.
+
+    Returns:
+        Path -> `keras.Variable` or `tf.Variable`, each variable once, in a fixed order.
+    """
+    named: dict[str, Any] = {}
+    seen: set[int] = set()
+    for path, variable in _walk(model, ""):
+        if id(tensorflow_variable(variable)) in seen:
+            continue
+        seen.add(id(tensorflow_variable(variable)))
+        unique, count = path, 2
+        while unique in named:
+            unique, count = f"{path}#{count}", count + 1
+        named[unique] = variable
+    return named
+
+
+def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    def joined(name: Any) -> str:
+        return f"{prefix}/{name}" if prefix else str(name)
+
+    if isinstance(node, keras.Layer):
+        for variable in node.variables:
+            yield joined(variable.path), variable
+    elif isinstance(node, keras.random.SeedGenerator):
+        yield joined(node.state.path), node.state
+    elif isinstance(node, keras.Variable):
+        yield prefix, node
+    elif isinstance(node, tf.Variable):
+        yield prefix, node
+    elif isinstance(node, Mapping):
+        for key in node:
+            yield from _walk(node[key], joined(key))
+    elif isinstance(node, (list, tuple)):
+        for i, child in enumerate(node):
+            yield from _walk(child, joined(i))
+    elif isinstance(node, tf.Module):
+        for name in sorted(vars(node)):
+            if name not in node._TF_MODULE_IGNORED_PROPERTIES and not name.startswith("_self_"):
+                yield from _walk(vars(node)[name], joined(name))
+
+
+def _layers(model: Any) -> Iterator[keras.Layer]:
+    """Finds the Keras models and layers that stand at the top of `model`."""
+    if isinstance(model, keras.Layer):
+        yield model
+    elif isinstance(model, Mapping):
+        for child in model.values():
+            yield from _layers(child)
+    elif isinstance(model, (list, tuple)):
+        for child in model:
+            yield from _layers(child)
+    elif isinstance(model, tf.Module):
+        for name, child in vars(model).items():
+            if name not in model._TF_MODULE_IGNORED_PROPERTIES:
+                yield from _layers(child)
+
+
+def _select(update: Update, named: Mapping[str, Any]) -> list[Any]:
+    """Finds the variables that an update trains, in the model's order."""
+    trainable = {path: v for path, v in named.items() if v.trainable and not _is_seed(v)}
+    of = f'update "{update.name}"' if update.name else "the model"
+    if update.variables is None:
+        chosen = list(trainable.values())
+    elif isinstance(update.variables, str):
+        chosen = [v for path, v in trainable.items() if re.search(update.variables, path)]
+        if not chosen:
+            raise ValueError(
+                f"The regular expression {update.variables!r} for {of} is found in no trainable variable's path; "
+                f"there are {list(trainable)[:4]}{' ...' if len(trainable) > 4 else ''}: correct it."
+            )
+    else:
+        known = {id(tensorflow_variable(v)): v for v in named.values()}
+        unknown = [v for v in update.variables if id(tensorflow_variable(v)) not in known]
+        if unknown:
+            raise ValueError(
+                f"A variable of {of}, {getattr(unknown[0], 'path', unknown[0].name)!r}, is not in ModelSpec's model: "
+                "put every model that trains into ModelSpec."
+            )
+        chosen = [known[id(tensorflow_variable(v))] for v in update.variables]
+    if not chosen:
+        raise ValueError(f"There is no trainable variable for {of}: give a model that has some.")
+    return chosen
+
+
+def tensorflow_variable(variable: Any) -> Any:
+    """Gives the TensorFlow variable of a Keras one."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _is_seed(variable: Any) -> bool:
+    return "seed_generator_state" in getattr(variable, "path", "") and tuple(variable.shape) == (2,)
+
+
+def _recorded(created: dict[int, Any]) -> Any:
+    """Notes each variable that is made, by identity; holding it keeps its identity from being given again."""
+
+    def record(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        created[id(variable)] = variable
+        return variable
+
+    return tf.variable_creator_scope(record)
+
+
+def _clone_metric(name: str, metric: keras.metrics.Metric) -> keras.metrics.Metric:
+    """Makes a metric like another, for evaluation, which must not touch the one that training feeds."""
+    try:
+        return type(metric).from_config(metric.get_config())
+    except TypeError as error:
+        raise ValueError(
+            f'The metric under "{name}", a {type(metric).__name__}, cannot be made again from its get_config() '
+            f"({error}); evaluation needs one of its own: let get_config return every argument of __init__."
+        ) from None
+
+
+def _require_plain(optimizer: Any) -> None:
+    """Refuses what Keras would do before the reduction, or a second time."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"optimizer={optimizer!r} was given; distloop needs a keras.optimizers.Optimizer object, such as "
+            "keras.optimizers.Adam(1e-3)."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "A LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
+            "optimizer inside it, and set the precision in Config."
+        )
+    instead = {
+        "clipnorm": "set Config(clip_norm=...), which clips one norm over all variables after the reduction",
+        "clipvalue": "set Config(clip_norm=...), which clips after the reduction",
+        "global_clipnorm": "set Config(clip_norm=...), which clips after the reduction",
+        "use_ema": "set Config(average_decay=...)",
+        "gradient_accumulation_steps": "set Config(microbatches=...)",
+        "loss_scale_factor": "set the precision in Config",
+    }
+    for setting, advice in instead.items():
+        if getattr(optimizer, setting, None):
+            raise ValueError(
+                f"The optimizer {optimizer.name!r} has {setting}={getattr(optimizer, setting)}, which Keras applies on each "
+                f"replica alone: leave it out and {advice}."
+            )
+    rate = optimizer._learning_rate
+    if callable(rate) and not isinstance(rate, (keras.optimizers.schedules.LearningRateSchedule, keras.Variable)):
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} has a plain callable as learning rate, which is called once, while tracing: "
+            "give a keras.optimizers.schedules.LearningRateSchedule, such as distloop.make_schedule(...)."
+        )

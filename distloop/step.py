@@ -1,0 +1,453 @@
+"""Owns one step: train, evaluate, predict. The only module with a tape.
+
+A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
+TensorFlow can take it (a replica's function may hold no branch around what synchronizes):
+
+    forward:  slice -> loss_fn -> weighted sums -> one reduction -> divide -> clip
+    finite?   on the reduced gradients and losses, so that every replica and worker decides alike
+    apply:    optimizer -> average                      or put back whatever the forward pass wrote
+
+It does not know of loops, boundaries or files.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from distloop import gradients, inputs, metrics
+from distloop.inputs import Batch
+from distloop.state import TrainState, Update, tensorflow_variable
+
+GRADIENT_NORM, REGULARIZATION = "gradient_norm", "regularization"
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+
+
+class Outcome(NamedTuple):
+    """What a train step says of itself: host tensors, alike on every worker."""
+
+    finite: tf.Tensor  # []: whether the step changed anything
+    tallies: tf.Tensor  # [2 * M]: totals and weights of `TrainStep.names`; zeros where the step was skipped
+    diagnosis: tf.Tensor  # [D]: zeros, or the tallies of the step that was skipped and a flag a variable: not finite
+
+
+class _Forward(NamedTuple):
+    """What a replica knows before it applies an update; `segments`, `tallies` and `norm` are equal on all."""
+
+    segments: list[tf.Tensor]
+    tallies: tf.Tensor  # [2 * m]
+    finite: tf.Tensor  # []
+    before: list[tf.Tensor]  # what the forward pass wrote over
+    means: list[tf.Tensor]  # what it wrote, averaged over the replicas
+
+
+class _UpdateTrace:
+    """What tracing found out about one update: the names it reports, and the variables its forward pass writes."""
+
+    def __init__(self, update: Update, variables: Sequence[Any]):
+        self.update = update
+        self.variables = list(variables)
+        self.packing = gradients.Packing(self.variables)
+        self.reached: list[bool] = []  # by variable: whether the loss depends on it
+        self.names: list[str] = []  # what the tallies hold, without the update's own name
+        self.written: list[Any] = []
+
+    def full_name(self, name: str) -> str:
+        return f"{self.update.name}/{name}" if self.update.name else name
+
+
+class TrainStep:
+    """One train step over all updates."""
+
+    def __init__(self, state: TrainState, *, microbatches: int = 1, clip_norm: float = 0.0):
+        """Prepares; nothing is traced yet."""
+        self._state = state
+        self._strategy = state.strategy
+        self._microbatches = microbatches
+        self._clip_norm = clip_norm
+        self._traces = [_UpdateTrace(u, state.variables_of_update[u.name]) for u in state.spec.updates]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tallies; known once the step was traced."""
+        return [trace.full_name(name) for trace in self._traces for name in (*trace.names, GRADIENT_NORM)]
+
+    def __call__(self, batch: Batch, layout: inputs.Layout) -> Outcome:
+        """Runs one step; in a `tf.function`, outside `strategy.run`."""
+        finite = tf.constant(True)
+        outcomes: list[tuple[tf.Tensor, tf.Tensor]] = []
+        undo: list[tuple[list[Any], Any]] = []  # variables, and per replica what to put back
+        for trace in self._traces:
+            forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch,))
+            finite &= self._first(forward.finite)
+            undo.append((trace.written, forward.before))
+            keep_before = trace is not self._traces[-1]  # a later update may still fail, and take this one with it
+            changed = self._changed_by(trace)
+            before = self._strategy.run(functools.partial(_read, changed)) if keep_before else []
+
+            def apply(trace: _UpdateTrace = trace, forward: Any = forward) -> tuple[tf.Tensor, tf.Tensor]:
+                self._strategy.run(functools.partial(self._apply, trace), args=(forward.segments, forward.means))
+                tallies = self._first(forward.tallies)
+                return tf.identity(tallies), tf.zeros([tallies.shape[0] + len(trace.variables)])
+
+            def skip(trace: _UpdateTrace = trace, forward: Any = forward) -> tuple[tf.Tensor, tf.Tensor]:
+                for variables, values in undo:
+                    self._strategy.run(functools.partial(_assign, variables), args=(values,))
+                tallies = self._first(forward.tallies)
+                segments = [self._first(segment) for segment in forward.segments]
+                flags = [
+                    tf.cast(~tf.reduce_all(tf.math.is_finite(g)), tf.float32) for g in trace.packing.unpack(segments)
+                ]
+                return tf.zeros_like(tallies), tf.concat([tallies, tf.stack(flags)], 0)
+
+            outcomes.append(tf.cond(finite, apply, skip))
+            if keep_before:
+                undo.append((changed, before))
+        tallies = [tf.split(tally, 2) for tally, _ in outcomes]
+        totals, weights = zip(*tallies, strict=True)
+        # The tallies of an update that went well count only if the step as a whole did.
+        whole = tf.where(finite, tf.concat([*totals, *weights], 0), 0.0)
+        return Outcome(finite, whole, tf.where(finite, 0.0, tf.concat([diagnosis for _, diagnosis in outcomes], 0)))
+
+    def explain(self, diagnosis: np.ndarray) -> str:
+        """Says what was not finite in a skipped step, from its `Outcome.diagnosis`."""
+        found = []
+        for trace in self._traces:
+            size, flags_size = len(trace.names) + 1, len(trace.variables)
+            tallies, flags = diagnosis[: 2 * size], diagnosis[2 * size : 2 * size + flags_size]
+            diagnosis = diagnosis[2 * size + flags_size :]
+            if not np.any(tallies):
+                continue  # this update went well; a later one did not
+            values = metrics.means([trace.full_name(name) for name in trace.names], np.delete(tallies, [size - 1, -1]))
+            found += [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]
+            paths = [self._state.paths[id(v)] for v, flag in zip(trace.variables, flags, strict=True) if flag]
+            if paths:
+                more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+                found.append(f"the gradient of {', '.join(paths[:3])}{more} is not finite")
+        return ", ".join(found)
+
+    def _forward(self, trace: _UpdateTrace, layout: inputs.Layout, batch: Batch) -> _Forward:
+        """Computes an update's gradients and sums, and reduces them; in a replica's context."""
+        candidates = self._state.untrained_variables + [
+            variable for metric in self._state.train_metrics.values() for variable in metric.variables
+        ]
+        before = {id(v): tf.identity(v) for v in candidates}  # those that are not needed leave the graph again
+        written: dict[int, Any] = {}
+
+        def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
+            rows, row_weights = inputs.take_share(batch, layout, self._microbatches, index)
+            first_op = len(tf.compat.v1.get_default_graph().get_operations())
+            result = self._gradients(trace, rows, row_weights)
+            written.update((id(v), v) for v in _written(candidates, first_op))
+            return result
+
+        if self._microbatches == 1:
+            segments, tallies = microbatch(0)
+        else:
+            segments, tallies = self._sum_over_microbatches(trace, microbatch)
+        trace.written = [v for v in candidates if id(v) in written]
+        drifting = self._drifting(trace.written) if self._strategy.num_replicas_in_sync > 1 else []
+        # A statistic's mean over the replicas is weighted with their share of the batch, as every other value.
+        count = len(trace.names)
+        share = tallies[count]
+        after = [tf.reshape(tf.cast(v, tf.float32) * share, [-1]) for v in drifting]
+        segments, extras = trace.packing.all_reduce(segments, tf.concat([tallies, *after], 0) if after else tallies)
+        totals, weights, *means = tf.split(extras, [count, count, *(piece.shape[0] for piece in after)])
+        weight = weights[0]
+        segments, norm = gradients.divide_and_clip(segments, weight, self._clip_norm)
+        return _Forward(
+            segments,
+            tf.concat([totals, [norm], weights, [1.0]], 0),
+            tf.math.is_finite(norm) & tf.math.is_finite(totals[0]),
+            [before[id(v)] for v in trace.written],
+            [
+                tf.cast(tf.reshape(tf.math.divide_no_nan(mean, weight), v.shape), v.dtype)
+                for mean, v in zip(means, drifting, strict=True)
+            ],
+        )
+
+    def _gradients(
+        self, trace: _UpdateTrace, rows: Any, row_weights: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs forward and backward over some rows of one replica.
+
+        Returns:
+            Packed gradients of `sum(w * loss)`, and the tallies, `[2 * m]`, of what `loss_fn` returned, "loss" first.
+        """
+        state = self._state
+        tensors = [tensorflow_variable(v) for v in trace.variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            for tensor in tensors:
+                tape.watch(tensor)
+            outputs = trace.update.loss_fn(rows, True)
+            tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
+            loss = tallies["loss"]
+            objective = loss.total
+            regularization = _regularization(state.layers_of_update[trace.update.name])
+            if regularization is not None:
+                # Weighted like a value of every example, so that the one division makes it count once.
+                tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
+                objective += tallies[REGULARIZATION].total
+        found = tape.gradient(objective, tensors)
+        trace.reached = [gradient is not None for gradient in found]
+        if not any(trace.reached):
+            raise ValueError(
+                f"The loss{' of update ' + repr(trace.update.name) if trace.update.name else ''} does not depend on any "
+                "variable that is to be trained: compute it from the model's outputs inside loss_fn."
+            )
+        found = [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(found, tensors, strict=True)]
+        names = ["loss", *(name for name in tallies if name != "loss")]
+        if trace.names and names != trace.names:
+            raise ValueError(f"loss_fn returned {names}, and {trace.names} before; it returns the same names for all data.")
+        trace.names = names
+        totals = [tallies[name].total for name in names]
+        return trace.packing.pack(found), tf.stack(totals + [tallies[name].weight for name in names])
+
+    def _sum_over_microbatches(
+        self, trace: _UpdateTrace, microbatch: Callable[[tf.Tensor], tuple[list[tf.Tensor], tf.Tensor]]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Adds up gradients and tallies; one microbatch's activations live at a time."""
+
+        def body(index: tf.Tensor, segments: list[tf.Tensor], tallies: tf.Tensor) -> Any:
+            more_segments, more_tallies = microbatch(index)
+            return index + 1, [a + b for a, b in zip(segments, more_segments, strict=True)], tallies + more_tallies
+
+        packing = trace.packing
+        segments = [tf.zeros(s, dtype) for s, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
+        # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
+        shapes = (tf.TensorShape([]), packing.shapes, tf.TensorShape([None]))
+        try:
+            _, segments, tallies = tf.while_loop(
+                lambda index, *_: index < self._microbatches,
+                body,
+                (tf.constant(0), segments, tf.zeros([1])),
+                shape_invariants=shapes,
+                parallel_iterations=1,
+            )
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise ValueError(
+                f"microbatches={self._microbatches} was given with a model that talks to other replicas in its forward "
+                "pass, such as BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop: use "
+                "microbatches=1."
+            ) from error
+        return segments, tf.ensure_shape(tallies, [2 * len(trace.names)])
+
+    def _apply(self, trace: _UpdateTrace, segments: list[tf.Tensor], means: list[tf.Tensor]) -> None:
+        """Changes weights, slots, averages and statistics; in a replica's context, where all is equal on all."""
+        if means:
+            _assign(self._drifting(trace.written), means)
+        found = zip(trace.packing.unpack(segments), trace.variables, trace.reached, strict=True)
+        updated = [(gradient, variable) for gradient, variable, reached in found if reached]
+        gradients.apply(trace.update.optimizer, [g for g, _ in updated], [v for _, v in updated])
+        if self._state.average is not None:
+            applied_steps = tf.convert_to_tensor(trace.update.optimizer.iterations)
+            self._state.average.update(trace.variables, applied_steps)
+
+    def _drifting(self, written: Sequence[Any]) -> list[Any]:
+        """Picks what must be averaged over the replicas: all that the forward pass writes, but random streams."""
+        apart = {id(v) for v in self._state.seeds}
+        apart |= {id(v) for metric in self._state.train_metrics.values() for v in metric.variables}
+        return [v for v in written if id(v) not in apart and tf.as_dtype(v.dtype).is_floating]
+
+    def warn(self) -> None:
+        """Names, once the step was traced, what the user may not expect."""
+        for trace in self._traces:
+            unreached = [v for v, reached in zip(trace.variables, trace.reached, strict=True) if not reached]
+            if unreached:
+                logging.warning(
+                    "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
+                    ", ".join(self._state.paths[id(v)] for v in unreached),
+                )
+            if self._strategy.num_replicas_in_sync > 1:
+                metric_ids = {id(v) for metric in self._state.train_metrics.values() for v in metric.variables}
+                averaged = {id(v) for v in [*self._drifting(trace.written), *self._state.seeds]} | metric_ids
+                for variable in trace.written:
+                    if id(variable) not in averaged and not _is_aggregated(variable):
+                        logging.warning(
+                            "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, and "
+                            "a checkpoint the first one's. Make it a float, or add_weight(..., aggregation='mean').",
+                            self._state.paths[id(variable)],
+                            tf.as_dtype(variable.dtype).name,
+                        )
+
+    def _changed_by(self, trace: _UpdateTrace) -> list[Any]:
+        average = self._state.average
+        """Lists what applying an update changes, beside what the forward pass wrote."""
+        variables = [*trace.variables, *trace.update.optimizer.variables]
+        return variables + (list(average.variables) if average is not None else [])
+
+    def _first(self, value: Any) -> tf.Tensor:
+        return self._strategy.experimental_local_results(value)[0]
+
+
+class EvalStep:
+    """One step of evaluation: the tallies of a batch, and Keras metrics updated. It changes nothing else."""
+
+    def __init__(self, state: TrainState):
+        """Prepares; nothing is traced yet."""
+        self._state = state
+        self._strategy = state.strategy
+        self.names: list[str] = []
+
+    def __call__(self, batch: Batch, layout: inputs.Layout) -> tf.Tensor:
+        """Runs one step; in a `tf.function`, outside `strategy.run`.
+
+        Returns:
+            The tallies, `[2 * M]`: totals and weights of `names`.
+        """
+        tallies = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
+        return self._strategy.experimental_local_results(tallies)[0]
+
+    def _forward(self, layout: inputs.Layout, batch: Batch) -> tf.Tensor:
+        state = self._state
+        rows, row_weights = inputs.take_share(batch, layout)
+        named: dict[str, metrics.Tally] = {}
+        with _writes_undone(state):
+            for update in state.spec.updates:
+                prefix = f"{update.name}/" if update.name else ""
+                outputs = update.loss_fn(rows, False)
+                tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
+                named.update({prefix + name: tally for name, tally in tallies.items()})
+        self.names = list(named)
+        both = tf.stack([tally.total for tally in named.values()] + [tally.weight for tally in named.values()])
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, both) if context.num_replicas_in_sync > 1 else both
+
+
+class PredictStep:
+    """One step of prediction: the outputs for a batch, its rows in order."""
+
+    def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any]):
+        """Prepares; nothing is traced yet."""
+        self._state = state
+        self._strategy = state.strategy
+        self._predict_fn = predict_fn
+
+    def __call__(self, batch: Batch, layout: inputs.Layout) -> Any:
+        """Runs one step; in a `tf.function`, outside `strategy.run`.
+
+        Returns:
+            The outputs of `predict_fn`, `[B, ...]`; half-precision ones as float32.
+        """
+        per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
+
+        def joined(value: Any) -> tf.Tensor:
+            pieces = self._strategy.experimental_local_results(value)
+            whole = tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
+            return whole if batch.size is None else whole[: batch.size]
+
+        return tf.nest.map_structure(joined, per_replica)
+
+    def _forward(self, layout: inputs.Layout, batch: Batch) -> Any:
+        rows, _ = inputs.take_share(batch, layout)
+        with _writes_undone(self._state):
+            return check_outputs(self._predict_fn(rows))
+
+
+def check_outputs(outputs: Any) -> Any:
+    """Checks what `predict_fn` returned, and turns half-precision tensors into float32.
+
+    Raises:
+        ValueError: if an output has no leading axis.
+    """
+    outputs = tf.nest.map_structure(
+        lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs
+    )
+    for output in tf.nest.flatten(outputs):
+        if output.shape.rank == 0:
+            raise ValueError(
+                "predict_fn returned a scalar; distloop needs one row of output per row of input, [B, ...]: "
+                "return the model's outputs without reducing them."
+            )
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32) if t.dtype in (tf.float16, tf.bfloat16) else t, outputs
+    )
+
+
+def tally_outputs(
+    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: Any
+) -> dict[str, metrics.Tally]:
+    """Sums what `loss_fn` returned, and feeds Keras metrics theirs.
+
+    Raises:
+        ValueError: if `loss_fn` returned something that is not per example, or fed no metric that was declared.
+    """
+    metrics.check_names(outputs, keras_metrics)
+    size = inputs.batch_size(rows)
+    tallies = {}
+    for name, value in outputs.items():
+        if name in keras_metrics:
+            metrics.update_keras_metric(name, keras_metrics[name], value, row_weights)
+        else:
+            tallies[name] = metrics.weigh(name, value, size, row_weights)
+    return tallies
+
+
+def _regularization(layers: Sequence[Any]) -> tf.Tensor | None:
+    """Adds up the losses that Keras models carry, such as L2 terms."""
+    losses = [loss for layer in layers for loss in layer.losses]
+    return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
+
+
+def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _read(variables: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.identity(v) for v in variables]
+
+
+@contextlib.contextmanager
+def _writes_undone(state: TrainState) -> Iterator[None]:
+    """Puts back what is written meanwhile, in a replica's context; random streams go on, the loop puts them back."""
+    seeds = {id(v) for v in state.seeds}
+    candidates = [v for v in state.untrained_variables if id(v) not in seeds]
+    before = _read(candidates)
+    first_op = len(tf.compat.v1.get_default_graph().get_operations())
+    yield
+    written = {id(v) for v in _written(candidates, first_op)}
+    for variable, value in zip(candidates, before, strict=True):
+        if id(variable) in written:
+            variable.assign(value)
+
+
+def _written(candidates: Sequence[Any], first_op: int) -> list[Any]:
+    """Finds the variables that operations of the graph being traced may write; in a replica's context.
+
+    Args:
+        candidates: variables to look for.
+        first_op: how many operations the graph had before those in question.
+
+    Returns:
+        Those whose resource goes into anything but a read.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    resources = {
+        id(_outermost(tensor))
+        for op in graph.get_operations()[first_op:]
+        if op.type not in _READS
+        for tensor in op.inputs
+        if tensor.dtype == tf.resource
+    }
+    return [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
+
+
+def _outermost(tensor: tf.Tensor) -> tf.Tensor:
+    """Follows what a function's graph captured out to the eager tensor it stands for."""
+    while (graph := getattr(tensor, "graph", None)) is not None:
+        outer = next((outer for outer, inner in getattr(graph, "captures", ()) if inner is tensor), None)
+        if outer is None:
+            break
+        tensor = outer
+    return tensor
+
+
+def _is_aggregated(variable: Any) -> bool:
+    return tensorflow_variable(variable).aggregation != tf.VariableAggregation.NONE

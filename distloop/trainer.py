@@ -1,0 +1,261 @@
+"""Owns the user's verbs: `fit`, `evaluate`, `predict`, `export`. It holds the parts and no knowledge of its own.
+
+    trainer = Trainer(model_fn, Config(steps=1000, device="cpu", num_devices=2))
+    trainer.fit(train_dataset, evals={"test": test_dataset})
+    outputs = trainer.predict(test_dataset)
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop import cluster, export, precision
+from distloop.actions import Action, Evaluate, Write
+from distloop.config import Config
+from distloop.config import write as write_config
+from distloop.inputs import Data, Source
+from distloop.loop import EvalLoop, PredictLoop, TrainLoop
+from distloop.state import ModelSpec, TrainState
+from distloop.step import PredictStep, TrainStep
+from distloop.writers import Console, JsonWriter, SummaryWriter
+
+
+class Trainer:
+    """Trains, evaluates and predicts with one model, on the devices that the config names.
+
+    Attributes:
+        config: the settings of the run.
+        strategy: the `tf.distribute.Strategy`.
+        state: everything that training changes.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], ModelSpec],
+        config: Config = Config(),  # noqa: B008 - frozen
+        *,
+        strategy: tf.distribute.Strategy | None = None,
+    ):
+        """Builds the model; touches no disk.
+
+        Args:
+            model_fn: makes models and optimizers and returns a `ModelSpec`; called once, in the strategy's scope.
+            config: the settings of the run.
+            strategy: goes before the config's strategy, device and num_devices.
+
+        Raises:
+            ValueError: if there are no such devices, or `model_fn` breaks a rule; the message says which.
+        """
+        self.config = config
+        cluster.prepare(config)
+        self.strategy = cluster.check_strategy(strategy) if strategy is not None else cluster.make_strategy(config)
+        with precision.policy(config.precision):
+            self.state = TrainState.make(model_fn, self.strategy, config.average_decay)
+        self._train_source: Source | None = None
+        self._element_spec: Any = None
+        self._train_loop: TrainLoop | None = None
+        self._eval_loop: EvalLoop | None = None
+        self._predict_loop: PredictLoop | None = None
+
+    @property
+    def step(self) -> int:
+        """How many times the train step was called, skipped ones too."""
+        return int(self.state.step)
+
+    @property
+    def model(self) -> Any:
+        """The model or models, with the weights that train."""
+        return self.state.model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; of several updates, a dict by name."""
+        return self.state.optimizer
+
+    def fit(
+        self,
+        train: Data,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        evals: Mapping[str, Data] | None = None,
+        actions: Sequence[Action] = (),
+    ) -> dict[str, float]:
+        """Trains until a global step; does nothing if it is reached already.
+
+        A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
+
+        Args:
+            train: a dataset of global batches, a function of `tf.distribute.InputContext`, or a `DistributedDataset`.
+            steps: the global step to end with; goes before the config's steps and epochs.
+            epochs: instead of `steps`: how many passes over the dataset, counted from step 0.
+            evals: name -> data to evaluate on each `eval_every` steps and at the end.
+            actions: called in order after the evaluations; see `distloop.Action`.
+
+        Returns:
+            The last numbers, evaluations as `"test/accuracy"`; empty if there was nothing to do.
+
+        Raises:
+            ValueError: if the data, the loss or an argument breaks a rule; the message says which.
+            FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
+        """
+        settings = self.config
+        if self._train_source is None or self._train_source.data is not train:
+            self._train_source = Source(train, self.strategy, microbatches=settings.microbatches)
+        source = self._train_source
+        until = self._until(source, steps, epochs)
+        for action in actions:
+            if not callable(action) or not hasattr(action, "every"):
+                raise ValueError(
+                    f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
+                    "set it, as in `action.every = 100`."
+                )
+        sources = {name: Source(data, self.strategy, repeat=False) for name, data in (evals or {}).items()}
+        evaluations = [
+            Evaluate(name, lambda source=s: self._evaluate(source), settings.eval_every) for name, s in sources.items()
+        ]
+        self._build(source)
+        if self.step >= until:
+            return {}
+        if self._train_loop is None:
+            step = TrainStep(self.state, microbatches=settings.microbatches, clip_norm=settings.clip_norm)
+            self._train_loop = TrainLoop(self.state, step, skip_nonfinite=settings.on_nonfinite == "skip")
+        write_config(settings, settings.workdir)
+        print(self._describe(), flush=True)
+        writers = self._make_writers(until, list(sources))
+        try:
+            return self._train_loop.train(
+                source,
+                until,
+                [*evaluations, *actions, Write(writers, settings.log_every)],
+                log_every=settings.log_every,
+                steps_per_loop=settings.steps_per_loop,
+            )
+        finally:
+            for writer in writers:
+                writer.close()
+
+    def evaluate(self, dataset: Data) -> dict[str, float]:
+        """Measures one pass over a dataset; changes nothing.
+
+        Args:
+            dataset: as for `fit`; finite.
+
+        Returns:
+            Name -> number, over all examples, with the averaged weights where there are some.
+
+        Raises:
+            ValueError: if the data is endless, empty or breaks a rule.
+        """
+        source = Source(dataset, self.strategy, repeat=False)
+        self._build(source)
+        return self._evaluate(source)
+
+    def predict(self, dataset: Data) -> Any:
+        """Predicts for every row of a dataset, in its order.
+
+        Args:
+            dataset: as for `fit`; finite.
+
+        Returns:
+            What `predict_fn` returns, as NumPy arrays `[N, ...]`.
+
+        Raises:
+            ValueError: if there is no `predict_fn`, or outputs of different batches do not fit together.
+        """
+        batches = list(self.stream_predictions(dataset))
+        if not batches:
+            raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
+        try:
+            return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
+        except ValueError as error:
+            raise ValueError(
+                f"Outputs of different batches cannot be joined ({error}); take them a batch at a time from "
+                "trainer.stream_predictions(dataset)."
+            ) from None
+
+    def stream_predictions(self, dataset: Data) -> Iterator[Any]:
+        """Predicts a batch at a time.
+
+        Args:
+            dataset: as for `fit`.
+
+        Yields:
+            What `predict_fn` returns for each batch, as NumPy arrays `[B, ...]`.
+
+        Raises:
+            ValueError: if there is no `predict_fn`.
+        """
+        predict_fn = self._predict_fn()
+        source = Source(dataset, self.strategy, repeat=False)
+        self._build(source)
+        if self._predict_loop is None:
+            self._predict_loop = PredictLoop(self.state, PredictStep(self.state, predict_fn))
+        return self._predict_loop.predict(source)
+
+    def export(self, path: str) -> None:
+        """Writes a SavedModel of `predict_fn` that loads without distloop, with the averaged weights if there are any.
+
+        Its signature `serving_default` takes the batch entries that `predict_fn` reads, by name, with a free batch
+        dimension, and returns the outputs by name (`output` where there is one without a name).
+
+        Args:
+            path: a directory; replaced, if it holds a SavedModel, when the new one is whole.
+
+        Raises:
+            ValueError: if there is no `predict_fn`, or no dataset was seen yet.
+        """
+        predict_fn = self._predict_fn()
+        if self._element_spec is None:
+            raise ValueError(
+                "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
+            )
+        export.export(self.state, predict_fn, self._element_spec, os.fspath(path))
+
+    def _predict_fn(self) -> Callable[[Any], Any]:
+        if self.state.spec.predict_fn is None:
+            raise ValueError(
+                "ModelSpec has no predict_fn; give ModelSpec(..., predict_fn=lambda batch: model(batch['image'])), a "
+                "function from a batch to outputs, [B, ...]."
+            )
+        return self.state.spec.predict_fn
+
+    def _until(self, source: Source, steps: int | None, epochs: int | None) -> int:
+        if steps is None and epochs is None:
+            steps, epochs = self.config.steps, self.config.epochs
+        if bool(steps) == bool(epochs):
+            raise ValueError(
+                f"fit was given steps={steps} and epochs={epochs}; it needs exactly one of them: give fit(steps=...), "
+                "fit(epochs=...), or set one in the config."
+            )
+        return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
+
+    def _build(self, source: Source) -> None:
+        self._element_spec = source.element_spec
+        if not self.state.is_built:
+            with precision.policy(self.config.precision):
+                self.state.build(source.first_rows())
+
+    def _evaluate(self, source: Source) -> dict[str, float]:
+        if self._eval_loop is None:
+            self._eval_loop = EvalLoop(self.state)
+        return self._eval_loop.evaluate(source)
+
+    def _make_writers(self, until: int, evals: Sequence[str]) -> list[Any]:
+        writers: list[Any] = [Console(until, self.step)]
+        if self.config.workdir:
+            writers.append(SummaryWriter(os.path.join(self.config.workdir, "summaries"), evals))
+            writers.append(JsonWriter(os.path.join(self.config.workdir, "metrics.jsonl")))
+        return writers
+
+    def _describe(self) -> str:
+        replicas = self.strategy.num_replicas_in_sync
+        parts = [cluster.describe(self.strategy), self.config.precision, f"{self.state.num_parameters():,} parameters"]
+        if self.config.microbatches > 1:
+            parts.append(f"{self.config.microbatches} microbatches on each" if replicas > 1 else "microbatches")
+        if self.config.workdir:
+            parts.append(f"tensorboard --logdir {self.config.workdir}")
+        return "distloop: " + ", ".join(parts)

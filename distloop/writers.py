@@ -1,0 +1,208 @@
+"""Owns *numbers to disk and screen*: TensorBoard, `metrics.jsonl`, the console.
+
+Each writer has `write(step, metrics)` and `close()`; it does not know when it is called, nor where numbers come from.
+
+    writers = [Console(steps=2_000, evals=["test"]), SummaryWriter("run/summaries", evals=["test"])]
+    for writer in writers:
+        writer.write(500, {"loss": 0.12, "test/accuracy": 0.98})
+    for writer in writers:
+        writer.close()
+
+A name is `loss`, `<update>/loss` or `<eval>/loss`.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import rich.console
+import rich.progress
+import tensorflow as tf
+
+# Numbers about the run, not the model: the files have them, on the screen they would hide the others.
+_OFF_SCREEN = frozenset(
+    ["examples_per_sec", "gradient_norm", "input_wait", "learning_rate", "loss_scale", "steps_per_sec"]
+)
+
+
+class SummaryWriter:
+    """Writes TensorBoard scalars: evaluations to `<directory>/<eval>`, all others to `<directory>/train`.
+
+    An evaluation's tag is its name without the prefix, so that its chart lies over the one of training; an evaluation
+    that is called `train` keeps its prefix. Files are made at the first number for them.
+    """
+
+    def __init__(self, directory: str, evals: Sequence[str]):
+        """Remembers where; writes nothing.
+
+        Args:
+            directory: under which the directories are made.
+            evals: names of the evaluations.
+        """
+        self._directory = directory
+        self._evals = frozenset(evals) - {"train"}
+        self._files: dict[str, Any] = {}
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes each number and flushes.
+
+        Args:
+            step: that the numbers belong to.
+            metrics: name -> number.
+
+        Raises:
+            OSError: if a directory cannot be made.
+        """
+        for name, value in metrics.items():
+            prefix, _, rest = name.partition("/")
+            run, tag = (prefix, rest) if prefix in self._evals and rest else ("train", name)
+            with self._file(run).as_default():
+                tf.summary.scalar(tag, float(value), step=step)
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        """Closes the files; a later write makes new ones."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, run: str) -> Any:
+        if run not in self._files:
+            directory = os.path.join(self._directory, run)
+            os.makedirs(directory, exist_ok=True)  # raises OSError; TensorFlow has errors of its own
+            self._files[run] = tf.summary.create_file_writer(directory)
+        return self._files[run]
+
+
+class JsonWriter:
+    """Appends one JSON object a write: `step`, `time` (Unix, seconds), and each number under its name.
+
+    JSON knows no NaN and no infinity: they become null, which keeps a column numeric in every reader (pandas gives
+    NaN). TensorBoard's files tell which of them it was.
+    """
+
+    def __init__(self, path: str):
+        """Opens the file, and makes its directory if it is missing.
+
+        Args:
+            path: of the file; rows that it holds stay.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        self._file = open(path, "ab+")
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # a run that was killed left half a row; keep it apart from the next one
+                self._file.write(b"\n")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends a row and flushes.
+
+        Args:
+            step: that the numbers belong to.
+            metrics: name -> number.
+        """
+        row: dict[str, float | None] = {"step": int(step), "time": time.time()}
+        row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Console:
+    """Says how far a run is: a progress bar on a terminal, else a line a write.
+
+    On a terminal the bar stays at the bottom, and writes with evaluations leave a line above it. A line reads
+
+        step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
+
+    Steps per second are by the clock, evaluations included, since the first write, so that tracing does not count.
+    """
+
+    def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None, *, evals: Sequence[str] = ()):
+        """Starts the clock; says nothing.
+
+        Args:
+            steps: the global step that the run ends with.
+            start: the global step that it starts from.
+            stream: where to; None: standard output.
+            evals: names of the evaluations.
+        """
+        self._steps = steps
+        self._evals = frozenset(evals)
+        self._since = (start, time.monotonic())
+        self._has_written = False
+        self._console = rich.console.Console(file=stream, highlight=False)
+        self._bar: rich.progress.Progress | None = None
+        if self._console.is_interactive and self._console.file.isatty():  # FORCE_COLOR makes no terminal of a log
+            # Drawn at each write: no thread, and no hidden cursor before the first number.
+            self._bar = rich.progress.Progress(
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.description}", markup=False),
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=stream is None,
+                redirect_stderr=stream is None,
+            )
+            self._task = self._bar.add_task("", completed=start, total=steps)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a row.
+
+        Args:
+            step: that the numbers belong to.
+            metrics: name -> number; those about the run (`learning_rate`, `input_wait`, ...) are left to the files.
+        """
+        progress, speed = [f"step {step}/{self._steps}"], self._speed(step)
+        shown = {name: f"{name} {_digits(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
+        line = "  ".join([*progress, *shown.values(), *speed])
+        if self._bar is None:
+            print(line, file=self._console.file, flush=True)
+            return
+        self._bar.start()
+        if any(self._is_eval(name) for name in shown):
+            self._console.print(line, markup=False, soft_wrap=True)
+        losses = [text for name, text in shown.items() if name.endswith("loss") and not self._is_eval(name)]
+        text = "  ".join([*progress, *losses, *speed])
+        self._bar.update(self._task, completed=step, description=text, refresh=True)
+
+    def close(self) -> None:
+        """Takes the bar's hands off the terminal; may be called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _is_eval(self, name: str) -> bool:
+        return name.partition("/")[0] in self._evals
+
+    def _is_shown(self, name: str, value: float) -> bool:
+        if name == "skipped_steps":
+            return value > 0
+        return self._is_eval(name) or name.rpartition("/")[2] not in _OFF_SCREEN
+
+    def _speed(self, step: int) -> list[str]:
+        """Returns steps per second and the time left, in words, as far as they are known."""
+        now = time.monotonic()
+        start, start_secs = self._since
+        if not self._has_written:
+            self._has_written = True
+            self._since = (step, now)
+        if step <= start or now <= start_secs:
+            return []
+        steps_per_sec = (step - start) / (now - start_secs)
+        left_secs = round((self._steps - step) / steps_per_sec)
+        eta = [f"eta {left_secs // 3600}:{left_secs // 60 % 60:02}:{left_secs % 60:02}"] if step < self._steps else []
+        return [f"{_digits(steps_per_sec)} steps/s", *eta]
+
+
+def _digits(value: float) -> str:
+    """Writes a number with four significant digits, and large ones as whole numbers rather than powers of ten."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"

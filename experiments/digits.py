@@ -1,0 +1,61 @@
+"""Handwritten digits with a small convnet: the first experiment, from which the others are diffs.
+
+    python -m experiments.digits --workdir=runs/digits --device=cpu --num_devices=2
+
+The UCI digits that scikit-learn carries: 1,797 images of 8 x 8, one in five held out.
+"""
+
+import keras
+from absl import app, flags
+
+import distloop
+from experiments import datasets
+
+distloop.define_flags(steps=1_000, batch_size=128, eval_every=250)
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of AdamW, reached after a warm-up.")
+
+
+def model_fn():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.Conv2D(64, 3, activation="relu"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(10),
+        ]
+    )
+
+    def loss_fn(batch, training):
+        logits = model(batch["image"], training=training)  # [B, 10]
+        label = batch["label"]  # [B]
+        return {
+            "loss": keras.losses.sparse_categorical_crossentropy(label, logits, from_logits=True),  # [B]
+            "accuracy": keras.metrics.sparse_categorical_accuracy(label, logits),  # [B]
+        }
+
+    config = distloop.Config.from_flags()
+    rate = distloop.make_schedule(LEARNING_RATE.value, config.steps or 1_000, warmup_steps=50)
+    return distloop.ModelSpec(
+        model,
+        keras.optimizers.AdamW(rate, weight_decay=1e-2),
+        loss_fn,
+        predict_fn=lambda batch: model(batch["image"], training=False),
+    )
+
+
+def main(_):
+    config = distloop.Config.from_flags()
+    distloop.prepare(config)  # before the first dataset
+    train = datasets.digits("train", config.batch_size)
+    test = datasets.digits("test", config.batch_size)
+    trainer = distloop.Trainer(model_fn, config)
+    trainer.fit(train, evals={"test": test})
+    result = trainer.evaluate(test)
+    print(f"test accuracy {result['accuracy']:.4f}  loss {result['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    app.run(main)

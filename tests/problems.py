@@ -1,0 +1,118 @@
+"""Small problems that the tests train on, and ways to compare what came of them."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import distloop
+
+
+def on(replicas, **settings):
+    """A config for so many virtual CPUs that prints little."""
+    return distloop.Config(**{"device": "cpu", "num_devices": replicas, "log_every": 0, **settings})
+
+
+def classification(rows=67, features=8, classes=4, seed=0):
+    """Rows of features with a label and a weight, some of them 0."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, features)).astype(np.float32)
+    return {
+        "x": x,
+        "label": (np.abs(x[:, :classes]).argmax(1)).astype(np.int32),
+        "weight": rng.choice([0.0, 0.5, 1.0, 3.0], size=rows).astype(np.float32),
+    }
+
+
+def classifier(
+    *, optimizer=None, dropout=0.0, batch_norm=None, l2=0.0, is_weighted=False, metrics=None, on_trace=lambda training: None
+):
+    """A `model_fn` for `classification`."""
+
+    def model_fn():
+        layers = [keras.Input((8,)), keras.layers.Dense(16, activation="tanh", kernel_regularizer=_l2(l2), name="hidden")]
+        if batch_norm is not None:
+            layers.append(keras.layers.BatchNormalization(synchronized=batch_norm == "synchronized", name="norm"))
+        if dropout:
+            layers.append(keras.layers.Dropout(dropout, name="dropout"))
+        model = keras.Sequential([*layers, keras.layers.Dense(4, name="logits")], name="net")
+
+        def loss_fn(batch, training):
+            on_trace(training)
+            logits = model(batch["x"], training=training)
+            loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
+            hit = keras.metrics.sparse_categorical_accuracy(batch["label"], logits)
+            outputs = {"loss": loss, "accuracy": hit}
+            if is_weighted:
+                outputs = {name: distloop.weighted(value, batch["weight"]) for name, value in outputs.items()}
+            if metrics:
+                probability = tf.nn.softmax(logits)[:, 0]
+                outputs["auc"] = (tf.cast(batch["label"] == 0, tf.float32), probability)
+            return outputs
+
+        return distloop.ModelSpec(
+            model,
+            optimizer() if optimizer else keras.optimizers.Adam(0.01),
+            loss_fn,
+            predict_fn=lambda batch: model(batch["x"], training=False),
+            metrics={"auc": keras.metrics.AUC(num_thresholds=50)} if metrics else None,
+        )
+
+    return model_fn
+
+
+def _array(value):
+    return np.copy(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def _l2(strength):
+    return keras.regularizers.L2(strength) if strength else None
+
+
+def weights(trainer):
+    """Copies of all the model's variables, as NumPy arrays by path."""
+    return {path: _array(v) for path, v in _named(trainer)}
+
+
+def everything(trainer):
+    """Copies of all that training changes, on every replica."""
+    state = trainer.state
+    found = dict(_named(trainer))
+    for update in state.spec.updates:
+        found |= {f"optimizer/{update.name}/{i}": v for i, v in enumerate(update.optimizer.variables)}
+    if state.average is not None:
+        found |= {f"average/{i}": v for i, v in enumerate(state.average.variables)}
+    found |= {"step": state.step, "skipped_steps": state.skipped_steps}
+    return {
+        f"{path}@{replica}": _array(value)
+        for path, v in found.items()
+        for replica, value in enumerate(local_values(trainer, v))
+    }
+
+
+def local_values(trainer, variable):
+    """What each replica holds of a variable."""
+    variable = variable.value if isinstance(variable, keras.Variable) else variable
+    return [np.asarray(v) for v in trainer.strategy.experimental_local_results(variable)]
+
+
+def _named(trainer):
+    from distloop.state import named_variables
+
+    return named_variables(trainer.model).items()
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    """Compares arrays, each by the norm of its difference relative to its own."""
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        if not np.issubdtype(value.dtype, np.floating):
+            continue
+        difference = np.linalg.norm(found[path] - value) / max(np.linalg.norm(value), 1e-30)
+        assert difference <= tolerance, f"{path}: {difference:.2e}"
+
+
+def assert_equal(found, expected):
+    """Compares arrays bit for bit."""
+    assert found.keys() == expected.keys()
+    different = [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
+    assert not different

@@ -1,0 +1,476 @@
+"""The laws: what must hold on any number of replicas, however a run is cut."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests import problems
+from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
+
+
+def train(model_fn, config, dataset, steps=12, **arguments):
+    trainer = distloop.Trainer(model_fn, config)
+    trainer.fit(dataset, steps=steps, **arguments)
+    return trainer
+
+
+def batches(size, rows=67, **arguments):
+    return distloop.make_dataset(classification(rows), size, **arguments)
+
+
+# replicas --------------------------------------------------------------------------------------------------------------
+
+REPLICA_CASES = {
+    "odd last batch": dict(size=16),
+    "smaller than the replicas": dict(size=3, rows=10),
+    "one row at a time": dict(size=1, rows=5),
+    "weights": dict(size=16, is_weighted=True),
+    "l2 terms": dict(size=16, l2=0.1),
+    "clipping": dict(size=16, clip_norm=0.1),
+    "averages": dict(size=16, average_decay=0.9),
+    "synchronized BatchNorm": dict(size=16, rows=71, batch_norm="synchronized"),
+    "all together": dict(size=16, is_weighted=True, l2=0.1, clip_norm=0.1, average_decay=0.9, microbatches=2),
+}
+
+
+@pytest.mark.parametrize("case", REPLICA_CASES)
+def test_any_number_of_replicas_trains_to_the_same_weights(case):
+    settings = dict(REPLICA_CASES[case])
+    data = batches(settings.pop("size"), settings.pop("rows", 67))
+    of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm") if k in settings}
+    expected = None
+    for replicas in (1, 2, 3, 4):
+        trainer = train(classifier(**of_model), on(replicas, **settings), data)
+        found = weights(trainer)
+        if trainer.state.average is not None:
+            found |= {f"average {i}": v.numpy() for i, v in enumerate(trainer.state.average.variables)}
+        expected = found if expected is None else expected
+        assert_close(found, expected)
+
+
+def test_one_replica_trains_as_a_loop_written_by_hand():
+    data = classification(67)
+    trainer = train(classifier(is_weighted=True, l2=0.1), on(1, clip_norm=0.5), batches(16), steps=10)
+
+    keras.utils.set_random_seed(0)
+    spec = classifier(is_weighted=True, l2=0.1)()
+    optimizer = keras.optimizers.Adam(0.01)
+    for step in range(10):
+        start = step % 5 * 16
+        rows = {key: value[start : start + 16] for key, value in data.items()}
+        with tf.GradientTape() as tape:
+            logits = spec.model(rows["x"], training=True)
+            values = keras.losses.sparse_categorical_crossentropy(rows["label"], logits, from_logits=True)
+            loss = tf.reduce_sum(values * rows["weight"]) / rows["weight"].sum() + tf.add_n(spec.model.losses)
+        gradients = tape.gradient(loss, spec.model.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        optimizer.apply(gradients, spec.model.trainable_variables)
+    for found, expected in zip(trainer.model.variables, spec.model.variables, strict=True):
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_two_updates_train_the_same_on_any_number_of_replicas(replicas):
+    data = batches(10, 23)
+    expected = weights(train(two_updates, on(1), data))
+    assert_close(weights(train(two_updates, on(replicas), data)), expected)
+
+
+def test_the_second_update_sees_what_the_first_one_changed():
+    trainer = train(two_updates, on(2), batches(10, 20), steps=1)
+    a, b = (float(v.numpy()) for v in trainer.model)
+    assert a == pytest.approx(-1.0)  # d(a)/da = 1, learning rate 1
+    assert b == pytest.approx(1.0)  # d(b * a)/db = a, which is -1 by then
+
+
+def two_updates():
+    a, b = tf.Variable(0.0, name="a"), tf.Variable(0.0, name="b")
+
+    def first(batch, training):
+        return {"loss": a + 0.0 * batch["x"][:, 0]}
+
+    def second(batch, training):
+        return {"loss": b * tf.stop_gradient(a) + 0.0 * batch["x"][:, 0]}
+
+    return distloop.ModelSpec(
+        [a, b],
+        updates=[
+            distloop.Update("first", first, keras.optimizers.SGD(1.0), [a]),
+            distloop.Update("second", second, keras.optimizers.SGD(1.0), [b]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_rows_of_nested_ragged_data_train_the_same(replicas):
+    rows = [[1], [2, 3], [], [4, 1, 1], [2], [3, 3, 3, 3], [1, 2]]
+    data = tf.data.Dataset.from_tensor_slices(
+        {"text": {"tokens": tf.ragged.constant(rows)}, "y": np.arange(7, dtype=np.float32)}
+    ).batch(3)
+
+    def model_fn():
+        table = keras.layers.Embedding(5, 3, name="table")
+        head = keras.layers.Dense(1, name="head")
+        table.build()
+        head.build((None, 3))
+
+        def loss_fn(batch, training):
+            tokens = batch["text"]["tokens"]  # [B, (T)]
+            features = tf.reduce_sum(tf.ragged.map_flat_values(table, tokens), axis=1)  # [B, 3]
+            error = head(features)[:, 0] - batch["y"]
+            per_token = tf.cast(tokens, tf.float32)
+            return {"loss": tf.square(error), "token": per_token, "half": distloop.weighted(per_token, batch["y"])}
+
+        return distloop.ModelSpec([table, head], keras.optimizers.Adam(0.05), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(replicas))
+    metrics = trainer.evaluate(data)
+    flat = [token for row in rows for token in row]
+    assert metrics["token"] == pytest.approx(np.mean(flat), rel=1e-6)
+    y = [float(i) for i, row in enumerate(rows) for _ in row]
+    assert metrics["half"] == pytest.approx(np.average(flat, weights=y), rel=1e-6)
+    trainer.fit(data, steps=9)
+    expected = weights(train(model_fn, on(1), data, steps=9))
+    assert_close(weights(trainer), expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_distributed_dataset_trains_the_same(replicas):
+    data = tf.data.Dataset.from_tensor_slices(classification(30)).batch(8)
+    expected = weights(train(classifier(), on(1), data, steps=9))
+    trainer = distloop.Trainer(classifier(), on(replicas))
+    split = trainer.strategy.experimental_distribute_dataset(data)
+    trainer.fit(split, steps=9)
+    assert_close(weights(trainer), expected)
+    plain = trainer.evaluate(data)
+    for name, value in trainer.evaluate(split).items():
+        assert value == pytest.approx(plain[name], rel=1e-6)
+    np.testing.assert_array_equal(trainer.predict(split), trainer.predict(data))
+
+
+# microbatches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [2, 3, 5])
+def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microbatches):
+    model_fn = classifier(is_weighted=True, l2=0.1)
+    data = batches(16)
+    expected = weights(train(model_fn, on(1), data))
+    assert_close(weights(train(model_fn, on(replicas, microbatches=microbatches), data)), expected)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_step_has_one_reduction(microbatches):
+    trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
+    run = trainer._train_loop._run
+    graph = run.get_concrete_function(*run_arguments(trainer)).graph
+    while_body = next(f for f in functions(graph) if "body" in f.name and any(o.type == "AddN" for o in f.get_operations()))
+    sums = [op for op in while_body.get_operations() if op.type == "AddN" and crosses_devices(op)]
+    assert len(sums) == 1
+
+
+def run_arguments(trainer):
+    source = trainer._train_source
+    return source.iterator(), source.layout, tf.constant(1, tf.int64)
+
+
+def functions(graph):
+    return [graph._get_function(name).graph for name in graph._functions if hasattr(graph._get_function(name), "graph")]
+
+
+def crosses_devices(op):
+    return len({tensor.op.device for tensor in op.inputs}) > 1
+
+
+# order -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_are_reduced_before_they_are_clipped(replicas):
+    def model_fn():
+        weight = tf.Variable(0.0)
+        return distloop.ModelSpec(
+            {"weight": weight}, keras.optimizers.SGD(1.0), lambda batch, training: {"loss": weight * batch}
+        )
+
+    data = tf.data.Dataset.from_tensors([20.0, -16.0])  # +10 and -8 after the division by 2: together +2
+    trainer = distloop.Trainer(model_fn, on(replicas, clip_norm=1.0))
+    metrics = trainer.fit(data, steps=1)
+    assert float(trainer.model["weight"].numpy()) == pytest.approx(-1.0)
+    assert metrics["gradient_norm"] == pytest.approx(2.0)
+
+
+# overflow --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("row", [0, 3, 7])
+@pytest.mark.parametrize("replicas,microbatches", [(1, 1), (1, 4), (2, 1), (4, 2)])
+def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, replicas, microbatches):
+    rows = classification(16)
+    rows["x"][8 + row, 0] = value  # in the second batch
+    data = distloop.make_dataset(rows, 8)
+    config = on(replicas, microbatches=microbatches, on_nonfinite="skip", average_decay=0.9)
+    trainer = distloop.Trainer(classifier(batch_norm="local", dropout=0.5, l2=0.1), config)
+    trainer.fit(data, steps=1)
+    before = everything(trainer)
+    trainer.fit(data, steps=2)
+    assert trainer.step == 2
+    assert int(trainer.state.skipped_steps) == 1
+    after = {**everything(trainer)}
+    for path in before:
+        if not path.startswith(("step", "skipped_steps")):
+            assert after[path].tobytes() == before[path].tobytes(), path
+    trainer.fit(data, steps=3)
+    assert int(trainer.state.skipped_steps) == 1
+    assert all(np.isfinite(value).all() for value in everything(trainer).values())
+
+
+@pytest.mark.parametrize("culprit", ["first", "second"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
+    def model_fn():
+        a, b = (keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)], name=n) for n in "ab")
+
+        def loss(model, name):
+            def loss_fn(batch, training):
+                bad = tf.where(batch["label"] == (-1 if name == culprit else -2), np.float32(np.inf), 1.0)
+                return {"loss": model(batch["x"], training=training)[:, 0] * bad}
+
+            return loss_fn
+
+        updates = [
+            distloop.Update("first", loss(a, "first"), keras.optimizers.Adam(0.1), "^a/"),
+            distloop.Update("second", loss(b, "second"), keras.optimizers.Adam(0.1), "^b/"),
+        ]
+        return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
+
+    rows = classification(16)
+    rows["label"][13] = -1
+    data = distloop.make_dataset(rows, 8)
+    trainer = distloop.Trainer(model_fn, on(replicas, on_nonfinite="skip", average_decay=0.9))
+    trainer.fit(data, steps=1)
+    before = everything(trainer)
+    metrics = trainer.fit(data, steps=2)
+    after = everything(trainer)
+    assert int(trainer.state.skipped_steps) == 1
+    for path in before:
+        if not path.startswith(("step", "skipped_steps")):
+            assert after[path].tobytes() == before[path].tobytes(), path
+    assert np.isnan(metrics["first/loss"]) and np.isnan(metrics["second/loss"])  # nothing was measured in this window
+
+
+# boundaries ------------------------------------------------------------------------------------------------------------
+
+CUTS = [
+    dict(log_every=1),
+    dict(log_every=7, eval_every=3),
+    dict(log_every=5, steps_per_loop=2),
+    dict(log_every=0, eval_every=4),
+]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_how_a_run_is_cut_changes_no_bit(replicas):
+    def run(**cut):
+        trainer = distloop.Trainer(
+            classifier(dropout=0.5, batch_norm="local", l2=0.1), on(replicas, average_decay=0.9, **cut)
+        )
+
+        def action(report):
+            trainer.predict(batches(16))
+
+        action.every = 3
+        data = batches(16, shuffle=True)
+        trainer.fit(data, steps=11, evals={"test": batches(16)}, actions=[action] if cut else [])
+        trainer.fit(data, steps=23)
+        return everything(trainer)
+
+    expected = run()
+    for cut in CUTS:
+        assert_equal(run(**cut), expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_run_with_odd_batches_traces_its_step_once(replicas):
+    traces = []
+    trainer = distloop.Trainer(classifier(on_trace=traces.append), on(replicas, log_every=3, eval_every=4))
+    trainer.fit(batches(16), steps=17, evals={"test": batches(16)})
+    trainer.fit(batches(16), steps=30)
+    assert traces.count(True) == replicas  # once for each replica's part of the graph
+    assert traces.count(False) == replicas
+    trainer.evaluate(batches(11))
+    trainer.evaluate(batches(16))
+    assert traces.count(False) == replicas
+
+
+# state -----------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boundary():
+    trainer = distloop.Trainer(classifier(batch_norm="local"), on(3))
+    norm = trainer.model.layers[1]
+    seen = []
+
+    def look(report):
+        for variable in (norm.moving_mean, norm.moving_variance):
+            values = problems.local_values(trainer, variable)
+            seen.append(values[0])
+            for value in values:
+                np.testing.assert_array_equal(value, values[0])
+
+    look.every = 2
+    trainer.fit(batches(16), steps=8, actions=[look])
+    assert len(seen) == 8 and not np.allclose(seen[0], seen[2])
+
+
+def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
+    data = batches(10, 30)
+    expected = None
+    for replicas in (1, 2, 3, 4):
+        # The layer stands first, so what it sees does not depend on weights that train.
+        def model_fn():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+            loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.0), loss_fn)
+
+        trainer = train(model_fn, on(replicas), data, steps=3)
+        mean = trainer.model.layers[0].moving_mean.numpy()
+        expected = mean if expected is None else expected
+        np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_users_layer_that_drifts_is_averaged():
+    class Codebook(keras.Layer):
+        def build(self, shape):
+            self.code = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+        def call(self, x, training=False):
+            if training:
+                self.code.assign(0.5 * self.code + tf.reduce_sum(x, axis=0))
+            return x + tf.stop_gradient(self.code) * 0.1
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), Codebook(), keras.layers.Dense(1)])
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    trainer = train(model_fn, on(2), batches(16), steps=4)
+    first, second = problems.local_values(trainer, trainer.model.layers[0].code)
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first).max() > 0
+
+
+def test_replicas_draw_different_dropout_masks():
+    masks = []
+
+    def model_fn():
+        dropout = keras.layers.Dropout(0.5, seed=3)
+        weight = keras.layers.Dense(1)
+        dropout.build((None, 64))
+        weight.build((None, 64))
+
+        def loss_fn(batch, training):
+            dropped = dropout(tf.ones_like(batch), training=training)
+            return {"loss": weight(dropped)[:, 0], "first": dropped[:, :32], "dropped": tf.reduce_sum(dropped, 1)}
+
+        return distloop.ModelSpec([dropout, weight], keras.optimizers.SGD(0.0), loss_fn)
+
+    data = tf.data.Dataset.from_tensors(np.ones((2, 64), np.float32))
+    trainer = distloop.Trainer(model_fn, on(2))
+    for step in (1, 2, 3):
+        trainer.fit(data, steps=step)
+        seeds = [problems.local_values(trainer, v) for v in trainer.state.seeds]
+        masks.append(seeds)
+    assert len(trainer.state.seeds) == 1
+    for seeds in masks:
+        assert not np.array_equal(seeds[0][0], seeds[0][1])
+
+
+# evaluation ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 5, 16, 100])
+def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, size):
+    rows = classification(67)
+    trainer = distloop.Trainer(classifier(is_weighted=True, metrics=True), on(replicas))
+    found = trainer.evaluate(distloop.make_dataset(rows, size))
+    logits = trainer.model(rows["x"], training=False).numpy().astype(np.float64)
+    log_likelihood = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    loss = -log_likelihood[np.arange(67), rows["label"]]
+    hit = logits.argmax(1) == rows["label"]
+    assert found["loss"] == pytest.approx(np.average(loss, weights=rows["weight"]), rel=1e-6)
+    assert found["accuracy"] == pytest.approx(np.average(hit, weights=rows["weight"]), rel=1e-6)
+    auc = keras.metrics.AUC(num_thresholds=50)
+    auc.update_state(rows["label"] == 0, np.exp(log_likelihood)[:, 0])
+    assert found["auc"] == pytest.approx(float(auc.result()), rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluating_and_predicting_change_nothing(replicas):
+    class Restless(keras.Layer):
+        """Writes and draws even when it is not trained."""
+
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(1)
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.calls.assign(self.calls + 1.0)
+            return x + 0.0 * keras.random.normal((1,), seed=self.seed)
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), Restless(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])  # noqa: E501
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+        predict_fn = lambda batch: model(batch["x"], training=False)  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), loss_fn, predict_fn=predict_fn)
+
+    trainer = train(model_fn, on(replicas, average_decay=0.9), batches(16), steps=3)
+    before = everything(trainer)
+    trainer.evaluate(batches(16))
+    trainer.predict(batches(16))
+    assert_equal(everything(trainer), before)
+
+
+def test_evaluation_uses_the_average_and_training_does_not():
+    trainer = train(classifier(), on(2, average_decay=0.999), batches(16), steps=10)
+    averaged = trainer.evaluate(batches(67))["loss"]
+    rows = classification(67)
+
+    def loss():
+        logits = trainer.model(rows["x"], training=False)
+        return float(tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(rows["label"], logits, from_logits=True)))
+
+    now = loss()
+    with trainer.state.averaged():
+        assert averaged == pytest.approx(loss(), rel=1e-6)
+    assert loss() == now != averaged
+
+
+# prediction ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 16, 100])
+def test_predictions_come_in_dataset_order_each_row_once(replicas, size):
+    rows = classification(67)
+
+    def model_fn():
+        spec = classifier()()
+        predict_fn = lambda batch: {"row": batch["row"], "half": tf.cast(spec.model(batch["x"]), tf.bfloat16)}  # noqa: E731
+        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, predict_fn=predict_fn)
+
+    data = distloop.make_dataset({**rows, "row": np.arange(67)}, size)
+    trainer = distloop.Trainer(model_fn, on(replicas))
+    found = trainer.predict(data)
+    np.testing.assert_array_equal(found["row"], np.arange(67))
+    assert found["half"].dtype == np.float32
+    np.testing.assert_allclose(found["half"], trainer.model(rows["x"]).numpy(), rtol=1e-2, atol=1e-2)
+    assert [len(part["row"]) for part in trainer.stream_predictions(data)] == [
+        min(size, 67 - start) for start in range(0, 67, size)
+    ]

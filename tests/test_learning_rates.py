@@ -1,0 +1,166 @@
+"""Tests learning rates over steps, and for another batch size."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.learning_rates import WarmUp, make_schedule, scale_learning_rate
+
+schedules = keras.optimizers.schedules
+
+
+def rates(schedule, steps):
+    return [float(schedule(tf.constant(step, tf.int64))) for step in steps]
+
+
+# Another batch size.
+
+
+def test_linear_scaling_follows_the_batch_size():
+    assert scale_learning_rate(0.1, 1024) == pytest.approx(0.4)
+    assert scale_learning_rate(0.1, 64, base_batch_size=128) == pytest.approx(0.05)
+
+
+def test_sqrt_scaling_follows_the_root_of_the_batch_size():
+    assert scale_learning_rate(0.1, 1024, rule="sqrt") == pytest.approx(0.2)
+
+
+def test_the_base_batch_size_keeps_the_learning_rate():
+    assert scale_learning_rate(0.1, 256) == scale_learning_rate(0.1, 256, rule="sqrt") == 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 8, "base_batch_size": -1}, "base_batch_size=-1"),
+        ({"batch_size": 8, "base_learning_rate": float("nan")}, "base_learning_rate=nan"),
+        ({"batch_size": 8, "rule": "cubic"}, "rule='cubic' was given to scale_learning_rate; give 'linear' or 'sqrt'"),
+    ],
+)
+def test_scaling_refuses_what_makes_no_sense(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        scale_learning_rate(**{"base_learning_rate": 0.1} | arguments)
+
+
+# Over steps.
+
+
+@pytest.mark.parametrize(
+    ("decay", "arguments", "expected"),
+    [
+        ("cosine", {"final": 0.1}, [0, 0.9, 1.0, 0.55, 0.1, 0.1]),
+        ("cosine", {}, [0, 0.9, 1.0, 0.5, 0.0, 0.0]),
+        ("linear", {"final": 0.2}, [0, 0.9, 1.0, 0.6, 0.2, 0.2]),
+        ("step", {"drop_at": [60], "drop_factor": 0.5}, [0, 0.9, 1.0, 0.5, 0.5, 0.5]),
+        ("constant", {}, [0, 0.9, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_warm_up_then_decay_has_the_documented_values(decay, arguments, expected):
+    schedule = make_schedule(
+        2.0, 110, warmup_steps=10, decay=decay, **{k: 2 * v if k == "final" else v for k, v in arguments.items()}
+    )
+    assert rates(schedule, [0, 9, 10, 60, 110, 1_000_000]) == pytest.approx([2 * value for value in expected], abs=1e-7)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+def test_without_a_warm_up_the_peak_is_at_step_0(decay):
+    assert rates(make_schedule(0.3, 100, decay=decay), [0]) == pytest.approx([0.3])
+
+
+def test_cosine_equals_its_formula():
+    steps = np.arange(0, 51)
+    expected = 0.02 + (0.2 - 0.02) * (1 + np.cos(np.pi * steps / 50)) / 2
+    np.testing.assert_allclose(rates(make_schedule(0.2, 50, final=0.02), steps), expected, rtol=1e-5)
+
+
+def test_step_decay_drops_at_exactly_the_steps_named():
+    schedule = make_schedule(1.0, 100, warmup_steps=5, decay="step", drop_at=(30, 60))
+    assert rates(schedule, [29, 30, 59, 60, 99]) == pytest.approx([1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_warm_up_meets_a_schedule_of_the_users_own():
+    own = schedules.ExponentialDecay(0.8, decay_steps=10, decay_rate=0.5)
+    schedule = WarmUp(own, 4, start=0.4)
+    assert rates(schedule, [0, 1, 3, 4, 14]) == pytest.approx([0.4, 0.5, 0.7, 0.8, 0.4])
+
+
+def test_warm_up_agrees_with_keras():
+    keras_own = schedules.CosineDecay(0.0, 90, warmup_target=0.5, warmup_steps=10)
+    steps = range(0, 120, 7)
+    assert rates(make_schedule(0.5, 100, warmup_steps=10), steps) == pytest.approx(rates(keras_own, steps), abs=1e-7)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant"])
+def test_a_schedule_is_float32_in_a_graph_over_int64_steps(decay):
+    schedule = make_schedule(1.0, 100, warmup_steps=10, decay=decay, drop_at=[50] if decay == "step" else ())
+    traced = tf.function(lambda step: schedule(step))
+    rate = traced(tf.constant(10, tf.int64))
+    assert rate.dtype == tf.float32
+    assert rate.shape == []
+    assert float(rate) == 1.0
+
+
+def test_steps_beyond_what_float32_counts_keep_their_drops():
+    drop = 2**24 + 1
+    schedule = make_schedule(1.0, 2**25, warmup_steps=2, decay="step", drop_at=[drop])
+    assert rates(schedule, [drop - 1, drop]) == pytest.approx([1.0, 0.1])
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant"])
+def test_a_schedule_survives_its_config(decay):
+    schedule = make_schedule(0.7, 100, warmup_steps=10, decay=decay, drop_at=[50] if decay == "step" else ())
+    optimizer = keras.optimizers.SGD.from_config(keras.optimizers.SGD(schedule).get_config())
+    again = schedules.deserialize(schedules.serialize(schedule))
+    steps = [0, 5, 10, 49, 50, 99, 100]
+    assert rates(again, steps) == rates(schedule, steps) == rates(optimizer._learning_rate, steps)
+
+
+def test_an_optimizer_steps_through_the_warm_up():
+    optimizer = keras.optimizers.SGD(make_schedule(1.0, 100, warmup_steps=4, decay="constant"))
+    weight = keras.Variable(0.0)
+    moved = []
+    for _ in range(6):
+        before = float(weight.numpy())
+        optimizer.apply([tf.constant(-1.0)], [weight])
+        moved.append(float(weight.numpy()) - before)
+    assert moved == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"peak": 0.0}, "peak=0.0 was given to make_schedule; give a learning rate above 0"),
+        ({"steps": 0}, "steps=0"),
+        ({"steps": 10.5}, "steps=10.5"),
+        ({"warmup_steps": 100}, "warmup_steps=100 was given .* below steps=100"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"decay": "cosin"}, "decay='cosin' was given to make_schedule; give 'cosine', 'linear'"),
+        ({"final": 2.0}, "final=2.0 was given .* from 0 to peak=1.0"),
+        ({"decay": "constant", "final": 0.5}, "final=0.5 was given .* decay='constant' does not read it"),
+        ({"decay": "step"}, "decay='step' and drop_at=()"),
+        ({"drop_at": [5]}, "decay='cosine' and drop_at="),
+        ({"decay": "step", "drop_at": [60, 30]}, "give rising whole numbers"),
+        ({"decay": "step", "drop_at": [100]}, "below steps=100"),
+        ({"decay": "step", "drop_at": [5], "warmup_steps": 5}, "above warmup_steps=5"),
+        ({"decay": "step", "drop_at": [5], "drop_factor": 1.0}, "drop_factor=1.0"),
+    ],
+)
+def test_a_wrong_argument_fails_in_one_sentence(arguments, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")) as error:
+        make_schedule(**{"peak": 1.0, "steps": 100} | arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0.1, 5), "schedule=0.1"),
+        ((schedules.CosineDecay(1.0, 5), 0), "warmup_steps=0"),
+        ((schedules.CosineDecay(1.0, 5), 5, -1.0), "start=-1.0"),
+    ],
+)
+def test_warm_up_refuses_what_makes_no_sense(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        WarmUp(*arguments)
