@@ -4,14 +4,15 @@ Everything here runs in a replica's context. It does not know where gradients co
 
     segments = packing.pack(gradients)                               # few vectors instead of many small tensors
     segments, sums = packing.all_reduce(segments, sums)              # the one reduction of the step
-    segments, norm = divide_and_clip(segments, weight, clip_norm)    # norm is finite if every gradient is
-    apply(optimizer, packing.unpack(segments), variables)
+    _, norm, scale = norm_and_scale(segments, weight, clip_norm)     # norm is finite only if every gradient is
+    apply(optimizer, packing.unpack(scaled(segments, scale)), variables)
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
@@ -57,6 +58,38 @@ class Packing:
                 gradients[i] = tf.reshape(piece, self._shapes[i])
         return gradients
 
+    def diagnosis(self, segments: Sequence[tf.Tensor], squares: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Gathers what the host needs to find the variables whose gradients are not finite, without working it out.
+
+        Args:
+            segments: what `pack` gave.
+            squares: the squared norm of each.
+
+        Returns:
+            The vectors of small gradients, and for each big one its square: `[diagnosis_size]`, float32.
+        """
+        parts = [segment if len(group) > 1 else square[tf.newaxis] for group, segment, square in self._zip(segments, squares)]
+        return tf.concat([tf.cast(part, tf.float32) for part in parts], 0)
+
+    @property
+    def diagnosis_size(self) -> int:
+        """The length of `diagnosis`."""
+        return sum(sum(self._size(i) for i in group) if len(group) > 1 else 1 for group in self._groups)
+
+    def find_nonfinite(self, diagnosis: np.ndarray) -> list[int]:
+        """Finds the positions of the variables whose gradients are not finite."""
+        found = []
+        for group in self._groups:
+            for i in group:
+                size = self._size(i) if len(group) > 1 else 1
+                part, diagnosis = np.split(diagnosis, [size])
+                if not np.isfinite(part).all():
+                    found.append(i)
+        return sorted(found)
+
+    def _zip(self, *parts: Sequence[tf.Tensor]) -> Any:
+        return zip(self._groups, *parts, strict=True)
+
     def all_reduce(self, segments: Sequence[tf.Tensor], extras: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Adds up gradients and a vector of other sums over all replicas and workers, in one reduction.
 
@@ -83,25 +116,31 @@ class Packing:
         return segments, extras
 
 
-def divide_and_clip(
+def norm_and_scale(
     segments: Sequence[tf.Tensor], weight: tf.Tensor, clip_norm: float
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Divides summed gradients by their weight and clips them to one global norm.
+) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Finds the global norm of gradients, and the factor that divides and clips them.
 
     Args:
         segments: gradients summed over everything that took part in the step.
-        weight: the sum of the weights, a scalar; where it is 0 the gradients become 0.
+        weight: the sum of the weights, a scalar; where it is 0 the gradients count as 0.
         clip_norm: the largest global norm (Pascanu et al. 2013, arXiv:1211.5063); 0: no clipping.
 
     Returns:
-        The gradients, and their global norm before clipping: a float32 scalar, finite only if every gradient is.
+        The squared norm of each segment, the norm of all after the division and before clipping, and the factor: float32
+        scalars. The norm is finite only if every gradient is.
     """
-    norms = [tf.cast(2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)), tf.float32) for segment in segments]
+    squares = [2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)) for segment in segments]
     scale = tf.math.divide_no_nan(1.0, weight)
-    norm = tf.sqrt(tf.add_n(norms)) * scale
+    norm = tf.sqrt(tf.add_n(squares)) * scale
     if clip_norm:
-        scale *= tf.minimum(1.0, clip_norm / tf.maximum(norm, clip_norm))
-    return [segment * tf.cast(scale, segment.dtype) for segment in segments], norm
+        scale *= clip_norm / tf.maximum(norm, clip_norm)
+    return squares, norm, scale
+
+
+def scaled(segments: Sequence[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
+    """Multiplies; a factor of 0 gives 0, whatever the gradients are."""
+    return [tf.math.multiply_no_nan(segment, tf.cast(scale, segment.dtype)) for segment in segments]
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

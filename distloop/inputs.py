@@ -12,6 +12,7 @@ added, so that a BatchNormalization that is synchronized sees the same rows on a
 small to give every replica and microbatch a row is padded, with its own rows and weight 0.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Source:
         dataset = self._dataset.repeat() if self._repeat else self._dataset
         if self.layout.is_padded:
             dataset = dataset.map(lambda *batch: _pad(_undo_unpacking(batch, self.element_spec), self._least))
-        return dataset.prefetch(tf.data.AUTOTUNE)
+        return _own_threads(dataset.prefetch(tf.data.AUTOTUNE))
 
     def first_rows(self) -> Any:
         """Reads the first batch, for a model that does not know its input shapes; of a split one, the first part.
@@ -148,7 +149,18 @@ class Source:
 
 def next_batch(iterator: Any, layout: Layout) -> Batch:
     """Takes a batch; in a `tf.function`, outside `strategy.run`."""
-    return _as_batch(next(iterator), layout)
+    if layout.is_split:
+        return _as_batch(next(iterator), layout)
+    # `next` hands over to another thread and back, 40 us of a small step; this waits where it is. The pipeline has
+    # threads of its own (`_own_threads`), so that it is never the pipeline that waits for this one.
+    spec = iterator.element_spec
+    leaves = tf.nest.flatten(spec, expand_composites=True)
+    tensors = tf.raw_ops.IteratorGetNextSync(
+        iterator=iterator._iterator_resource,
+        output_types=[leaf.dtype for leaf in leaves],
+        output_shapes=[leaf.shape for leaf in leaves],
+    )
+    return _as_batch(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), layout)
 
 
 def next_batch_if_any(iterator: Any, layout: Layout) -> tuple[tf.Tensor, Callable[[], Batch]]:
@@ -310,6 +322,14 @@ def _pad(rows: Any, least: int) -> Batch:
 
     is_small = (size > 0) & (size < least)
     return Batch(tf.cond(is_small, repeated, lambda: tf.nest.map_structure(tf.identity, rows)), size)
+
+
+def _own_threads(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Gives a pipeline a thread pool of its own, unless the user did."""
+    options = tf.data.Options()
+    if dataset.options().threading.private_threadpool_size is None:
+        options.threading.private_threadpool_size = os.cpu_count() or 1
+    return dataset.with_options(options)
 
 
 def _undo_unpacking(batch: tuple[Any, ...], spec: Any) -> Any:

@@ -5,7 +5,7 @@ length and no setting has to divide another. The host reads once a boundary. It 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,11 @@ _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 class TrainLoop:
     """Trains; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, step: TrainStep, *, skip_nonfinite: bool = False):
-        """Prepares; nothing is traced yet.
-
-        Args:
-            state: what is trained.
-            step: how.
-            skip_nonfinite: whether to go on after a step that was not finite; else it is an error.
-        """
+    def __init__(self, state: TrainState, step: TrainStep):
+        """Prepares; nothing is traced yet."""
         self._state = state
         self._step = step
-        self._skip_nonfinite = skip_nonfinite
-        self._run = tf.function(self._steps, autograph=False)
+        self._run = _compiled(self._steps)
         self._prepared_for: Source | None = None
 
     def train(
@@ -61,7 +54,7 @@ class TrainLoop:
             The last report's numbers.
 
         Raises:
-            FloatingPointError: at the first step that is not finite, unless such steps are skipped.
+            FloatingPointError: at the first step that is not finite, unless the step skips those.
             ValueError: if the data gives out, or changes.
         """
         step = int(self._state.step)
@@ -77,9 +70,10 @@ class TrainLoop:
             step += int(result["steps"])
             source.batches_taken += int(result["steps"])
             if not result["finite"]:
+                what = self._step.explain(result["tallies"], result["diagnosis"])
                 raise FloatingPointError(
-                    f"Step {step} was not finite and changed nothing: {self._step.explain(result['diagnosis'])}. "
-                    "Lower the learning rate, set clip_norm, look at the data, or skip such steps with on_nonfinite=skip."
+                    f"Step {step} is the first that was not finite: {what}; its gradients were not applied: look at its "
+                    "batch, lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip."
                 )
             is_log_due = schedule.is_due(step, log_every, until)
             if not is_log_due and not any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
@@ -114,9 +108,7 @@ class TrainLoop:
     def _steps(self, iterator: Any, layout: Layout, count: tf.Tensor) -> dict[str, Any]:
         """Runs `count` steps, or up to the first one that is not finite and not to be skipped."""
 
-        def body(
-            done: tf.Tensor, go_on: tf.Tensor, applied: tf.Tensor, tallies: tf.Tensor, diagnosis: tf.Tensor, amounts: Any
-        ) -> Any:
+        def body(done: tf.Tensor, finite: tf.Tensor, skipped: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
             with tf.control_dependencies([start]), tf.device(HOST):
                 batch = inputs.next_batch(iterator, layout)
@@ -125,35 +117,33 @@ class TrainLoop:
             outcome = self._step(batch, layout)
             with tf.device(HOST):
                 examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)
-                return (
-                    done + 1,
-                    outcome.finite | self._skip_nonfinite,
-                    applied + tf.cast(outcome.finite, tf.int64),
-                    tallies + tf.cast(outcome.tallies, tf.float64),
-                    outcome.diagnosis,
-                    amounts + tf.stack([examples, waited]),
-                )
+                sums += tf.concat([tf.cast(outcome.tallies, tf.float64), [examples, waited]], 0)
+                if self._step.skip_nonfinite:
+                    # The loop's end does not hang on the outcome, so that the next step may start before this one ends.
+                    skipped += tf.cast(~outcome.finite, tf.int64)
+                else:
+                    finite = outcome.finite
+            return done + 1, finite, skipped, sums, outcome.diagnosis
 
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
             none = tf.zeros([1], tf.float64)
             zero = tf.constant(0, tf.int64)
-            start = (zero, tf.constant(True), zero, none, tf.zeros([1]), tf.zeros([2], tf.float64))
-            done, finite, applied, tallies, diagnosis, amounts = tf.while_loop(
-                lambda done, go_on, *_: (done < count) & go_on,
+            done, finite, skipped, sums, diagnosis = tf.while_loop(
+                lambda done, finite, *_: (done < count) & finite,
                 body,
-                start,
-                shape_invariants=(_SCALAR, _SCALAR, _SCALAR, _VECTOR, _VECTOR, tf.TensorShape([2])),
+                (zero, tf.constant(True), zero, none, tf.zeros([0])),
+                shape_invariants=(_SCALAR, _SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
             self._state.step.assign_add(done)
-            self._state.skipped_steps.assign_add(done - applied)
+            self._state.skipped_steps.assign_add(skipped)
         return {
             "steps": done,
             "finite": finite,
-            "tallies": tallies,
+            "tallies": sums[:-2],
+            "examples": sums[-2:-1],
+            "waited": sums[-1:],
             "diagnosis": diagnosis,
-            "examples": amounts[0],
-            "waited": amounts[1],
             "skipped_steps": self._state.skipped_steps.read_value(),
             "learning_rate": {
                 f"{update.name}/learning_rate" if update.name else "learning_rate": tf.convert_to_tensor(
@@ -180,9 +170,9 @@ class _Window:
     def add(self, result: dict[str, Any]) -> None:
         self.tallies = self.tallies + result["tallies"]
         self.steps += float(result["steps"])
-        self.examples += float(result["examples"])
+        self.examples += float(result["examples"].sum())
         self.seconds += result["seconds"]
-        self.waited += float(result["waited"])
+        self.waited += float(result["waited"].sum())
         self.last = result
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
@@ -203,7 +193,7 @@ class EvalLoop:
         """Prepares; nothing is traced yet."""
         self._state = state
         self._step = EvalStep(state)
-        self._run = tf.function(self._pass, autograph=False)
+        self._run = _compiled(self._pass)
 
     def evaluate(self, source: Source) -> dict[str, float]:
         """Measures one pass, with the averaged weights where there are some.
@@ -258,9 +248,7 @@ class PredictLoop:
     def __init__(self, state: TrainState, step: PredictStep):
         """Prepares; nothing is traced yet."""
         self._state = state
-        self._run = tf.function(
-            lambda iterator, layout: step(inputs.next_batch(iterator, layout), layout), autograph=False
-        )
+        self._run = _compiled(lambda iterator, layout: step(inputs.next_batch(iterator, layout), layout))
 
     def predict(self, source: Source) -> Iterator[Any]:
         """Yields the outputs of each batch of one pass, in order, with the averaged weights where there are some.
@@ -282,6 +270,11 @@ class PredictLoop:
                 except tf.errors.OpError as error:
                     raise inputs.explain(error) or error from error
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+
+def _compiled(fn: Callable[..., Any]) -> Any:
+    """Compiles; a function object of its own keeps TensorFlow from counting several trainers' traces as one's."""
+    return tf.function(lambda *arguments: fn(*arguments), autograph=False)
 
 
 def _floats(results: Mapping[str, Any]) -> dict[str, float]:

@@ -6,7 +6,7 @@ over everything that took part: replicas, workers, microbatches, steps. A `Tally
 way there. Keras metrics, for what is no mean, are updated here too. It does not know what is minimized.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -104,17 +104,22 @@ def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any,
     metric.update_state(*arguments)
 
 
+def flatten(tallies: Iterable[Tally]) -> tf.Tensor:
+    """Lays tallies out in one vector, `[2 * M]`: a total, its weight, the next total, ..."""
+    return tf.stack([side for tally in tallies for side in tally])
+
+
 def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
     """Divides once.
 
     Args:
         names: M names.
-        tallies: `[2 * M]`, all totals and then all weights.
+        tallies: `[2 * M]`, as `flatten` lays them out.
 
     Returns:
         Name -> mean; NaN where nothing was weighed.
     """
-    totals, weights = np.split(np.asarray(tallies, np.float64), 2)
+    totals, weights = np.reshape(np.asarray(tallies, np.float64), [-1, 2]).T
     with np.errstate(divide="ignore", invalid="ignore"):
         return dict(zip(names, (totals / weights).tolist(), strict=True))
 

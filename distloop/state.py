@@ -10,6 +10,7 @@ It does not know how a step goes.
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -297,10 +298,12 @@ def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         return f"{prefix}/{name}" if prefix else str(name)
 
     if isinstance(node, keras.Layer):
+        # Keras numbers random streams through the process, not by layer; their order in the model is what lasts.
+        numbers = itertools.count()
         for variable in node.variables:
-            yield joined(variable.path), variable
+            yield joined(f"seeds/{next(numbers)}" if _is_seed(variable) else variable.path), variable
     elif isinstance(node, keras.random.SeedGenerator):
-        yield joined(node.state.path), node.state
+        yield prefix, node.state
     elif isinstance(node, keras.Variable):
         yield prefix, node
     elif isinstance(node, tf.Variable):

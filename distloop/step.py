@@ -3,9 +3,13 @@
 A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
 TensorFlow can take it (a replica's function may hold no branch around what synchronizes):
 
-    forward:  slice -> loss_fn -> weighted sums -> one reduction -> divide -> clip
-    finite?   on the reduced gradients and losses, so that every replica and worker decides alike
-    apply:    optimizer -> average                      or put back whatever the forward pass wrote
+    forward:  slice -> loss_fn -> weighted sums -> one reduction
+    finite?   on the reduced gradients and loss, so that every replica and worker decides alike
+    settle:   keep what the forward pass wrote, averaged over the replicas, or put it back
+    apply:    divide -> clip -> optimizer -> average
+
+A branch around `apply` costs a fifth of a small step, so only a step that may be skipped has one. Where a step that is
+not finite is an error, its gradients count as zero, which keeps the weights finite, and the loop ends on it.
 
 It does not know of loops, boundaries or files.
 """
@@ -30,19 +34,21 @@ _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape
 class Outcome(NamedTuple):
     """What a train step says of itself: host tensors, alike on every worker."""
 
-    finite: tf.Tensor  # []: whether the step changed anything
-    tallies: tf.Tensor  # [2 * M]: totals and weights of `TrainStep.names`; zeros where the step was skipped
-    diagnosis: tf.Tensor  # [D]: zeros, or the tallies of the step that was skipped and a flag a variable: not finite
+    finite: tf.Tensor  # []
+    tallies: tf.Tensor  # [2 * M]: total and weight of each of `TrainStep.names`; zeros where the step was skipped
+    diagnosis: tf.Tensor  # [D]: for `explain`, of a step that may turn out to be an error
 
 
 class _Forward(NamedTuple):
-    """What a replica knows before it applies an update; `segments`, `tallies` and `norm` are equal on all."""
+    """What a replica knows before it applies an update; all but `before` and `after` is equal on all replicas."""
 
-    segments: list[tf.Tensor]
+    segments: list[tf.Tensor]  # summed gradients
+    squares: list[tf.Tensor]  # the squared norm of each
+    scale: tf.Tensor  # []: what turns them into the update's gradients
     tallies: tf.Tensor  # [2 * m]
     finite: tf.Tensor  # []
-    before: list[tf.Tensor]  # what the forward pass wrote over
-    means: list[tf.Tensor]  # what it wrote, averaged over the replicas
+    before: list[tf.Tensor]  # what stood where the forward pass wrote
+    after: list[tf.Tensor]  # what is to stand there if the step counts
 
 
 class _UpdateTrace:
@@ -63,12 +69,22 @@ class _UpdateTrace:
 class TrainStep:
     """One train step over all updates."""
 
-    def __init__(self, state: TrainState, *, microbatches: int = 1, clip_norm: float = 0.0):
-        """Prepares; nothing is traced yet."""
+    def __init__(
+        self, state: TrainState, *, microbatches: int = 1, clip_norm: float = 0.0, skip_nonfinite: bool = False
+    ):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: what is trained.
+            microbatches: into how many parts each replica's share is cut.
+            clip_norm: the largest global norm of an update's gradients; 0: no clipping.
+            skip_nonfinite: whether a step that is not finite is skipped, every bit unchanged; else it is an error.
+        """
         self._state = state
         self._strategy = state.strategy
         self._microbatches = microbatches
         self._clip_norm = clip_norm
+        self.skip_nonfinite = skip_nonfinite
         self._traces = [_UpdateTrace(u, state.variables_of_update[u.name]) for u in state.spec.updates]
 
     @property
@@ -79,52 +95,62 @@ class TrainStep:
     def __call__(self, batch: Batch, layout: inputs.Layout) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         finite = tf.constant(True)
-        outcomes: list[tuple[tf.Tensor, tf.Tensor]] = []
+        all_tallies: list[tf.Tensor] = []
+        diagnoses: list[tf.Tensor] = []
         undo: list[tuple[list[Any], Any]] = []  # variables, and per replica what to put back
         for trace in self._traces:
             forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch,))
+            tallies = self._first(forward.tallies)
             finite &= self._first(forward.finite)
-            undo.append((trace.written, forward.before))
-            keep_before = trace is not self._traces[-1]  # a later update may still fail, and take this one with it
-            changed = self._changed_by(trace)
-            before = self._strategy.run(functools.partial(_read, changed)) if keep_before else []
+            self._strategy.run(
+                functools.partial(self._settle, trace), args=(finite, forward.before, forward.after)
+            )
+            apply = functools.partial(self._strategy.run, functools.partial(self._apply, trace))
+            if not self.skip_nonfinite:
+                apply(args=(forward.segments, forward.scale))
+                segments, squares = (tf.nest.map_structure(self._first, part) for part in forward[:2])
+                diagnoses.append(trace.packing.diagnosis(segments, squares))
+            else:
+                changed = self._changed_by(trace)
+                is_last = trace is self._traces[-1]  # a later update may still fail, and take this one with it
+                before = [] if is_last else self._strategy.run(functools.partial(_read, changed))
+                tallies = self._apply_or_undo(finite, apply, forward, list(undo))
+                undo += [(trace.written, forward.before), (changed, before)]
+            all_tallies.append(tallies)
+        tallies = tf.concat(all_tallies, 0)
+        if self.skip_nonfinite and len(self._traces) > 1:
+            tallies = tf.where(finite, tallies, 0.0)  # those of an update that went well count only with the others
+        return Outcome(finite, tallies, tf.concat(diagnoses or [tf.zeros([0])], 0))
 
-            def apply(trace: _UpdateTrace = trace, forward: Any = forward) -> tuple[tf.Tensor, tf.Tensor]:
-                self._strategy.run(functools.partial(self._apply, trace), args=(forward.segments, forward.means))
-                tallies = self._first(forward.tallies)
-                return tf.identity(tallies), tf.zeros([tallies.shape[0] + len(trace.variables)])
+    def _apply_or_undo(
+        self, finite: tf.Tensor, apply: Callable[..., Any], forward: Any, undo: list[tuple[list[Any], Any]]
+    ) -> tf.Tensor:
+        """Applies an update, or undoes the ones before it; gives the tallies that count."""
+        tallies = self._first(forward.tallies)
 
-            def skip(trace: _UpdateTrace = trace, forward: Any = forward) -> tuple[tf.Tensor, tf.Tensor]:
-                for variables, values in undo:
-                    self._strategy.run(functools.partial(_assign, variables), args=(values,))
-                tallies = self._first(forward.tallies)
-                segments = [self._first(segment) for segment in forward.segments]
-                flags = [
-                    tf.cast(~tf.reduce_all(tf.math.is_finite(g)), tf.float32) for g in trace.packing.unpack(segments)
-                ]
-                return tf.zeros_like(tallies), tf.concat([tallies, tf.stack(flags)], 0)
+        def applied() -> tf.Tensor:
+            apply(args=(forward.segments, forward.scale))
+            return tf.identity(tallies)
 
-            outcomes.append(tf.cond(finite, apply, skip))
-            if keep_before:
-                undo.append((changed, before))
-        tallies = [tf.split(tally, 2) for tally, _ in outcomes]
-        totals, weights = zip(*tallies, strict=True)
-        # The tallies of an update that went well count only if the step as a whole did.
-        whole = tf.where(finite, tf.concat([*totals, *weights], 0), 0.0)
-        return Outcome(finite, whole, tf.where(finite, 0.0, tf.concat([diagnosis for _, diagnosis in outcomes], 0)))
+        def undone() -> tf.Tensor:
+            for variables, values in undo:
+                self._strategy.run(functools.partial(_assign, variables), args=(values,))
+            return tf.zeros_like(tallies)
 
-    def explain(self, diagnosis: np.ndarray) -> str:
-        """Says what was not finite in a skipped step, from its `Outcome.diagnosis`."""
-        found = []
+        return tf.cond(finite, applied, undone)
+
+    def explain(self, tallies: np.ndarray, diagnosis: np.ndarray) -> str:
+        """Says what was not finite in a step that is an error.
+
+        Args:
+            tallies: `[2 * M]`, the sums up to that step.
+            diagnosis: that step's `Outcome.diagnosis`.
+        """
+        values = metrics.means(self.names, tallies)
+        found = [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]
         for trace in self._traces:
-            size, flags_size = len(trace.names) + 1, len(trace.variables)
-            tallies, flags = diagnosis[: 2 * size], diagnosis[2 * size : 2 * size + flags_size]
-            diagnosis = diagnosis[2 * size + flags_size :]
-            if not np.any(tallies):
-                continue  # this update went well; a later one did not
-            values = metrics.means([trace.full_name(name) for name in trace.names], np.delete(tallies, [size - 1, -1]))
-            found += [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]
-            paths = [self._state.paths[id(v)] for v, flag in zip(trace.variables, flags, strict=True) if flag]
+            of_update, diagnosis = np.split(diagnosis, [trace.packing.diagnosis_size])
+            paths = [self._state.paths[id(trace.variables[i])] for i in trace.packing.find_nonfinite(of_update)]
             if paths:
                 more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
                 found.append(f"the gradient of {', '.join(paths[:3])}{more} is not finite")
@@ -150,24 +176,28 @@ class TrainStep:
         else:
             segments, tallies = self._sum_over_microbatches(trace, microbatch)
         trace.written = [v for v in candidates if id(v) in written]
-        drifting = self._drifting(trace.written) if self._strategy.num_replicas_in_sync > 1 else []
+        after = {id(v): tf.identity(v) for v in trace.written}
         # A statistic's mean over the replicas is weighted with their share of the batch, as every other value.
-        count = len(trace.names)
-        share = tallies[count]
-        after = [tf.reshape(tf.cast(v, tf.float32) * share, [-1]) for v in drifting]
-        segments, extras = trace.packing.all_reduce(segments, tf.concat([tallies, *after], 0) if after else tallies)
-        totals, weights, *means = tf.split(extras, [count, count, *(piece.shape[0] for piece in after)])
-        weight = weights[0]
-        segments, norm = gradients.divide_and_clip(segments, weight, self._clip_norm)
+        drifting = self._drifting(trace.written) if self._strategy.num_replicas_in_sync > 1 else []
+        statistics = [tf.reshape(tf.cast(after[id(v)], tf.float32) * tallies[1], [-1]) for v in drifting]
+        extras = tf.concat([tallies, *statistics], 0) if statistics else tallies
+        segments, extras = trace.packing.all_reduce(segments, extras)
+        if statistics:
+            tallies, *sums = tf.split(extras, [2 * len(trace.names), *(s.shape[0] for s in statistics)])
+            for v, total in zip(drifting, sums, strict=True):
+                after[id(v)] = tf.cast(tf.reshape(tf.math.divide_no_nan(total, tallies[1]), v.shape), v.dtype)
+        else:
+            tallies = extras
+        squares, norm, scale = gradients.norm_and_scale(segments, tallies[1], self._clip_norm)
+        finite = tf.math.is_finite(norm + tallies[0])
         return _Forward(
             segments,
-            tf.concat([totals, [norm], weights, [1.0]], 0),
-            tf.math.is_finite(norm) & tf.math.is_finite(totals[0]),
+            squares,
+            tf.where(finite, scale, 0.0),
+            tf.concat([tallies, [norm, 1.0]], 0),
+            finite,
             [before[id(v)] for v in trace.written],
-            [
-                tf.cast(tf.reshape(tf.math.divide_no_nan(mean, weight), v.shape), v.dtype)
-                for mean, v in zip(means, drifting, strict=True)
-            ],
+            [after[id(v)] for v in trace.written],
         )
 
     def _gradients(
@@ -176,7 +206,8 @@ class TrainStep:
         """Runs forward and backward over some rows of one replica.
 
         Returns:
-            Packed gradients of `sum(w * loss)`, and the tallies, `[2 * m]`, of what `loss_fn` returned, "loss" first.
+            Packed gradients of `sum(w * loss)`, and a total and a weight of each value that `loss_fn` returned, "loss"
+            first: `[2 * m]`.
         """
         state = self._state
         tensors = [tensorflow_variable(v) for v in trace.variables]
@@ -204,8 +235,7 @@ class TrainStep:
         if trace.names and names != trace.names:
             raise ValueError(f"loss_fn returned {names}, and {trace.names} before; it returns the same names for all data.")
         trace.names = names
-        totals = [tallies[name].total for name in names]
-        return trace.packing.pack(found), tf.stack(totals + [tallies[name].weight for name in names])
+        return trace.packing.pack(found), metrics.flatten([tallies[name] for name in names])
 
     def _sum_over_microbatches(
         self, trace: _UpdateTrace, microbatch: Callable[[tf.Tensor], tuple[list[tf.Tensor], tf.Tensor]]
@@ -218,13 +248,12 @@ class TrainStep:
 
         packing = trace.packing
         segments = [tf.zeros(s, dtype) for s, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
-        # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
         shapes = (tf.TensorShape([]), packing.shapes, tf.TensorShape([None]))
         try:
             _, segments, tallies = tf.while_loop(
                 lambda index, *_: index < self._microbatches,
                 body,
-                (tf.constant(0), segments, tf.zeros([1])),
+                (tf.constant(0), segments, tf.zeros([1])),  # one zero spreads over the tallies, once the body was traced
                 shape_invariants=shapes,
                 parallel_iterations=1,
             )
@@ -238,11 +267,15 @@ class TrainStep:
             ) from error
         return segments, tf.ensure_shape(tallies, [2 * len(trace.names)])
 
-    def _apply(self, trace: _UpdateTrace, segments: list[tf.Tensor], means: list[tf.Tensor]) -> None:
-        """Changes weights, slots, averages and statistics; in a replica's context, where all is equal on all."""
-        if means:
-            _assign(self._drifting(trace.written), means)
-        found = zip(trace.packing.unpack(segments), trace.variables, trace.reached, strict=True)
+    def _settle(self, trace: _UpdateTrace, finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
+        """Keeps what the forward pass wrote, equal on all replicas, or puts back what stood there."""
+        for variable, old, new in zip(trace.written, before, after, strict=True):
+            variable.assign(tf.where(finite, new, old))
+
+    def _apply(self, trace: _UpdateTrace, segments: list[tf.Tensor], scale: tf.Tensor) -> None:
+        """Changes weights, slots and averages; in a replica's context, where all is equal on all."""
+        scaled = gradients.scaled(segments, scale)
+        found = zip(trace.packing.unpack(scaled), trace.variables, trace.reached, strict=True)
         updated = [(gradient, variable) for gradient, variable, reached in found if reached]
         gradients.apply(trace.update.optimizer, [g for g, _ in updated], [v for _, v in updated])
         if self._state.average is not None:
@@ -299,7 +332,7 @@ class EvalStep:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
-            The tallies, `[2 * M]`: totals and weights of `names`.
+            The tallies, `[2 * M]`: a total and a weight of each of `names`.
         """
         tallies = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
         return self._strategy.experimental_local_results(tallies)[0]
@@ -315,9 +348,9 @@ class EvalStep:
                 tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
                 named.update({prefix + name: tally for name, tally in tallies.items()})
         self.names = list(named)
-        both = tf.stack([tally.total for tally in named.values()] + [tally.weight for tally in named.values()])
+        sums = metrics.flatten(named.values())
         context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, both) if context.num_replicas_in_sync > 1 else both
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, sums) if context.num_replicas_in_sync > 1 else sums
 
 
 class PredictStep:

@@ -121,8 +121,13 @@ class Trainer:
         if self.step >= until:
             return {}
         if self._train_loop is None:
-            step = TrainStep(self.state, microbatches=settings.microbatches, clip_norm=settings.clip_norm)
-            self._train_loop = TrainLoop(self.state, step, skip_nonfinite=settings.on_nonfinite == "skip")
+            step = TrainStep(
+                self.state,
+                microbatches=settings.microbatches,
+                clip_norm=settings.clip_norm,
+                skip_nonfinite=settings.on_nonfinite == "skip",
+            )
+            self._train_loop = TrainLoop(self.state, step)
         write_config(settings, settings.workdir)
         print(self._describe(), flush=True)
         writers = self._make_writers(until, list(sources))
@@ -245,7 +250,7 @@ class Trainer:
         return self._eval_loop.evaluate(source)
 
     def _make_writers(self, until: int, evals: Sequence[str]) -> list[Any]:
-        writers: list[Any] = [Console(until, self.step)]
+        writers: list[Any] = [Console(until, self.step, evals=evals)]
         if self.config.workdir:
             writers.append(SummaryWriter(os.path.join(self.config.workdir, "summaries"), evals))
             writers.append(JsonWriter(os.path.join(self.config.workdir, "metrics.jsonl")))

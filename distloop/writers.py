@@ -16,11 +16,13 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import rich.console
 import rich.progress
-import tensorflow as tf
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 # Numbers about the run, not the model: the files have them, on the screen they would hide the others.
 _OFF_SCREEN = frozenset(
@@ -44,10 +46,10 @@ class SummaryWriter:
         """
         self._directory = directory
         self._evals = frozenset(evals) - {"train"}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, EventFileWriter] = {}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes each number and flushes.
+        """Writes each number, all of a directory in one event.
 
         Args:
             step: that the numbers belong to.
@@ -56,12 +58,15 @@ class SummaryWriter:
         Raises:
             OSError: if a directory cannot be made.
         """
+        events: dict[str, Event] = {}
         for name, value in metrics.items():
             prefix, _, rest = name.partition("/")
             run, tag = (prefix, rest) if prefix in self._evals and rest else ("train", name)
-            with self._file(run).as_default():
-                tf.summary.scalar(tag, float(value), step=step)
-        for file in self._files.values():
+            event = events.setdefault(run, Event(wall_time=time.time(), step=step))
+            event.summary.MergeFrom(scalar_pb(tag, float(value)))
+        for run, event in events.items():
+            file = self._file(run)
+            file.add_event(event)
             file.flush()
 
     def close(self) -> None:
@@ -70,11 +75,11 @@ class SummaryWriter:
             file.close()
         self._files.clear()
 
-    def _file(self, run: str) -> Any:
+    def _file(self, run: str) -> EventFileWriter:
         if run not in self._files:
             directory = os.path.join(self._directory, run)
             os.makedirs(directory, exist_ok=True)  # raises OSError; TensorFlow has errors of its own
-            self._files[run] = tf.summary.create_file_writer(directory)
+            self._files[run] = EventFileWriter(directory)
         return self._files[run]
 
 

@@ -1,0 +1,231 @@
+"""What happens between loops: who is due, what flows from one action to the next, and when a run is stopped."""
+
+import dataclasses
+import math
+
+import pytest
+
+from distloop.actions import Evaluate, Report, StopEarly, StopTraining, Write, run
+
+
+def report(step=10, until=100, **metrics):
+    return Report(step, until, metrics, state=None)
+
+
+def action(every, returned=None, seen=None):
+    """Makes an action that notes the reports it gets."""
+
+    def act(report):
+        if seen is not None:
+            seen.append(report)
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    act.every = every
+    return act
+
+
+# Who is due.
+
+
+def test_only_actions_that_are_due_are_called():
+    seen = []
+    run([action(5, seen=seen), action(3, seen=seen), action(0, seen=seen)], report(step=10))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("every", [0, 7, 1000, None])
+def test_every_action_is_called_at_the_end(every):
+    seen = []
+    run([action(every, seen=seen)], report(step=100))
+    assert len(seen) == 1
+
+
+def test_an_action_without_a_period_is_called_at_every_boundary():
+    seen = []
+    for step in (1, 2, 7):
+        run([action(None, seen=seen)], report(step=step))
+    assert [r.step for r in seen] == [1, 2, 7]
+
+
+# What flows.
+
+
+def test_numbers_join_the_report_of_the_next_action():
+    seen = []
+    metrics, reason = run(
+        [action(1, {"a": 1.0}, seen), action(1, None, seen), action(1, {"b": 2.0}, seen)], report(loss=0.5)
+    )
+    assert [dict(r.metrics) for r in seen] == [{"loss": 0.5}, {"loss": 0.5, "a": 1.0}, {"loss": 0.5, "a": 1.0}]
+    assert metrics == {"loss": 0.5, "a": 1.0, "b": 2.0}
+    assert reason is None
+
+
+def test_a_later_number_of_the_same_name_wins():
+    metrics, _ = run([action(1, {"a": 1.0}), action(1, {"a": 2.0})], report())
+    assert metrics == {"a": 2.0}
+
+
+def test_an_action_cannot_change_the_report_of_another():
+    def scribble(report):
+        report.metrics["loss"] = 7.0
+
+    scribble.every = 1
+    seen = []
+    metrics, _ = run([scribble, action(1, seen=seen)], report(loss=0.5))
+    assert metrics == seen[0].metrics == {"loss": 0.5}
+
+
+def test_a_report_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report().step = 3
+
+
+def test_an_action_sees_the_step_the_end_and_the_state():
+    seen = []
+    run([action(1, seen=seen)], Report(4, 9, {}, state="state"))
+    assert (seen[0].step, seen[0].until, seen[0].state) == (4, 9, "state")
+
+
+# Stopping.
+
+
+def test_stopping_gives_the_reason_and_still_calls_those_after_it_as_at_the_end():
+    seen = []
+    metrics, reason = run(
+        [action(1, {"a": 1.0}), action(1, StopTraining("enough")), action(0, {"b": 2.0}, seen)], report(step=10)
+    )
+    assert reason == "enough"
+    assert metrics == {"a": 1.0, "b": 2.0}
+    assert [r.until for r in seen] == [10]
+
+
+def test_the_first_reason_to_stop_counts():
+    _, reason = run([action(1, StopTraining("first")), action(1, StopTraining("second"))], report())
+    assert reason == "first"
+
+
+def test_another_exception_is_not_caught():
+    with pytest.raises(ZeroDivisionError):
+        run([action(1, ZeroDivisionError())], report())
+
+
+# Evaluate and Write.
+
+
+def test_evaluate_reports_under_its_name():
+    evaluate = Evaluate("test", lambda: {"loss": 0.5, "auc": 0.9}, every=20)
+    assert evaluate.every == 20
+    assert evaluate(report()) == {"test/loss": 0.5, "test/auc": 0.9}
+
+
+def test_write_hands_the_step_and_all_numbers_to_every_writer():
+    class Writer:
+        def __init__(self):
+            self.rows = []
+
+        def write(self, step, metrics):
+            self.rows.append((step, metrics))
+
+    writers = [Writer(), Writer()]
+    write = Write(writers, every=10)
+    run([action(10, {"test/loss": 0.25}), write], report(step=10, loss=0.5))
+    assert write.every == 10
+    assert [w.rows for w in writers] == [[(10, {"loss": 0.5, "test/loss": 0.25})]] * 2
+
+
+# StopEarly.
+
+
+def stopped_at(values, *arguments, **settings):
+    """Returns at which value `StopEarly("m", ...)` stops, or None."""
+    stop = StopEarly("m", *arguments, **settings)
+    for place, value in enumerate(values):
+        try:
+            stop(report(m=value))
+        except StopTraining:
+            return place
+    return None
+
+
+def test_it_stops_after_as_many_measurements_without_a_better_one_as_its_patience():
+    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5]) == 4
+    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 1) == 2
+
+
+def test_a_better_measurement_starts_the_waiting_again():
+    assert stopped_at([3.0, 4.0, 2.0, 4.0, 1.0, 4.0], 2) is None
+
+
+def test_an_equal_measurement_is_no_better():
+    assert stopped_at([1.0, 1.0, 1.0], 2) == 2
+
+
+def test_larger_is_better_if_so_said():
+    assert stopped_at([1.0, 2.0, 3.0, 4.0], 1, mode="max") is None
+    assert stopped_at([4.0, 3.0], 1, mode="max") == 1
+
+
+def test_a_gain_up_to_min_delta_is_no_better():
+    assert stopped_at([1.0, 0.95, 0.9], 2, min_delta=0.2) == 2
+    assert stopped_at([1.0, 0.7, 0.4], 1, min_delta=0.2) is None
+    assert stopped_at([1.0, 1.1, 1.15], 2, mode="max", min_delta=0.2) == 2
+
+
+def test_nan_is_never_better():
+    assert stopped_at([math.nan, math.nan], 2) == 1
+    assert stopped_at([1.0, math.nan, math.nan], 2) == 2
+
+
+def test_boundaries_without_a_measurement_do_not_count():
+    stop = StopEarly("m", 1)
+    stop(report(m=1.0))
+    for _ in range(5):
+        stop(report(loss=2.0))
+    with pytest.raises(StopTraining):
+        stop(report(m=1.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "best"),
+    [
+        ([2.0, 3.0], "min", "2"),
+        ([-2.0, -1.0], "min", "-2"),
+        ([4.0, 3.0], "max", "4"),
+        ([-4.0, -5.0], "max", "-4"),
+    ],
+)
+def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
+    stop = StopEarly("m", 1, mode=mode)
+    stop(report(m=values[0]))
+    with pytest.raises(StopTraining, match=f"^m was no better than {best} for 1 measurement"):
+        stop(report(m=values[1]))
+
+
+def test_it_is_asked_whenever_anything_is_due():
+    assert StopEarly("m").every is None
+
+
+def test_a_metric_that_never_came_is_named_at_the_end():
+    stop = StopEarly("tset/loss")
+    stop(report(step=10, loss=1.0))
+    with pytest.raises(ValueError, match=r"given the metric 'tset/loss'; there are \['loss', 'test/loss'\]: name one"):
+        stop(Report(100, 100, {"loss": 1.0, "test/loss": 1.0}, None))
+
+
+def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
+    evaluate, stop_early = Evaluate("test", lambda: {"loss": 1.0}, every=10), StopEarly("test/loss")
+    run([evaluate, stop_early], report(step=10))
+    _, reason = run([evaluate, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
+    assert reason == "enough"
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mode='biggest' was given to StopEarly; say 'min' .* 'max'"):
+        StopEarly("m", mode="biggest")
+
+
+def test_no_patience_is_refused():
+    with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
+        StopEarly("m", 0)

@@ -1,0 +1,148 @@
+"""The moving average of the weights: its formula, and the swap that leaves no trace."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop import cluster
+from distloop.averages import MovingAverage
+from distloop.config import Config
+
+DECAY = 0.9
+
+
+def strategies():
+    mirrored = [cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=n)) for n in (1, 2)]
+    return [tf.distribute.get_strategy(), *mirrored]
+
+
+def expected(weights):
+    """Averages a list of weights, the first ones first, as the formula says."""
+    average = np.asarray(weights[0], np.float64)
+    for t, weight in enumerate(weights[1:], start=1):
+        average = average + (1 - min(DECAY, (1 + t) / (10 + t))) * (weight - average)
+    return average
+
+
+def local(strategy, variable):
+    return [value.numpy() for value in strategy.experimental_local_results(variable)]
+
+
+@pytest.fixture(params=range(3), ids=["none", "mirrored-1", "mirrored-2"])
+def strategy(request):
+    return strategies()[request.param]
+
+
+def make(strategy, values):
+    with strategy.scope():
+        variables = [tf.Variable(value) for value in values]
+        return variables, MovingAverage(variables, DECAY)
+
+
+def train(strategy, variables, average, steps, start=1):
+    """Adds the step to each variable and updates the average, in a replica's context."""
+
+    def replica_fn(t):
+        for variable in variables:
+            variable.assign_add(tf.ones_like(variable) * tf.cast(t, variable.dtype))
+        average.update(variables, t)
+
+    run = tf.function(lambda t: strategy.run(replica_fn, args=(t,)), autograph=False)
+    for t in range(start, start + steps):
+        run(tf.constant(t, tf.int64))
+
+
+def test_the_average_starts_from_the_first_weights(strategy):
+    _, average = make(strategy, [[1.0, 2.0]])
+    np.testing.assert_array_equal(average.variables[0], [1.0, 2.0])
+
+
+def test_the_average_follows_the_formula_on_every_replica(strategy):
+    variables, average = make(strategy, [[1.0, 2.0], [[5.0]]])
+    train(strategy, variables, average, 100)  # past the warm-up, which ends at t = 80
+    for variable, averaged, first in zip(variables, average.variables, ([1.0, 2.0], [[5.0]]), strict=True):
+        weights = np.asarray(first) + np.cumsum(range(101)).reshape([-1] + [1] * np.ndim(first))
+        np.testing.assert_array_equal(variable.numpy(), weights[-1])
+        for value in local(strategy, averaged):
+            np.testing.assert_allclose(value, expected(weights), rtol=1e-5)
+
+
+def test_the_decay_warms_up():
+    variables, average = make(tf.distribute.get_strategy(), [0.0])
+    train(tf.distribute.get_strategy(), variables, average, 1)
+    np.testing.assert_allclose(average.variables[0], 9 / 11, rtol=1e-6)  # 1 - 2 / 11 of the way to 1
+
+
+def test_only_the_variables_given_are_moved():
+    variables, average = make(tf.distribute.get_strategy(), [0.0, 0.0])
+    variables[0].assign(1.0)
+    variables[1].assign(1.0)
+    average.update(variables[:1], tf.constant(1))
+    assert float(average.variables[0]) > 0.0
+    assert float(average.variables[1]) == 0.0
+
+
+def test_keras_variables_are_averaged():
+    variable = keras.Variable([1.0, 2.0])
+    average = MovingAverage([variable], DECAY)
+    variable.assign([2.0, 2.0])
+    average.update([variable], tf.constant(1))
+    np.testing.assert_allclose(average.variables[0], [1 + 9 / 11, 2.0], rtol=1e-6)
+    with average.applied():
+        np.testing.assert_allclose(variable.numpy(), [1 + 9 / 11, 2.0], rtol=1e-6)
+    np.testing.assert_array_equal(variable.numpy(), [2.0, 2.0])
+
+
+def test_the_average_keeps_the_variables_dtype():
+    variable = tf.Variable([1.0], dtype=tf.float64)
+    average = MovingAverage([variable], DECAY)
+    variable.assign([2.0])
+    average.update([variable], tf.constant(1))
+    assert average.variables[0].dtype == tf.float64
+    np.testing.assert_allclose(average.variables[0], [1 + 9 / 11], rtol=1e-6)
+
+
+def test_averages_are_not_trainable():
+    _, average = make(tf.distribute.get_strategy(), [0.0])
+    assert not average.variables[0].trainable
+
+
+def trained(strategy):
+    rng = np.random.default_rng(0)
+    variables, average = make(strategy, [rng.normal(size=[50]).astype(np.float32)])
+    train(strategy, variables, average, 5)
+    return variables[0], average
+
+
+def test_applied_shows_the_averages_and_puts_every_bit_back(strategy):
+    variable, average = trained(strategy)
+    weights, averages = local(strategy, variable), local(strategy, average.variables[0])
+    assert not np.array_equal(weights[0], averages[0])
+    with average.applied():
+        np.testing.assert_array_equal(local(strategy, variable), averages)
+    np.testing.assert_array_equal(local(strategy, variable), weights)
+    np.testing.assert_array_equal(local(strategy, average.variables[0]), averages)
+
+
+def test_applied_puts_every_bit_back_after_an_exception(strategy):
+    variable, average = trained(strategy)
+    weights, averages = local(strategy, variable), local(strategy, average.variables[0])
+    with pytest.raises(KeyError), average.applied():
+        raise KeyError
+    np.testing.assert_array_equal(local(strategy, variable), weights)
+    np.testing.assert_array_equal(local(strategy, average.variables[0]), averages)
+
+
+def test_training_goes_on_after_applied_as_if_nobody_had_looked():
+    strategy = tf.distribute.get_strategy()
+    results = []
+    for looks in (False, True):
+        variables, average = make(strategy, [[0.1, 0.2]])
+        train(strategy, variables, average, 3)
+        if looks:
+            with average.applied():
+                pass
+        train(strategy, variables, average, 3, start=4)
+        results.append((variables[0].numpy(), average.variables[0].numpy()))
+    np.testing.assert_array_equal(results[0], results[1])

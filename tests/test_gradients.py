@@ -1,0 +1,261 @@
+"""From sums of gradients to an update: packed, reduced once, divided, clipped, applied once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop import cluster, gradients
+from distloop.config import Config
+
+REDUCTIONS = {"AddN", "CollectiveReduceV2", "CollectiveReduce", "NcclAllReduce"}
+LARGE = gradients.LARGEST_PACKED_BYTES // 4 + 1  # float32 numbers that travel alone
+
+
+def replicas(count):
+    return cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+
+
+def random_gradients(specs, seed=0):
+    rng = np.random.default_rng(seed)
+    return [tf.cast(rng.normal(size=spec.shape), spec.dtype) for spec in specs]
+
+
+def small_specs():
+    return [tf.TensorSpec([2, 3]), tf.TensorSpec([]), tf.TensorSpec([4])]
+
+
+def reduced(strategy, specs):
+    """Returns packed gradients `(replica + 1) * g` and extras of every replica after `all_reduce`, and the graph."""
+    packing = gradients.Packing(specs)
+    values = random_gradients(specs)
+
+    def replica_fn():
+        context = tf.distribute.get_replica_context()
+        factor = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
+        mine = [value * tf.cast(factor, value.dtype) for value in values]
+        segments, extras = packing.all_reduce(packing.pack(mine), factor * tf.constant([1.0, 10.0]))
+        return packing.unpack(segments), extras
+
+    function = tf.function(lambda: strategy.run(replica_fn), autograph=False).get_concrete_function()
+    result = function()
+    per_replica = [
+        tf.nest.map_structure(lambda t, r=r: strategy.experimental_local_results(t)[r].numpy(), result)
+        for r in range(strategy.num_replicas_in_sync)
+    ]
+    return values, per_replica, function.graph
+
+
+def test_small_gradients_travel_in_one_vector():
+    packing = gradients.Packing(small_specs())
+    segments = packing.pack(random_gradients(small_specs()))
+    assert [segment.shape.as_list() for segment in segments] == [[11]]
+    assert [shape.as_list() for shape in packing.shapes] == [[11]]
+    assert packing.dtypes == [tf.float32]
+
+
+def test_packing_and_unpacking_gives_back_every_gradient_in_its_dtype():
+    specs = [
+        tf.TensorSpec([2, 3]),
+        tf.TensorSpec([5], tf.float64),
+        tf.TensorSpec([LARGE]),
+        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([3, 1], tf.bfloat16),
+        tf.TensorSpec([2], tf.float64),
+    ]
+    packing = gradients.Packing(specs)
+    values = random_gradients(specs)
+    segments = packing.pack(values)
+    assert sorted((s.dtype.name, s.shape[0]) for s in segments) == [
+        ("bfloat16", 3),
+        ("float32", 7),
+        ("float32", LARGE),
+        ("float64", 7),
+    ]
+    assert [s.dtype for s in segments] == packing.dtypes
+    assert [s.shape.as_list() for s in segments] == [s.as_list() for s in packing.shapes]
+    for given, found in zip(values, packing.unpack(segments), strict=True):
+        assert given.dtype == found.dtype and given.shape == found.shape
+        np.testing.assert_array_equal(given.numpy(), found.numpy())
+
+
+def test_only_gradients_above_the_limit_travel_alone():
+    packing = gradients.Packing([tf.TensorSpec([LARGE - 1]), tf.TensorSpec([LARGE]), tf.TensorSpec([1])])
+    assert sorted(shape[0] for shape in packing.shapes) == [LARGE, LARGE]  # LARGE, and LARGE - 1 with 1
+
+
+def test_variables_are_taken_as_specs():
+    packing = gradients.Packing([keras.Variable(np.zeros([2, 2], np.float32)), tf.Variable(tf.zeros([3]))])
+    assert [shape.as_list() for shape in packing.shapes] == [[7]]
+
+
+def test_a_sparse_gradient_becomes_dense():
+    table = tf.Variable(tf.zeros([4, 2]))
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(tf.gather(table, [1, 3, 1]) * [[1.0], [2.0], [4.0]])
+    gradient = tape.gradient(total, table)
+    assert isinstance(gradient, tf.IndexedSlices)
+    packing = gradients.Packing([table])
+    (dense,) = packing.unpack(packing.pack([gradient]))
+    np.testing.assert_array_equal(dense, [[0, 0], [5, 5], [0, 0], [2, 2]])
+
+
+def test_all_reduce_adds_up_gradients_and_extras_over_the_replicas():
+    values, per_replica, _ = reduced(replicas(2), small_specs())
+    for found, extras in per_replica:
+        for given, total in zip(values, found, strict=True):
+            np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
+        np.testing.assert_array_equal(extras, [3.0, 30.0])
+
+
+def test_all_reduce_adds_up_several_dtypes_and_a_large_gradient():
+    specs = [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64), tf.TensorSpec([2])]
+    values, per_replica, _ = reduced(replicas(2), specs)
+    for found, extras in per_replica:
+        for given, total in zip(values, found, strict=True):
+            np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
+        np.testing.assert_array_equal(extras, [3.0, 30.0])
+
+
+def test_extras_are_added_up_where_no_vector_can_carry_them():
+    values, per_replica, _ = reduced(replicas(2), [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64)])
+    for found, extras in per_replica:
+        np.testing.assert_allclose(found[0], 3 * values[0].numpy(), rtol=1e-6)
+        np.testing.assert_array_equal(extras, [3.0, 30.0])
+
+
+def test_small_gradients_and_extras_take_a_single_reduction():
+    _, _, graph = reduced(replicas(2), small_specs())
+    assert sum(op.type in REDUCTIONS for op in graph.get_operations()) == 1
+
+
+def test_one_replica_reduces_nothing():
+    for strategy in (replicas(1), tf.distribute.get_strategy()):
+        values, per_replica, graph = reduced(strategy, small_specs())
+        assert not any(op.type in REDUCTIONS for op in graph.get_operations())
+        np.testing.assert_array_equal(per_replica[0][0][0], values[0].numpy())
+        np.testing.assert_array_equal(per_replica[0][1], [1.0, 10.0])
+
+
+def divide_and_clip(segments, weight, clip_norm):
+    _, norm, scale = gradients.norm_and_scale(segments, tf.constant(weight), clip_norm)
+    return gradients.scaled(segments, scale), norm
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1, 100.0])
+def test_gradients_are_divided_and_clipped_as_numpy_does_it(clip_norm):
+    segments = random_gradients([tf.TensorSpec([5]), tf.TensorSpec([7])])
+    found, norm = divide_and_clip(segments, 4.0, clip_norm)
+    divided = [segment.numpy().astype(np.float64) / 4.0 for segment in segments]
+    expected_norm = np.sqrt(sum(np.sum(part**2) for part in divided))
+    factor = min(1.0, clip_norm / expected_norm) if clip_norm else 1.0
+    np.testing.assert_allclose(norm, expected_norm, rtol=1e-6)  # before clipping
+    for part, expected in zip(found, divided, strict=True):
+        np.testing.assert_allclose(part, expected * factor, rtol=1e-6)
+
+
+def test_each_segment_has_its_squared_norm():
+    squares, _, _ = gradients.norm_and_scale([tf.constant([3.0, 4.0]), tf.constant([2.0])], tf.constant(7.0), 1.0)
+    assert [float(square) for square in squares] == [25.0, 4.0]
+
+
+def test_gradients_at_the_clip_norm_are_not_touched():
+    found, norm = divide_and_clip([tf.constant([6.0, 8.0])], 2.0, 5.0)
+    assert float(norm) == 5.0
+    np.testing.assert_array_equal(found[0], [3.0, 4.0])
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_gradients_of_weight_0_become_0(clip_norm):
+    found, norm = divide_and_clip([tf.constant([6.0, 8.0])], 0.0, clip_norm)
+    assert float(norm) == 0.0
+    np.testing.assert_array_equal(found[0], [0.0, 0.0])
+
+
+def test_gradients_of_0_are_not_clipped_into_nan():
+    found, norm = divide_and_clip([tf.zeros([2])], 2.0, 1.0)
+    assert float(norm) == 0.0
+    np.testing.assert_array_equal(found[0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_the_norm_is_not_finite_if_one_gradient_is_not(bad, clip_norm):
+    _, norm = divide_and_clip([tf.ones([3]), tf.constant([1.0, bad])], 2.0, clip_norm)
+    assert not np.isfinite(norm)
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16, tf.float64])
+def test_gradients_keep_their_dtype_and_the_norm_is_float32(dtype):
+    found, norm = divide_and_clip([tf.cast([300.0, 400.0], dtype)], 1.0, 5.0)
+    assert found[0].dtype == dtype and norm.dtype == tf.float32
+    np.testing.assert_allclose(norm, 500.0, rtol=1e-2)
+    np.testing.assert_allclose(tf.cast(found[0], tf.float32), [3.0, 4.0], rtol=1e-2)
+
+
+def test_a_factor_of_0_gives_0_whatever_the_gradients_are():
+    found = gradients.scaled([tf.constant([np.nan, np.inf, 1.0])], tf.constant(0.0))
+    np.testing.assert_array_equal(found[0], [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("places", [[], [0], [1], [2], [3], [1, 4], [0, 1, 2, 3, 4]])
+def test_gradients_that_are_not_finite_are_found(bad, places):
+    specs = [
+        tf.TensorSpec([2, 3]),
+        tf.TensorSpec([LARGE]),
+        tf.TensorSpec([]),
+        tf.TensorSpec([3], tf.bfloat16),
+        tf.TensorSpec([4]),
+    ]
+    values = [np.ones(spec.shape, np.float32) for spec in specs]
+    for place in places:
+        values[place].flat[-1] = bad
+    packing = gradients.Packing(specs)
+    segments = packing.pack([tf.cast(value, spec.dtype) for value, spec in zip(values, specs, strict=True)])
+    squares, _, _ = gradients.norm_and_scale(segments, tf.constant(1.0), 0.0)
+    diagnosis = packing.diagnosis(segments, squares)
+    assert diagnosis.shape == [packing.diagnosis_size] and diagnosis.dtype == tf.float32
+    assert packing.find_nonfinite(diagnosis.numpy()) == places
+
+
+def moved_by(strategy, *, is_own, optimizer_class=keras.optimizers.SGD):
+    """Returns how far weights on every replica move when each replica applies the gradient 1."""
+    with strategy.scope():
+        variable = keras.Variable(np.zeros([2], np.float32))
+        optimizer = optimizer_class(1.0)
+        optimizer.build([variable])
+    if is_own:
+        gradients.own_reduction(optimizer)
+
+    def replica_fn():
+        # Made here: TensorFlow does not add up a tensor that all replicas capture.
+        gradient = tf.ones([2]) * tf.cast(tf.distribute.get_replica_context().num_replicas_in_sync > 0, tf.float32)
+        gradients.apply(optimizer, [gradient], [variable])
+
+    tf.function(lambda: strategy.run(replica_fn), autograph=False)()
+    assert int(optimizer.iterations.numpy()) == 1
+    return [float(-value.numpy()[0]) for value in strategy.experimental_local_results(variable.value)]
+
+
+def test_a_reduced_gradient_moves_the_weight_once_on_every_replica():
+    assert moved_by(replicas(2), is_own=True) == [1.0, 1.0]
+    assert moved_by(replicas(4), is_own=True) == [1.0] * 4
+
+
+def test_keras_alone_would_move_it_once_a_replica():
+    assert moved_by(replicas(2), is_own=False) == [2.0, 2.0]  # else own_reduction is not needed any more
+
+
+@pytest.mark.parametrize("optimizer_class", [keras.optimizers.Adam, keras.optimizers.Lion, keras.optimizers.Muon])
+def test_every_optimizer_takes_the_seam(optimizer_class):
+    once = moved_by(tf.distribute.get_strategy(), is_own=False, optimizer_class=optimizer_class)
+    assert moved_by(replicas(2), is_own=True, optimizer_class=optimizer_class) == once * 2
+
+
+def test_a_keras_without_the_seam_is_refused():
+    class Optimizer:
+        pass
+
+    with pytest.raises(RuntimeError, match=r"has no Optimizer._all_reduce_sum_gradients, .*: install a tested version"):
+        gradients.own_reduction(Optimizer())

@@ -1,0 +1,132 @@
+"""The rules of the house, read from the source: layers, names, and who may name what."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import distloop
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MODULES = {path.stem: path for path in sorted((ROOT / "distloop").glob("*.py"))}
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
+
+# A module imports only from the layers below its own.
+LAYERS = {
+    "schedule": 0,
+    "config": 0,
+    "cluster": 1,
+    "precision": 1,
+    "metrics": 1,
+    "gradients": 1,
+    "averages": 1,
+    "writers": 1,
+    "learning_rates": 1,
+    "inputs": 2,
+    "state": 2,
+    "step": 3,
+    "supervised": 3,
+    "export": 3,
+    "actions": 4,
+    "loop": 5,
+    "trainer": 6,
+    "__init__": 7,
+}
+WITHOUT_TENSORFLOW = ["schedule", "config"]
+JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
+
+each_module = pytest.mark.parametrize("module", MODULES)
+
+
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(path):
+    """Lists the dotted names that a file imports, `from a import b` as a.b, wherever in the file it does so."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return found
+
+
+def names_of(path):
+    """Lists every name and attribute that a file's code uses; docstrings and comments do not count."""
+    nodes = list(ast.walk(tree_of(path)))
+    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+
+
+def test_every_module_has_a_layer():
+    assert set(MODULES) == set(LAYERS)
+
+
+@each_module
+def test_imports_point_down(module):
+    for name in imports_of(MODULES[module]):
+        assert not name.startswith("."), f"{module} imports {name}: write distloop.<module>"
+        package, _, rest = name.partition(".")
+        if package == "distloop":
+            imported = rest.partition(".")[0]
+            assert LAYERS[imported] < LAYERS[module], f"{module} (layer {LAYERS[module]}) imports {imported}"
+
+
+@each_module
+def test_the_package_does_not_know_the_experiments(module):
+    assert not [name for name in imports_of(MODULES[module]) if name.partition(".")[0] in ("experiments", "tests")]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_experiments_import_the_package_from_the_top_only(path):
+    for name in imports_of(path):
+        package, _, rest = name.partition(".")
+        if package == "distloop" and rest:
+            assert rest in distloop.__all__, f"{path.name} imports {name}: use what distloop/__init__.py offers"
+
+
+def test_whatever_the_package_offers_is_there():
+    assert distloop.__all__ == sorted(distloop.__all__)
+    assert all(hasattr(distloop, name) for name in distloop.__all__)
+
+
+def test_no_module_is_a_junk_drawer():
+    files = [*MODULES.values(), *EXPERIMENTS, *(ROOT / "tests").glob("*.py")]
+    assert not [path.name for path in files if JUNK_DRAWERS & set(path.stem.split("_"))]
+    directories = [path for path in (ROOT / "distloop", ROOT / "experiments") for path in path.rglob("*") if path.is_dir()]
+    assert not [path.name for path in directories if path.name in JUNK_DRAWERS]
+
+
+def test_the_package_is_flat():
+    assert not [path for path in (ROOT / "distloop").rglob("*.py") if path.parent != ROOT / "distloop"]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
+def test_a_modules_first_line_says_what_it_owns(module):
+    docstring = ast.get_docstring(tree_of(MODULES[module])) or ""
+    assert docstring.partition("\n")[0].startswith("Owns ")
+
+
+@each_module
+def test_only_cluster_names_a_strategy_class(module):
+    named = sorted(name for name in names_of(MODULES[module]) if re.fullmatch(r"\w+Strategy(V1|V2)?", name))
+    assert bool(named) == (module == "cluster"), f"{module} names {named}"
+
+
+@each_module
+def test_only_step_has_a_tape(module):
+    assert ("GradientTape" in names_of(MODULES[module])) == (module == "step")
+
+
+@pytest.mark.parametrize("module", WITHOUT_TENSORFLOW)
+def test_layer_0_needs_no_tensorflow(module):
+    packages = {name.partition(".")[0] for name in imports_of(MODULES[module])}
+    assert not packages & {"tensorflow", "keras", "numpy", "tf_keras"}
+    assert not names_of(MODULES[module]) & {"tf", "keras"}
+
+
+def test_every_module_has_a_test_file():
+    missing = [m for m in MODULES if m != "__init__" and not (ROOT / "tests" / f"test_{m}.py").exists()]
+    assert set(missing) <= {"step", "loop"}  # tests/test_laws.py is about these two

@@ -1,0 +1,246 @@
+"""Weighted sums: what weighs what, what takes no part, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop import metrics
+
+VALUES = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], np.float32)  # [B, T]
+
+
+def sums(value, batch_size=2, row_weights=None):
+    """Weighs and returns (total, weight) as floats."""
+    if row_weights is not None:
+        row_weights = tf.constant(row_weights, tf.float32)
+    tally = metrics.weigh("loss", value, batch_size, row_weights)
+    assert tally.total.dtype == tally.weight.dtype == tf.float32
+    assert tally.total.shape.rank == tally.weight.shape.rank == 0
+    return float(tally.total), float(tally.weight)
+
+
+def test_values_per_example_weigh_1_each():
+    assert sums(tf.constant([1.0, 2.5])) == (3.5, 2.0)
+
+
+def test_values_within_examples_weigh_1_each():
+    assert sums(tf.constant(VALUES)) == (21.0, 6.0)
+
+
+def test_numpy_values_are_taken():
+    assert sums(VALUES) == (21.0, 6.0)
+
+
+def test_weights_per_example_weigh_values_per_example():
+    assert sums(metrics.weighted(tf.constant([1.0, 3.0]), [0.5, 2.0])) == (6.5, 2.5)
+
+
+def test_weights_per_example_spread_over_values_within():
+    assert sums(metrics.weighted(VALUES, [1.0, 0.5])) == (6.0 + 7.5, 4.5)
+
+
+def test_weights_within_examples_weigh_values_within():
+    weights = np.array([[1, 1, 0], [1, 0, 0]])
+    assert sums(metrics.weighted(VALUES, weights)) == (1.0 + 2.0 + 4.0, 3.0)
+
+
+def test_weights_of_one_column_spread_over_it():
+    assert sums(metrics.weighted(VALUES, [[1.0], [0.5]])) == (6.0 + 7.5, 4.5)
+
+
+def test_weights_spread_over_two_missing_axes():
+    values = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
+    assert sums(metrics.weighted(values, [1.0, 3.0])) == (6.0 + 3 * 22.0, 4.0 + 12.0)
+
+
+def test_row_weights_take_padding_out():
+    assert sums(tf.constant([1.0, 2.5]), row_weights=[1, 0]) == (1.0, 1.0)
+    assert sums(tf.constant(VALUES), row_weights=[0, 1]) == (15.0, 3.0)
+
+
+def test_row_weights_multiply_with_weights():
+    assert sums(metrics.weighted(VALUES, [1.0, 0.5]), row_weights=[0, 1]) == (7.5, 1.5)
+    assert sums(metrics.weighted(VALUES, [[1, 1, 0], [1, 0, 0]]), row_weights=[1, 0]) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_of_weight_0_takes_no_part_even_if_it_is_not_finite(bad):
+    assert sums(tf.constant([1.0, bad]), row_weights=[1, 0]) == (1.0, 1.0)
+    assert sums(metrics.weighted(tf.constant([bad, 2.0]), [0.0, 3.0])) == (6.0, 3.0)
+
+
+def test_a_row_that_takes_part_and_is_not_finite_shows():
+    assert np.isnan(sums(tf.constant([1.0, np.nan]))[0])
+
+
+def test_a_row_of_weight_0_has_no_gradient_even_if_it_is_not_finite():
+    values = tf.constant([1.0, np.nan])
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        total = metrics.weigh("loss", values, 2, tf.constant([1.0, 0.0])).total
+    np.testing.assert_array_equal(tape.gradient(total, values), [1.0, 0.0])
+
+
+def test_weights_all_0_sum_to_0():
+    assert sums(metrics.weighted(tf.constant([1.0, 2.0]), [0.0, 0.0])) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
+def test_half_precision_values_are_summed_in_float32(dtype):
+    assert sums(tf.ones([70_001], dtype), 70_001) == (70_001.0, 70_001.0)  # bfloat16 counts to 256, float16 to 65504
+
+
+def test_half_precision_weights_are_summed_in_float32():
+    assert sums(metrics.weighted(tf.ones([1001]), tf.ones([1001], tf.bfloat16)), 1001) == (1001.0, 1001.0)
+
+
+def test_bools_and_integers_are_counted():
+    assert sums(tf.constant([True, False])) == (1.0, 2.0)
+    assert sums(tf.constant([3, 4], tf.int64)) == (7.0, 2.0)
+    assert sums(metrics.weighted(tf.constant([3, 4]), tf.constant([True, False]))) == (3.0, 1.0)
+
+
+RAGGED = tf.ragged.constant([[1.0, 2.0, 3.0], [], [4.0]])
+
+
+def test_ragged_values_weigh_1_each():
+    assert sums(RAGGED, 3) == (10.0, 4.0)
+
+
+def test_ragged_values_take_weights_per_example():
+    assert sums(metrics.weighted(RAGGED, [1.0, 7.0, 2.0]), 3) == (14.0, 5.0)
+
+
+def test_ragged_values_take_ragged_weights():
+    assert sums(metrics.weighted(RAGGED, tf.ragged.constant([[1.0, 0.0, 2.0], [], [3.0]])), 3) == (19.0, 6.0)
+
+
+def test_ragged_values_leave_padding_out():
+    assert sums(RAGGED, 3, row_weights=[1, 1, 0]) == (6.0, 3.0)
+    assert sums(metrics.weighted(RAGGED, [2.0, 2.0, 9.0]), 3, row_weights=[1, 1, 0]) == (12.0, 6.0)
+
+
+def test_a_batch_of_unknown_size_is_weighed_too():
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def weigh(values):
+        return metrics.weigh("loss", values, tf.shape(values)[0], None)
+
+    assert [float(side) for side in weigh(VALUES)] == [21.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "shape"),
+    [(3.0, r"\[\]"), (np.ones([1, 1], np.float32), r"\[1, 1\]"), (np.ones([3], np.float32), r"\[3\]")],
+)
+def test_a_value_that_is_not_per_example_is_refused(value, shape):
+    with pytest.raises(ValueError, match=rf'"loss" of shape {shape}; .* one value per example, \[2\].*: drop the reduce'):
+        sums(tf.constant(value))
+
+
+@pytest.mark.parametrize("shape", [[], [1], [1, 1], [3]])
+def test_a_known_axis_is_refused_where_the_batch_size_is_unknown(shape):
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def weigh(rows):
+        return metrics.weigh("accuracy", tf.zeros(shape), tf.shape(rows)[0], None)
+
+    with pytest.raises(ValueError, match=r'"accuracy" of shape .*; .* one value per example, \[B\] or \[B, ...\]'):
+        weigh(tf.zeros([4]))
+
+
+@pytest.mark.parametrize("weights", [2.0, np.ones([2, 3, 1])])
+def test_weights_of_the_wrong_rank_are_refused(weights):
+    with pytest.raises(ValueError, match=r'"loss" of shape \[2, 3\] with weights of shape .*; .* one weight per example'):
+        sums(metrics.weighted(VALUES, weights))
+
+
+@pytest.mark.parametrize("weights", [np.ones([3]), np.ones([2, 2])])
+def test_weights_of_the_wrong_length_are_refused(weights):
+    with pytest.raises(ValueError, match=r'"loss" of shape \[2, 3\] with weights of shape .*; .* one weight per example'):
+        sums(metrics.weighted(VALUES, weights))
+
+
+def test_ragged_values_of_another_batch_size_are_refused():
+    with pytest.raises(ValueError, match=r'"loss" of shape .*; distloop needs one value per example'):
+        sums(RAGGED, 2)
+
+
+def test_ragged_values_with_two_ragged_axes_are_refused():
+    with pytest.raises(ValueError, match='"loss" with 2 ragged axes; .*: reduce the inner ones'):
+        sums(tf.ragged.constant([[[1.0], [2.0, 3.0]], [[4.0]]]))
+
+
+def test_ragged_values_leave_dense_weights_within_examples_refused():
+    with pytest.raises(ValueError, match=r'"loss" of shape .* with weights of shape .*; .* one weight per example'):
+        sums(metrics.weighted(RAGGED, np.ones([3, 3], np.float32)), 3)
+
+
+def test_means_divide_totals_by_weights():
+    assert metrics.means(["loss", "accuracy"], np.array([6.0, 1.0, 4.0, 2.0])) == {"loss": 1.5, "accuracy": 0.5}
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_mean_of_nothing_is_nan():
+    assert np.isnan(metrics.means(["loss"], np.zeros(2))["loss"])
+
+
+def test_means_are_plain_floats_divided_in_float64():
+    mean = metrics.means(["loss"], np.array([1.0, 3.0], np.float32))["loss"]
+    assert type(mean) is float and mean == 1 / 3
+
+
+def test_a_keras_metric_is_fed_its_arguments():
+    metric = keras.metrics.Mean()
+    metrics.update_keras_metric("m", metric, (tf.constant([1.0, 2.0]),), None)
+    metrics.update_keras_metric("m", metric, (tf.constant([6.0]),), None)
+    assert float(metric.result()) == 3.0
+
+
+def test_a_keras_metric_is_not_fed_padding():
+    metric = keras.metrics.AUC()
+    labels, scores = tf.constant([0, 1, 0, 1]), tf.constant([0.1, 0.9, 0.99, 0.01])
+    metrics.update_keras_metric("auc", metric, (labels, scores), tf.constant([1.0, 1.0, 0.0, 0.0]))
+    assert float(metric.result()) == 1.0
+
+
+def test_a_keras_metric_takes_sample_weights_as_its_third_argument():
+    metric = keras.metrics.MeanSquaredError()
+    arguments = (tf.zeros([3, 1]), tf.constant([[1.0], [2.0], [9.0]]), tf.constant([3.0, 1.0, 1.0]))
+    metrics.update_keras_metric("mse", metric, arguments, tf.constant([1.0, 1.0, 0.0]))
+    assert float(metric.result()) == pytest.approx((3 * 1.0 + 1 * 4.0) / 4)
+
+
+def test_a_keras_metric_that_is_fed_values_is_refused():
+    with pytest.raises(ValueError, match='under "auc", which is a Keras metric; .* tuple of arguments for its update_state'):
+        metrics.update_keras_metric("auc", keras.metrics.AUC(), tf.ones([2]), None)
+
+
+def test_a_keras_metric_that_is_fed_weighted_values_is_refused():
+    with pytest.raises(ValueError, match='a Weighted under "auc", which is a Keras metric'):
+        metrics.update_keras_metric("auc", keras.metrics.AUC(), metrics.weighted(tf.ones([2]), tf.ones([2])), None)
+
+
+def test_a_dict_with_a_loss_passes():
+    metrics.check_names({"loss": tf.ones([2]), "auc": (1, 2), "w": metrics.weighted(1, 2)}, {"auc": object()})
+
+
+@pytest.mark.parametrize("outputs", [1.0, [1.0], None])
+def test_outputs_that_are_no_dict_are_refused(outputs):
+    with pytest.raises(ValueError, match=rf"loss_fn returned a {type(outputs).__name__}; .* a dict .*: return"):
+        metrics.check_names(outputs, {})
+
+
+def test_outputs_without_a_loss_are_refused():
+    with pytest.raises(ValueError, match=r"loss_fn returned \['accuracy', 'los'\] without \"loss\"; .*: return"):
+        metrics.check_names({"los": 1.0, "accuracy": 1.0}, {})
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_names_that_are_no_words_are_refused(name):
+    with pytest.raises(ValueError, match=f"under the name {name!r}; names are non-empty strings: rename it"):
+        metrics.check_names({"loss": 1.0, name: 1.0}, {})
+
+
+def test_a_tuple_under_a_name_without_a_metric_is_refused():
+    with pytest.raises(ValueError, match=r'a tuple under "f1", but ModelSpec\(metrics=...\) holds \[.auc.\]; declare'):
+        metrics.check_names({"loss": 1.0, "f1": (1, 2)}, {"auc": object()})

@@ -1,0 +1,507 @@
+"""What training changes: names of variables, what each update trains, and what must be made inside model_fn."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop import cluster, state
+from distloop.config import Config
+from distloop.state import ModelSpec, TrainState, Update
+
+
+@functools.cache
+def replicas(count):
+    return cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+
+
+ONE = tf.distribute.get_strategy()
+STRATEGIES = pytest.mark.parametrize("strategy", [ONE, replicas(2)], ids=["none", "mirrored"])
+
+
+def two_layers():
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, name="encoder"), keras.layers.Dense(2, name="head")], name="net"
+    )
+
+
+NAMES = ["net/encoder/kernel", "net/encoder/bias", "net/head/kernel", "net/head/bias"]
+
+
+def loss_of(model):
+    return lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), -1)}
+
+
+def spec_of(model, optimizer=None, **more):
+    return ModelSpec(model, optimizer or keras.optimizers.SGD(0.1), loss_of(model), **more)
+
+
+def paths_of(made, name=""):
+    return [made.paths[id(variable)] for variable in made.variables_of_update[name]]
+
+
+class Lazy(keras.Model):
+    """Knows no input shape until it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4, name="first")
+        self.second = keras.layers.Dense(2, name="second")
+
+    def call(self, x, training=False):
+        return self.second(self.first(x))
+
+
+# Names of variables.
+
+
+def test_a_keras_models_variables_are_named_by_their_paths():
+    assert list(state.named_variables(two_layers())) == NAMES
+
+
+def test_a_subclassed_models_variables_are_named_by_their_paths():
+    model = Lazy()
+    model(tf.zeros([1, 3]))
+    names = list(state.named_variables(model))
+    assert [name.split("/", 1)[1] for name in names] == ["first/kernel", "first/bias", "second/kernel", "second/bias"]
+
+
+def test_a_modules_variables_and_layers_are_named_by_attribute():
+    module = tf.Module()
+    module.scale = tf.Variable(1.0)
+    module.table = keras.Variable(np.zeros([2, 2], np.float32))
+    module.parts = [two_layers(), {"bias": tf.Variable([0.0])}]
+    module.inner = tf.Module()
+    module.inner.weight = tf.Variable(2.0)
+    assert list(state.named_variables(module)) == [
+        "inner/weight",
+        *(f"parts/0/{name}" for name in NAMES),
+        "parts/1/bias",
+        "scale",
+        "table",
+    ]
+
+
+def test_models_in_a_dict_or_list_are_named_by_key_or_place():
+    named = state.named_variables({"g": two_layers(), "d": two_layers()})
+    assert list(named) == [f"{key}/{name}" for key in "gd" for name in NAMES]
+    assert list(state.named_variables([two_layers()])) == [f"0/{name}" for name in NAMES]
+
+
+def test_a_shared_variable_is_named_once():
+    model = two_layers()
+    named = state.named_variables({"a": model, "b": model})
+    assert [name.split("/")[0] for name in named] == ["a"] * 4
+
+
+def test_variables_of_the_same_path_are_told_apart():
+    module = keras.Layer(name="both")
+    module.parts = [keras.layers.Dense(2, name="dense") for _ in range(2)]
+    for layer in module.parts:
+        layer.build((None, 3))
+    module.built = True
+    names = list(state.named_variables(module))
+    assert names == ["dense/kernel", "dense/bias", "dense/kernel#2", "dense/bias#2"]
+
+
+def test_random_streams_are_among_the_variables():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    assert any("seed_generator_state" in name for name in state.named_variables(model))
+    module = tf.Module()
+    module.draws = keras.random.SeedGenerator(0)
+    assert len(state.named_variables(module)) == 1
+
+
+# What is trained.
+
+
+@STRATEGIES
+def test_all_trainable_variables_are_trained(strategy):
+    made = TrainState.make(lambda: spec_of(two_layers()), strategy)
+    assert paths_of(made) == NAMES
+    assert made.untrained_variables == []
+    assert made.num_parameters() == 3 * 4 + 4 + 4 * 2 + 2
+
+
+def test_a_regular_expression_picks_what_is_trained():
+    made = TrainState.make(lambda: spec_of(two_layers(), trainable="head|bias$"), ONE)
+    assert paths_of(made) == NAMES[1:]
+    assert [v.path for v in made.untrained_variables] == NAMES[:1]
+    assert made.num_parameters() == 4 + 4 * 2 + 2
+
+
+def test_layers_that_are_frozen_stay_out():
+    def model_fn():
+        model = two_layers()
+        model.get_layer("encoder").trainable = False
+        return spec_of(model)
+
+    assert paths_of(TrainState.make(model_fn, ONE)) == NAMES[2:]
+
+
+def test_statistics_and_random_streams_are_not_trained():
+    def model_fn():
+        layers = [keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
+        return spec_of(keras.Sequential(layers))
+
+    made = TrainState.make(model_fn, ONE)
+    assert [path.split("/")[-1] for path in paths_of(made)] == ["gamma", "beta", "kernel", "bias"]
+    assert len(made.untrained_variables) == 3  # mean, variance, seed
+    assert len(made.seeds) == 1
+
+
+def test_a_regular_expression_that_finds_nothing_is_refused():
+    with pytest.raises(ValueError, match="'decoder' for the model is found in no trainable .*encoder/kernel'.*: correct it"):
+        TrainState.make(lambda: spec_of(two_layers(), trainable="decoder"), ONE)
+
+
+def test_a_model_without_trainable_variables_is_refused():
+    def model_fn():
+        model = two_layers()
+        model.trainable = False
+        return spec_of(model)
+
+    with pytest.raises(ValueError, match="no trainable variable for the model: give a model that has some"):
+        TrainState.make(model_fn, ONE)
+
+
+def two_updates(first_variables, second_variables=None):
+    def model_fn():
+        models = {"g": two_layers(), "d": two_layers()}
+        given = [v(models) if callable(v) else v for v in (first_variables, second_variables)]
+        optimizers = [keras.optimizers.Adam(), keras.optimizers.SGD()]
+        updates = [
+            Update(name, loss_of(models[name]), optimizer, variables)
+            for name, optimizer, variables in zip("gd", optimizers, given, strict=True)
+        ]
+        return ModelSpec(models, updates=updates)
+
+    return model_fn
+
+
+def test_an_update_trains_the_variables_of_its_regular_expression():
+    made = TrainState.make(two_updates("^g/", "^d/.*kernel"), ONE)
+    assert paths_of(made, "g") == [f"g/{name}" for name in NAMES]
+    assert paths_of(made, "d") == ["d/net/encoder/kernel", "d/net/head/kernel"]
+    assert [v.path for v in made.untrained_variables] == NAMES[1::2]
+
+
+@STRATEGIES
+def test_an_update_trains_the_variables_of_its_list(strategy):
+    made = TrainState.make(
+        two_updates(
+            lambda models: models["g"].trainable_variables[:1],
+            lambda models: [v.value for v in models["d"].trainable_variables],  # TensorFlow's own variables
+        ),
+        strategy,
+    )
+    assert paths_of(made, "g") == ["g/net/encoder/kernel"]
+    assert len(paths_of(made, "d")) == 4
+
+
+def test_an_update_without_variables_trains_all():
+    assert len(paths_of(TrainState.make(two_updates(None, "^d/"), ONE), "g")) == 8
+
+
+def test_a_variable_that_is_not_in_the_model_is_refused():
+    def stranger(models):
+        return [keras.Variable(0.0, name="stranger")]
+
+    with pytest.raises(ValueError, match="""of update "g", 'stranger', is not in ModelSpec's model: put every model"""):
+        TrainState.make(two_updates(stranger, "^d/"), ONE)
+
+
+def test_an_empty_list_of_variables_is_refused():
+    with pytest.raises(ValueError, match='no trainable variable for update "g"'):
+        TrainState.make(two_updates([], "^d/"), ONE)
+
+
+def test_several_optimizers_stand_in_a_dict_by_name():
+    made = TrainState.make(two_updates("^g/", "^d/"), ONE)
+    assert {name: type(optimizer) for name, optimizer in made.optimizer.items()} == {
+        "g": keras.optimizers.Adam,
+        "d": keras.optimizers.SGD,
+    }
+    assert isinstance(TrainState.make(lambda: spec_of(two_layers()), ONE).optimizer, keras.optimizers.SGD)
+
+
+@STRATEGIES
+def test_optimizers_are_built_over_what_they_train(strategy):
+    made = TrainState.make(two_updates("^g/", "^d/.*kernel"), strategy)
+    assert made.optimizer["g"].built and made.optimizer["d"].built
+    assert len(made.optimizer["g"]._trainable_variables) == 4
+    assert len(made.optimizer["d"]._trainable_variables) == 2
+
+
+def test_the_average_covers_what_is_trained():
+    made = TrainState.make(lambda: spec_of(two_layers(), trainable="head"), ONE, average_decay=0.9)
+    assert [tuple(v.shape) for v in made.average.variables] == [(4, 2), (2,)]
+    assert TrainState.make(lambda: spec_of(two_layers()), ONE).average is None
+
+
+def test_training_starts_at_step_0():
+    made = TrainState.make(lambda: spec_of(two_layers()), replicas(2))
+    assert int(made.step) == int(made.skipped_steps) == 0
+    assert made.step.dtype == made.skipped_steps.dtype == tf.int64
+
+
+# Made inside model_fn.
+
+
+@STRATEGIES
+def test_a_model_made_outside_is_refused(strategy):
+    model = two_layers()
+    with pytest.raises(ValueError, match="model's variable 'net/encoder/kernel' was made outside model_fn, .*from_keras"):
+        TrainState.make(lambda: spec_of(model), strategy)
+
+
+@STRATEGIES
+def test_an_optimizer_made_outside_is_refused(strategy):
+    optimizer = keras.optimizers.Adam()
+    with pytest.raises(ValueError, match="optimizer's variable '.*' was made outside model_fn, .*: make the optimizer"):
+        TrainState.make(lambda: spec_of(two_layers(), optimizer), strategy)
+
+
+def test_a_model_of_another_state_is_refused():
+    first = TrainState.make(lambda: spec_of(two_layers()), replicas(2))
+    with pytest.raises(ValueError, match="was made outside model_fn"):
+        TrainState.make(lambda: spec_of(first.model), replicas(2))
+
+
+@STRATEGIES
+def test_a_lazy_models_layers_may_not_be_built_outside(strategy):
+    model = Lazy()
+    model(tf.zeros([1, 3]))
+    with pytest.raises(ValueError, match="was made outside model_fn"):
+        TrainState.make(lambda: spec_of(model), strategy)
+
+
+def test_model_fn_that_returns_no_spec_is_refused():
+    with pytest.raises(ValueError, match="model_fn returned a Sequential; .* needs a ModelSpec: return distloop.ModelSpec"):
+        TrainState.make(two_layers, ONE)
+
+
+# Models that are built from data.
+
+
+@STRATEGIES
+def test_a_model_that_knows_no_input_shape_is_built_from_rows(strategy):
+    made = TrainState.make(lambda: spec_of(Lazy(), keras.optimizers.Adam()), strategy)
+    assert not made.is_built
+    made.build({"x": tf.zeros([2, 3])})
+    assert made.is_built and made.optimizer.built
+    assert len(paths_of(made)) == 4
+    kernels = strategy.experimental_local_results(made.model.first.kernel.value)
+    assert len(kernels) == strategy.num_replicas_in_sync
+    for kernel in kernels:
+        np.testing.assert_array_equal(kernel.numpy(), kernels[0].numpy())
+
+
+def test_lazy_models_inside_a_module_or_dict_are_built_from_rows():
+    def model_fn():
+        module = tf.Module()
+        module.net = Lazy()
+        return ModelSpec({"m": module}, keras.optimizers.SGD(), loss_of(module.net))
+
+    made = TrainState.make(model_fn, ONE)
+    assert not made.is_built
+    made.build({"x": tf.zeros([2, 3])})
+    assert len(paths_of(made)) == 4
+
+
+def test_a_built_model_waits_for_nothing():
+    assert TrainState.make(lambda: spec_of(two_layers()), ONE).is_built
+
+
+def test_layers_that_loss_fn_never_calls_are_refused():
+    def model_fn():
+        models = {"used": two_layers(), "unused": Lazy()}
+        return ModelSpec(models, keras.optimizers.SGD(), loss_of(models["used"]))
+
+    made = TrainState.make(model_fn, ONE)
+    with pytest.raises(ValueError, match="are not built and loss_fn does not call them, .*: call them in loss_fn, or build"):
+        made.build({"x": tf.zeros([2, 3])})
+
+
+def test_building_from_rows_updates_no_statistics():
+    class Normed(Lazy):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+
+        def call(self, x, training=False):
+            return self.norm(super().call(x), training=training)
+
+    made = TrainState.make(lambda: spec_of(Normed()), ONE)
+    made.build({"x": tf.ones([2, 3])})
+    np.testing.assert_array_equal(made.model.norm.moving_mean.numpy(), 0.0)
+    np.testing.assert_array_equal(made.model.norm.moving_variance.numpy(), 1.0)
+
+
+# Optimizers are plain.
+
+
+@pytest.mark.parametrize(
+    ("settings", "instead"),
+    [
+        ({"clipnorm": 1.0}, "clip_norm=..."),
+        ({"clipvalue": 1.0}, "clip_norm=..."),
+        ({"global_clipnorm": 1.0}, "clip_norm=..."),
+        ({"use_ema": True}, "average_decay=..."),
+        ({"gradient_accumulation_steps": 2}, "microbatches=..."),
+        ({"loss_scale_factor": 2.0}, "precision"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_setting_of_the_optimizer_that_belongs_to_distloop_is_refused(settings, instead):
+    model = two_layers()
+    with pytest.raises(ValueError) as caught:
+        spec_of(model, keras.optimizers.Adam(**settings))
+    ((setting, value),) = settings.items()
+    assert f"has {setting}={value}" in str(caught.value) and instead in str(caught.value)
+
+
+def test_a_plain_callable_as_learning_rate_is_refused():
+    with pytest.raises(ValueError, match="a plain callable as learning rate, .*LearningRateSchedule"):
+        spec_of(two_layers(), keras.optimizers.SGD(lambda: 0.1))
+
+
+@pytest.mark.parametrize(
+    "rate", [0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)], ids=["float", "schedule"]
+)
+def test_floats_and_schedules_are_learning_rates(rate):
+    spec_of(two_layers(), keras.optimizers.SGD(rate))
+
+
+def test_weight_decay_belongs_to_the_optimizer():
+    spec_of(two_layers(), keras.optimizers.AdamW(weight_decay=0.1))
+
+
+def test_a_loss_scale_optimizer_is_refused():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="A LossScaleOptimizer was given, .*: give the optimizer inside it"):
+        spec_of(two_layers(), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", keras.optimizers.SGD])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    with pytest.raises(ValueError, match="needs a keras.optimizers.Optimizer object"):
+        ModelSpec(two_layers(), optimizer, lambda batch, training: {})
+
+
+# The spec and its updates.
+
+
+def test_a_loss_fn_that_is_no_function_is_refused():
+    with pytest.raises(ValueError, match=r"loss_fn='mse' was given; distloop needs a function of \(batch, training\)"):
+        ModelSpec(two_layers(), keras.optimizers.SGD(), "mse")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"optimizer": keras.optimizers.SGD()}, {"loss_fn": lambda batch, training: {}}], ids=len
+)
+def test_a_spec_without_an_optimizer_or_a_loss_fn_is_refused(arguments):
+    with pytest.raises(ValueError, match="ModelSpec needs an optimizer and a loss_fn, or updates: give"):
+        ModelSpec(two_layers(), **arguments)
+
+
+@pytest.mark.parametrize("extra", ["optimizer", "loss_fn", "trainable"])
+def test_updates_and_the_arguments_of_a_single_one_are_refused(extra):
+    loss_fn = loss_of(two_layers())
+    given = {"optimizer": keras.optimizers.SGD(), "loss_fn": loss_fn, "trainable": "head"}[extra]
+    with pytest.raises(ValueError, match="given updates and also an optimizer, .*: leave the others out"):
+        ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["a", ""]])
+def test_updates_without_names_of_their_own_are_refused(names):
+    updates = [Update(name, lambda batch, training: {}, keras.optimizers.SGD()) for name in names]
+    with pytest.raises(ValueError, match="each needs a name of its own"):
+        ModelSpec(two_layers(), updates=updates)
+
+
+def test_updates_that_share_an_optimizer_are_refused():
+    optimizer = keras.optimizers.SGD()
+    with pytest.raises(ValueError, match="share one optimizer, .*: make two"):
+        ModelSpec(None, updates=[Update(name, lambda batch, training: {}, optimizer) for name in "ab"])
+
+
+# Random streams.
+
+
+def dropout_state(strategy):
+    def model_fn():
+        model = keras.Sequential([keras.Input((100,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        return spec_of(model)
+
+    keras.utils.set_random_seed(0)
+    return TrainState.make(model_fn, strategy)
+
+
+def test_every_replica_starts_its_random_streams_elsewhere():
+    made = dropout_state(replicas(3))
+    (seed,) = made.seeds
+    starts = [value.numpy().astype(np.int64) for value in replicas(3).experimental_local_results(seed.value)]
+    assert [int(start[0] - starts[0][0]) % 2**32 for start in starts] == [r * state.SEED_STRIDE for r in range(3)]
+    assert len({int(start[1]) for start in starts}) == 1
+
+
+def test_one_replica_draws_what_keras_draws():
+    keras.utils.set_random_seed(0)
+    expected = keras.layers.Dropout(0.5).seed_generator.state.numpy()
+    (seed,) = dropout_state(ONE).seeds
+    np.testing.assert_array_equal(seed.numpy(), expected)
+
+
+def test_every_replica_draws_masks_of_its_own_each_time():
+    strategy = replicas(2)
+    made = dropout_state(strategy)
+    dropout = made.model.layers[0]
+    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
+    masks = [part.numpy().tobytes() for _ in range(3) for part in strategy.experimental_local_results(draw())]
+    assert len(set(masks)) == 6
+
+
+@pytest.mark.parametrize("strategy", [ONE, replicas(2)], ids=["none", "mirrored"])
+def test_random_streams_can_be_put_back_on_every_replica(strategy):
+    made = dropout_state(strategy)
+    dropout = made.model.layers[0]
+    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
+
+    def masks():
+        return [part.numpy().tobytes() for part in strategy.experimental_local_results(draw())]
+
+    with made.seeds_kept():
+        first = masks()
+        assert masks() != first
+    assert masks() == first
+    before = made.read_seeds()
+    second = masks()
+    made.write_seeds(before)
+    assert masks() == second
+
+
+# Metrics.
+
+
+def test_evaluation_has_metrics_of_its_own():
+    made = TrainState.make(lambda: spec_of(two_layers(), metrics={"auc": keras.metrics.AUC(num_thresholds=7)}), ONE)
+    assert made.eval_metrics["auc"] is not made.train_metrics["auc"]
+    assert made.eval_metrics["auc"].num_thresholds == 7
+
+
+def test_a_metric_that_cannot_be_made_again_is_refused():
+    class Scaled(keras.metrics.Mean):
+        def __init__(self, factor, name="scaled"):
+            super().__init__(name=name)
+            self.factor = factor
+
+    with pytest.raises(ValueError, match='The metric under "scaled", a Scaled, cannot be made again .*: let get_config'):
+        TrainState.make(lambda: spec_of(two_layers(), metrics={"scaled": Scaled(2.0)}), ONE)
+
+
+def test_what_is_no_metric_is_refused():
+    with pytest.raises(ValueError, match=r'holds a function under "f1"; it takes keras.metrics.Metric objects: return means'):
+        spec_of(two_layers(), metrics={"f1": keras.metrics.binary_accuracy})
