@@ -7,7 +7,8 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+# TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
+export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: train test check lint bench
 

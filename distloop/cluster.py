@@ -45,6 +45,7 @@ def prepare(config: Config) -> None:
         _make_virtual_cpus(config.num_devices)
     else:
         _set_memory_growth()
+    tf.get_logger().setLevel("WARNING")  # else it tells how it reduces at every trace
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()

@@ -1,0 +1,613 @@
+"""What users get wrong: each mistake is told in one sentence, what was given and what to do, before the first step."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import assert_equal, on, weights
+
+RNG = np.random.default_rng(0)
+ROWS = {"x": RNG.normal(size=(12, 3)).astype(np.float32), "y": RNG.normal(size=(12, 2)).astype(np.float32)}
+
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+
+
+def dataset(rows=ROWS, batch_size=4):
+    return distloop.make_dataset(rows, batch_size)
+
+
+def net():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="out")], name="net")
+
+
+def squares(model, batch, training=False):
+    return tf.square(model(batch["x"], training=training) - batch["y"])  # [B, 2]
+
+
+def loss_of(model, batch, training=False):
+    return tf.reduce_mean(squares(model, batch, training), -1)  # [B]
+
+
+def make_model_fn(returned=None, optimizer=None, **spec):
+    """Makes a model_fn whose loss_fn returns `returned(model, batch)`; `spec` holds functions of the model."""
+
+    def model_fn():
+        model = net()
+
+        def loss_fn(batch, training):
+            return returned(model, batch) if returned else {"loss": loss_of(model, batch, training)}
+
+        made = {"predict_fn": lambda m: lambda batch: m(batch["x"], training=False), **spec}
+        made = {name: value(model) if value else None for name, value in made.items()}
+        return distloop.ModelSpec(model, optimizer() if optimizer else keras.optimizers.SGD(0.1), loss_fn, **made)
+
+    return model_fn
+
+
+def make_trainer(returned=None, replicas=1, settings=None, **spec):
+    return distloop.Trainer(make_model_fn(returned, **spec), on(replicas, **(settings or {})))
+
+
+def refused(action, *parts, kind=ValueError):
+    """Calls, and checks that it raises one sentence that holds every part, in this order."""
+    with pytest.raises(kind) as caught:
+        action()
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert message.endswith("."), message
+    assert not re.search(r"[.!?] +[A-Z]", message), f"more than one sentence: {message}"
+    assert re.search(".*".join(map(re.escape, parts)), message), message
+    return message
+
+
+def fit_refused(*parts, trainer=None, data=None, replicas=1, **made):
+    """Checks that `fit` refuses before the first step, leaving the weights as they are."""
+    trainer = trainer or make_trainer(replicas=replicas, **made)
+    before = weights(trainer) if trainer.state.is_built else {}
+    message = refused(lambda: trainer.fit(dataset() if data is None else data, steps=5), *parts)
+    assert trainer.step == 0
+    if before:
+        assert_equal(weights(trainer), before)
+    return message
+
+
+# loss_fn ---------------------------------------------------------------------------------------------------------------
+
+
+@REPLICAS
+def test_a_loss_that_is_already_reduced(replicas):
+    fit_refused(
+        'loss_fn returned "loss" of shape []',
+        "one value per example, [B]",
+        "drop the reduce_mean",
+        replicas=replicas,
+        returned=lambda model, batch: {"loss": tf.reduce_mean(loss_of(model, batch))},
+    )
+
+
+@REPLICAS
+def test_a_loss_that_a_keras_object_reduced(replicas):
+    fit_refused(
+        'loss_fn returned "loss" of shape []',
+        "drop the reduce_mean",
+        replicas=replicas,
+        returned=lambda model, batch: {"loss": keras.losses.MeanSquaredError()(batch["y"], model(batch["x"]))},
+    )
+
+
+@REPLICAS
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_loss_that_is_reduced_with_its_axes_kept(replicas, is_static):
+    fit_refused(
+        'loss_fn returned "loss" of shape [1, 1]',
+        "one value per example",
+        "drop the reduce_mean",
+        replicas=replicas,
+        data=distloop.make_dataset(ROWS, 4, drop_remainder=is_static),
+        returned=lambda model, batch: {"loss": tf.reduce_mean(squares(model, batch), keepdims=True)},
+    )
+
+
+@REPLICAS
+def test_a_value_that_is_reduced_over_the_batch(replicas):
+    fit_refused(
+        'loss_fn returned "error" of shape [2]',
+        "one value per example",
+        replicas=replicas,
+        returned=lambda model, batch: {
+            "loss": loss_of(model, batch),
+            "error": tf.reduce_mean(squares(model, batch), 0),
+        },
+    )
+
+
+@REPLICAS
+def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
+    fit_refused(
+        'loss_fn returned "error"',
+        "one value per example",
+        replicas=replicas,
+        returned=lambda model, batch: {
+            "loss": loss_of(model, batch),
+            "error": tf.reshape(squares(model, batch), [-1]),  # [2 * B], known while running only
+        },
+    )
+
+
+@REPLICAS
+def test_weights_that_are_not_per_example(replicas):
+    fit_refused(
+        'loss_fn returned "loss" of shape',
+        "with weights of shape",
+        "one weight per example",
+        replicas=replicas,
+        returned=lambda model, batch: {"loss": distloop.weighted(loss_of(model, batch), 2.0)},
+    )
+
+
+def test_a_result_without_a_loss():
+    fit_refused(
+        "loss_fn returned ['error'] without \"loss\"",
+        "return {",
+        returned=lambda model, batch: {"error": loss_of(model, batch)},
+    )
+
+
+@pytest.mark.parametrize("result", ["tensor", "tuple", "nothing"])
+def test_a_result_that_is_no_dict(result):
+    fit_refused(
+        "loss_fn returned a ",
+        "; distloop needs a dict",
+        "return {",
+        returned=lambda model, batch: {"tensor": loss_of(model, batch), "tuple": (loss_of(model, batch), 1)}.get(result),
+    )
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+def test_a_tuple_under_a_name_without_a_metric(verb):
+    trainer = make_trainer(lambda model, batch: {"loss": loss_of(model, batch), "auc": (batch["y"], model(batch["x"]))})
+    action = {"fit": lambda: trainer.fit(dataset(), steps=1), "evaluate": lambda: trainer.evaluate(dataset())}[verb]
+    refused(action, 'loss_fn returned a tuple under "auc"', "ModelSpec(metrics=...)", "declare")
+    assert trainer.step == 0
+
+
+def test_values_under_the_name_of_a_metric():
+    fit_refused(
+        '"auc", which is a Keras metric',
+        "tuple of arguments for its update_state",
+        returned=lambda model, batch: {"loss": loss_of(model, batch), "auc": loss_of(model, batch)},
+        metrics=lambda model: {"auc": keras.metrics.AUC()},
+    )
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+def test_a_metric_that_loss_fn_never_feeds(verb):
+    trainer = make_trainer(metrics=lambda model: {"auc": keras.metrics.AUC()})
+    action = {"fit": lambda: trainer.fit(dataset(), steps=1), "evaluate": lambda: trainer.evaluate(dataset())}[verb]
+    refused(action, "auc", "loss_fn")
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "regularization",
+        "learning_rate",
+        "gradient_norm",
+        "loss_scale",
+        "skipped_steps",
+        "steps_per_sec",
+        "examples_per_sec",
+        "input_wait",
+    ],
+)
+def test_a_name_that_distloop_reports_itself(name):
+    fit_refused(name, returned=lambda model, batch: {"loss": loss_of(model, batch), name: loss_of(model, batch)})
+
+
+@REPLICAS
+def test_a_loss_that_depends_on_no_variable(replicas):
+    fit_refused(
+        "The loss does not depend on any variable",
+        "compute it from the model's outputs",
+        replicas=replicas,
+        returned=lambda model, batch: {"loss": tf.reduce_sum(batch["y"], -1)},
+    )
+
+
+# Data ------------------------------------------------------------------------------------------------------------------
+
+
+def verbs(trainer, data):
+    return {
+        "fit": lambda: trainer.fit(data, steps=5),
+        "fit epochs": lambda: trainer.fit(data, epochs=1),
+        "evals": lambda: trainer.fit(dataset(), steps=1, evals={"test": data}),
+        "evaluate": lambda: trainer.evaluate(data),
+        "predict": lambda: trainer.predict(data),
+        "stream": lambda: list(trainer.stream_predictions(data)),
+    }
+
+
+VERBS = pytest.mark.parametrize("verb", ["fit", "evals", "evaluate", "predict"])
+
+
+@VERBS
+def test_a_dataset_without_a_batch_axis(verb):
+    trainer = make_trainer()
+    single_examples = tf.data.Dataset.from_tensor_slices({**ROWS, "id": np.arange(12)})
+    refused(verbs(trainer, single_examples)[verb], "single examples", "distloop takes batches", "call .batch(batch_size)")
+    assert trainer.step == 0
+
+
+@VERBS
+def test_examples_that_look_like_batches_of_different_sizes(verb):
+    trainer = make_trainer()
+    data = tf.data.Dataset.from_tensor_slices(ROWS)  # x [3], y [2]
+    refused(verbs(trainer, data)[verb], "first axes of [2, 3]", "call .batch(batch_size)")
+    assert trainer.step == 0
+
+
+EMPTY = {"known": lambda: dataset().take(0), "unknown": lambda: dataset().filter(lambda batch: False)}
+
+
+@REPLICAS
+@pytest.mark.parametrize("length", EMPTY)
+@pytest.mark.parametrize("verb", ["fit", "fit epochs", "evals", "evaluate", "predict", "stream"])
+def test_an_empty_dataset(verb, length, replicas):
+    trainer = make_trainer(replicas=replicas)
+    refused(verbs(trainer, EMPTY[length]())[verb], "dataset", "empty", "one batch")
+    if (verb, length) != ("evals", "unknown"):  # that it is empty shows when it is read, after the first step
+        assert trainer.step == 0
+
+
+@pytest.mark.parametrize("data", [ROWS["x"], (ROWS["x"], ROWS["y"]), ROWS, [1, 2]], ids=["array", "tuple", "dict", "list"])
+@VERBS
+def test_arrays_instead_of_a_dataset(verb, data):
+    trainer = make_trainer()
+    refused(
+        verbs(trainer, data)[verb], f"is a {type(data).__name__}", "tf.data.Dataset", "distloop.make_dataset(arrays, batch"
+    )
+    assert trainer.step == 0
+
+
+def generated(*batches):
+    signature = {"x": tf.TensorSpec([None, 3]), "y": tf.TensorSpec([None, 2])}
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+
+def batch_of(rows, **changes):
+    return {**{name: array[:rows] for name, array in ROWS.items()}, **changes}
+
+
+CHANGES = {
+    "structure": {name: ROWS[name] for name in "x"},
+    "dtype": batch_of(4, y=np.array([["a", "b"]] * 4)),
+    "rank": batch_of(4, y=ROWS["y"][:4, 0]),
+}
+
+
+@REPLICAS
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_generator_that_changes_its_batches(verb, place, change, replicas):
+    trainer = make_trainer(replicas=replicas)
+    before = weights(trainer)
+    batches = [batch_of(4)] * place + [CHANGES[change]]
+    refused(
+        verbs(trainer, generated(*batches))[verb],
+        "A batch differs from those before it",
+        "same structure, dtypes and number of axes",
+        "correct the generator or its output_signature",
+    )
+    if verb != "fit" or place == 0:
+        assert trainer.step == 0
+        assert_equal(weights(trainer), before)
+
+
+@REPLICAS
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_entries_with_different_numbers_of_rows(verb, replicas):
+    trainer = make_trainer(replicas=replicas)
+    data = generated(batch_of(4, y=ROWS["y"][:3]))
+    refused(verbs(trainer, data)[verb], "A batch's entries differ in their number of rows", "batch them together")
+    assert trainer.step == 0
+
+
+@REPLICAS
+def test_entries_with_different_numbers_of_rows_that_broadcast(replicas):
+    trainer = make_trainer(replicas=replicas)
+    data = generated(batch_of(4, y=ROWS["y"][:1]))  # [4, 2] - [1, 2] would pass
+    refused(lambda: trainer.fit(data, steps=1), "A batch's entries differ in their number of rows")
+    assert trainer.step == 0
+
+
+@REPLICAS
+def test_epochs_of_an_endless_dataset(replicas):
+    trainer = make_trainer(replicas=replicas)
+    refused(lambda: trainer.fit(dataset().repeat(), epochs=2), "epochs were given", "endless", "give steps instead")
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict", "evals"])
+def test_measuring_on_an_endless_dataset(verb):
+    trainer = make_trainer()
+    data = dataset().apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))  # ends if it is read
+    refused(verbs(trainer, data)[verb], "endless")
+    assert trainer.step == 0
+
+
+# How long --------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_and_epochs_both():
+    trainer = make_trainer()
+    refused(lambda: trainer.fit(dataset(), steps=5, epochs=2), "steps=5 and epochs=2", "exactly one", "give fit(steps=...)")
+    refused(lambda: on(1, steps=5, epochs=2), "steps=5 and epochs=2", "one length", "set either to 0")
+    assert trainer.step == 0
+
+
+def test_steps_and_epochs_neither():
+    trainer = make_trainer()
+    refused(lambda: trainer.fit(dataset()), "steps=0 and epochs=0", "exactly one", "or set one in the config")
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("given", [{"steps": -5}, {"epochs": -1}, {"steps": 2.5}, {"steps": "5"}])
+def test_a_length_that_is_no_whole_number(given):
+    ((name, value),) = given.items()
+    trainer = make_trainer()
+    refused(lambda: trainer.fit(dataset(), **given), f"{name}={value!r}")
+    assert trainer.step == 0
+
+
+# Model and optimizer ---------------------------------------------------------------------------------------------------
+
+
+@REPLICAS
+@pytest.mark.parametrize(
+    ("settings", "instead"),
+    [
+        ({"clipnorm": 1.0}, "Config(clip_norm=...)"),
+        ({"clipvalue": 1.0}, "Config(clip_norm=...)"),
+        ({"global_clipnorm": 1.0}, "Config(clip_norm=...)"),
+        ({"use_ema": True}, "Config(average_decay=...)"),
+        ({"gradient_accumulation_steps": 2}, "Config(microbatches=...)"),
+        ({"loss_scale_factor": 8.0}, "the precision in Config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_optimizer_with_a_setting_that_distloop_has(settings, instead, replicas):
+    ((name, value),) = settings.items()
+    refused(
+        lambda: make_trainer(replicas=replicas, optimizer=lambda: keras.optimizers.Adam(**settings)),
+        f"has {name}={value}",
+        instead,
+    )
+
+
+def test_an_optimizer_with_a_plain_callable_as_learning_rate():
+    refused(
+        lambda: make_trainer(optimizer=lambda: keras.optimizers.SGD(lambda: 0.1)),
+        "a plain callable as learning rate",
+        "give a keras.optimizers.schedules.LearningRateSchedule",
+    )
+
+
+def test_a_loss_scale_optimizer():
+    refused(
+        lambda: make_trainer(optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
+        "A LossScaleOptimizer was given",
+        "give the optimizer inside it",
+    )
+
+
+@REPLICAS
+def test_a_model_made_outside_model_fn(replicas):
+    model = net()
+
+    def model_fn():
+        return distloop.ModelSpec(model, keras.optimizers.SGD(), lambda batch, training: {"loss": loss_of(model, batch)})
+
+    refused(
+        lambda: distloop.Trainer(model_fn, on(replicas)),
+        "model's variable 'net/out/kernel' was made outside model_fn",
+        "make the model inside model_fn",
+    )
+
+
+@REPLICAS
+@pytest.mark.parametrize("is_built", [False, True])
+def test_an_optimizer_made_outside_model_fn(replicas, is_built):
+    optimizer = keras.optimizers.Adam()
+    if is_built:
+        optimizer.build(net().trainable_variables)
+    refused(
+        lambda: make_trainer(replicas=replicas, optimizer=lambda: optimizer),
+        "optimizer's variable",
+        "was made outside model_fn",
+        "make the optimizer inside model_fn",
+    )
+
+
+def test_model_fn_that_returns_the_model():
+    refused(
+        lambda: distloop.Trainer(net, on(1)), "model_fn returned a Sequential", "needs a ModelSpec", "return distloop.Model"
+    )
+
+
+@pytest.mark.parametrize("given", [net, None], ids=["model", "nothing"])
+def test_a_model_instead_of_model_fn(given):
+    refused(lambda: distloop.Trainer(given() if given else None, on(1)), "model_fn")
+
+
+# Config and devices ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [("strategy", "mirorred", "mirrored"), ("device", "cuda", "gpu"), ("precision", "bfloat16", "mixed_bfloat16")],
+)
+def test_a_name_that_is_none_of_the_choices(setting, value, allowed):
+    refused(lambda: distloop.Config(**{setting: value}), f"{setting}='{value}' is not allowed", "one of", allowed)
+
+
+def test_more_devices_than_there_are():
+    refused(
+        lambda: distloop.Trainer(make_model_fn(), on(9)),
+        "num_devices=9",
+        "call distloop.prepare(config) before the first tensor",
+    )
+
+
+def test_a_device_that_is_not_there():
+    refused(lambda: distloop.Trainer(make_model_fn(), distloop.Config(device="gpu")), "device=gpu", "use device=auto or cpu")
+
+
+def test_a_strategy_that_is_a_name():
+    refused(
+        lambda: distloop.Trainer(make_model_fn(), on(1), strategy="mirrored"),
+        "strategy='mirrored' is not a tf.distribute.Strategy object",
+        "name one in Config(strategy=...)",
+    )
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_workdir_that_cannot_be_written(tmp_path, inside):
+    (tmp_path / "file").write_text("in the way")
+    workdir = tmp_path / "file" / inside
+    trainer = make_trainer(settings={"workdir": str(workdir)})  # a Trainer touches no disk
+    refused(lambda: trainer.fit(dataset(), steps=1), f"workdir='{str(workdir)}", "cannot be written", "give a directory")
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("name", ["summaries", "metrics.jsonl"])
+def test_a_place_in_the_workdir_that_cannot_be_written(tmp_path, name):
+    if name == "summaries":
+        (tmp_path / name).write_text("in the way")
+    else:
+        (tmp_path / name).mkdir()
+    trainer = make_trainer(settings={"workdir": str(tmp_path)})
+    refused(lambda: trainer.fit(dataset(), steps=1), str(tmp_path), "cannot be written")
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("action", [lambda report: None, "print"], ids=["no every", "no function"])
+def test_an_action_that_is_none(action):
+    trainer = make_trainer()
+    refused(lambda: trainer.fit(dataset(), steps=1, actions=[action]), "The action", "was given", "`every`", "set it")
+    assert trainer.step == 0
+
+
+def test_an_evaluation_without_a_name():
+    trainer = make_trainer()
+    refused(lambda: trainer.fit(dataset(), steps=1, evals={"": dataset()}), "evals", "name")
+    assert trainer.step == 0
+
+
+def test_evaluations_that_are_no_dict():
+    trainer = make_trainer()
+    refused(lambda: trainer.fit(dataset(), steps=1, evals=dataset()), "evals", "dict")
+    assert trainer.step == 0
+
+
+# predict_fn ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["predict", "stream"])
+def test_predict_without_a_predict_fn(verb):
+    trainer = make_trainer(predict_fn=None)
+    refused(verbs(trainer, dataset())[verb], "ModelSpec has no predict_fn", "give ModelSpec(..., predict_fn=")
+
+
+def test_stream_predictions_refuses_when_it_is_called():
+    refused(lambda: make_trainer(predict_fn=None).stream_predictions(dataset()), "ModelSpec has no predict_fn")
+
+
+def test_export_without_a_predict_fn(tmp_path):
+    refused(lambda: make_trainer(predict_fn=None).export(tmp_path / "model"), "ModelSpec has no predict_fn")
+
+
+REDUCTIONS = {
+    "all": lambda output: tf.reduce_mean(output),
+    "the batch": lambda output: tf.reduce_mean(output, 0),
+    "the batch, kept": lambda output: tf.reduce_mean(output, 0, keepdims=True),
+    "parts": lambda output: tf.reshape(output, [-1]),
+}
+
+
+@REPLICAS
+@pytest.mark.parametrize("over", REDUCTIONS)
+def test_a_predict_fn_that_reduces(over, replicas):
+    trainer = make_trainer(
+        replicas=replicas, predict_fn=lambda model: lambda batch: REDUCTIONS[over](model(batch["x"]))
+    )
+    refused(
+        lambda: trainer.predict(dataset()), "predict_fn returned", "one row of output per row of input", "without reducing"
+    )
+
+
+# Numbers that are not finite -------------------------------------------------------------------------------------------
+
+
+def rows_with(bad, row=9):
+    """Returns rows of which one, in the third batch of four, is not finite."""
+    x = ROWS["x"].copy()
+    x[row, 1] = bad
+    return {**ROWS, "x": x}
+
+
+@REPLICAS
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite(bad, replicas):
+    expected = make_trainer(replicas=replicas, optimizer=lambda: keras.optimizers.Adam(0.1))
+    expected.fit(dataset(), steps=2)
+    trainer = make_trainer(replicas=replicas, optimizer=lambda: keras.optimizers.Adam(0.1))
+    message = refused(
+        lambda: trainer.fit(dataset(rows_with(bad)), steps=6), "3", "on_nonfinite=skip", kind=FloatingPointError
+    )
+    assert re.search(r"\bStep 3\b", message) and "loss is " in message and "net/out/kernel" in message
+    assert trainer.step == 3
+    assert int(trainer.state.skipped_steps) == 1
+    assert int(trainer.optimizer.iterations.numpy()) == 2
+    assert_equal(weights(trainer), weights(expected))
+    for found, wanted in zip(trainer.optimizer.variables, expected.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy())
+
+
+@REPLICAS
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_is_skipped_if_asked_for(bad, replicas):
+    trainer = make_trainer(replicas=replicas, settings={"on_nonfinite": "skip"})
+    numbers = trainer.fit(dataset(rows_with(bad)), steps=5)
+    assert trainer.step == 5
+    assert int(trainer.state.skipped_steps) == numbers["skipped_steps"] == 1
+    assert int(trainer.optimizer.iterations.numpy()) == 4
+    assert np.isfinite(numbers["loss"]) and all(np.isfinite(value).all() for value in weights(trainer).values())
+
+
+@REPLICAS
+def test_a_metric_that_is_not_finite_is_no_reason_to_stop(replicas):
+    trainer = make_trainer(
+        lambda model, batch: {"loss": loss_of(model, batch), "ratio": tf.math.log(batch["y"][:, 0] * 0.0 - 1.0)},
+        replicas=replicas,
+    )
+    numbers = trainer.fit(dataset(), steps=3)
+    assert trainer.step == 3 and np.isnan(numbers["ratio"]) and np.isfinite(numbers["loss"])
+
+
+@REPLICAS
+def test_a_gradient_that_is_not_finite_though_the_loss_is(replicas):
+    trainer = make_trainer(
+        lambda model, batch: {"loss": tf.reduce_sum(tf.sqrt(0.0 * model(batch["x"])), -1)}, replicas=replicas
+    )
+    before = weights(trainer)
+    message = refused(lambda: trainer.fit(dataset(), steps=3), "Step 1", kind=FloatingPointError)
+    assert "gradient of net/out/kernel" in message and "loss is" not in message
+    assert_equal(weights(trainer), before)

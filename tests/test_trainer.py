@@ -1,0 +1,272 @@
+"""Tests the user's verbs, as a user meets them."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import assert_equal, classification, classifier, everything, on, weights
+
+
+def batches(size=16, rows=67, **arguments):
+    return distloop.make_dataset(classification(rows), size, **arguments)
+
+
+def test_fit_trains_until_a_global_step_and_does_nothing_after_it():
+    trainer = distloop.Trainer(classifier(), on(1))
+    assert trainer.step == 0
+    first = trainer.fit(batches(), steps=5)
+    before = everything(trainer)
+    assert trainer.fit(batches(), steps=5) == {}
+    assert_equal(everything(trainer), before)
+    assert trainer.step == 5 and int(trainer.optimizer.iterations) == 5
+    assert first["loss"] > 0
+
+
+def test_a_second_fit_on_the_same_dataset_goes_on_where_the_first_stopped():
+    data = batches(shuffle=True)
+    whole = distloop.Trainer(classifier(), on(1))
+    whole.fit(data, steps=9)
+    parts = distloop.Trainer(classifier(), on(1))
+    data = batches(shuffle=True)
+    for steps in (2, 7, 9):
+        parts.fit(data, steps=steps)
+    assert_equal(weights(parts), weights(whole))
+
+
+def test_another_dataset_starts_at_its_beginning():
+    seen = []
+
+    def model_fn():
+        weight = tf.Variable(0.0)
+        return distloop.ModelSpec(
+            [weight], keras.optimizers.SGD(0.0), lambda batch, training: {"loss": weight * 0 + batch, "row": batch}
+        )
+
+    trainer = distloop.Trainer(model_fn, on(1, log_every=1))
+    look = lambda report: seen.append(report.metrics["row"])  # noqa: E731
+    look.every = 1
+    data = [tf.data.Dataset.from_tensor_slices(np.arange(start, start + 3, dtype=np.float32)).batch(1) for start in (0, 10)]
+    trainer.fit(data[0], steps=2, actions=[look])
+    trainer.fit(data[0], steps=4, actions=[look])
+    trainer.fit(data[1], steps=5, actions=[look])
+    assert seen == [0, 1, 2, 0, 10]
+
+
+def test_epochs_are_passes_over_the_dataset():
+    trainer = distloop.Trainer(classifier(), on(1, epochs=2))
+    trainer.fit(batches(16, 67))
+    assert trainer.step == 10
+    unknown = batches(16, 67).filter(lambda batch: True)
+    assert unknown.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    trainer.fit(unknown, epochs=3)
+    assert trainer.step == 15
+
+
+def test_what_fit_is_given_goes_before_the_config():
+    trainer = distloop.Trainer(classifier(), on(1, epochs=50))
+    trainer.fit(batches(), steps=3)
+    assert trainer.step == 3
+
+
+def test_training_values_are_means_over_the_window_since_the_last_log():
+    rows = {"x": np.arange(12, dtype=np.float32), "w": np.arange(12, dtype=np.float32) % 3}
+    seen = []
+
+    def model_fn():
+        weight = tf.Variable(1.0)
+
+        def loss_fn(batch, training):
+            value = batch["x"] + 0.0 * weight
+            return {"loss": value, "weighted": distloop.weighted(value, batch["w"])}
+
+        return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(1.0), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(2, log_every=2, steps_per_loop=1))
+    look = lambda report: seen.append(dict(report.metrics))  # noqa: E731
+    look.every = 2
+    trainer.fit(distloop.make_dataset(rows, 3), steps=4, actions=[look])
+    for found, part in zip(seen, (slice(0, 6), slice(6, 12)), strict=True):
+        assert found["loss"] == pytest.approx(rows["x"][part].mean())
+        assert found["weighted"] == pytest.approx(np.average(rows["x"][part], weights=rows["w"][part]))
+
+
+def test_keras_metrics_of_training_are_those_of_the_window():
+    rows = classification(64)
+    trainer = distloop.Trainer(classifier(optimizer=lambda: keras.optimizers.SGD(0.0), metrics=True), on(2, log_every=2))
+    found = []
+    look = lambda report: found.append(report.metrics["auc"])  # noqa: E731
+    look.every = 2
+    trainer.fit(distloop.make_dataset(rows, 16), steps=4, actions=[look])
+    probability = tf.nn.softmax(trainer.model(rows["x"])).numpy()[:, 0]
+    for value, part in zip(found, (slice(0, 32), slice(32, 64)), strict=True):
+        auc = keras.metrics.AUC(num_thresholds=50)
+        auc.update_state(rows["label"][part] == 0, probability[part])
+        assert value == pytest.approx(float(auc.result()), rel=1e-6)
+
+
+def test_reports_hold_the_standard_names():
+    trainer = distloop.Trainer(classifier(l2=0.1), on(2, clip_norm=1.0))
+    found = trainer.fit(batches(), steps=4, evals={"test": batches()})
+    names = "loss accuracy regularization learning_rate gradient_norm skipped_steps steps_per_sec examples_per_sec input_wait"
+    assert set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
+    assert all(isinstance(value, float) for value in found.values())
+    assert 0 <= found["input_wait"] <= 1 and found["steps_per_sec"] > 0
+    kernel = trainer.model.layers[0].kernel.numpy()
+    assert trainer.evaluate(batches())["loss"] == found["test/loss"]
+    assert found["regularization"] == pytest.approx(0.1 * (kernel**2).sum(), rel=0.2)
+
+
+def test_actions_hand_numbers_on_in_order_and_can_stop_the_run():
+    calls = []
+
+    def add(report):
+        calls.append(report.step)
+        return {"mine": report.step * 10.0}
+
+    def stop(report):
+        if report.metrics["mine"] >= 40:
+            raise distloop.StopTraining("enough")
+
+    add.every, stop.every = 2, 4
+    trainer = distloop.Trainer(classifier(), on(1, log_every=0))
+    found = trainer.fit(batches(), steps=20, actions=[add, stop])
+    assert calls == [2, 4] and trainer.step == 4
+    assert found["mine"] == 40.0
+
+
+def test_stop_early_ends_a_run_that_gets_no_better():
+    trainer = distloop.Trainer(classifier(optimizer=lambda: keras.optimizers.SGD(0.0)), on(1, eval_every=2))
+    trainer.fit(batches(), steps=100, evals={"test": batches()}, actions=[distloop.StopEarly("test/loss", patience=2)])
+    assert trainer.step == 6
+
+
+def test_a_run_leaves_its_files(tmp_path):
+    trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path / "run"), log_every=2))
+    assert not (tmp_path / "run").exists()
+    trainer.fit(batches(), steps=5, evals={"test": batches()})
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "flags.txt", "metrics.jsonl", "summaries"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4, 5]
+    assert "test/accuracy" in rows[-1] and "test/accuracy" not in rows[0]
+    assert sorted(os.listdir(tmp_path / "run" / "summaries")) == ["test", "train"]
+
+
+def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = distloop.Trainer(classifier(), on(1))
+    trainer.fit(batches(), steps=2)
+    trainer.evaluate(batches())
+    assert os.listdir(tmp_path) == []
+
+
+def test_several_trainers_work_side_by_side():
+    alone = distloop.Trainer(classifier(), on(2))
+    alone.fit(batches(), steps=4)
+    first, second = distloop.Trainer(classifier(), on(2)), distloop.Trainer(classifier(), on(1))
+    data = batches()
+    for steps in (1, 4):
+        first.fit(data, steps=steps)
+        second.fit(data, steps=steps)
+    assert_equal(weights(first), weights(alone))
+    assert first.evaluate(data)["loss"] == pytest.approx(second.evaluate(data)["loss"], rel=1e-5)
+
+
+def test_a_strategy_object_goes_before_the_config():
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")[:2]]
+    strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.HierarchicalCopyAllReduce())
+    trainer = distloop.Trainer(classifier(), on(1), strategy=strategy)
+    trainer.fit(batches(), steps=3)
+    assert trainer.strategy is strategy and trainer.strategy.num_replicas_in_sync == 2
+    expected = distloop.Trainer(classifier(), on(1))
+    expected.fit(batches(), steps=3)
+    for path, value in weights(expected).items():
+        np.testing.assert_allclose(weights(trainer)[path], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_of_the_input_context_gives_the_data():
+    contexts = []
+
+    def data_fn(context):
+        contexts.append(context)
+        return batches()
+
+    trainer = distloop.Trainer(classifier(), on(2))
+    trainer.fit(data_fn, steps=3)
+    trainer.fit(data_fn, steps=5)
+    assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in contexts] == [(1, 0, 2)]
+    expected = distloop.Trainer(classifier(), on(2))
+    expected.fit(batches(), steps=5)
+    assert_equal(weights(trainer), weights(expected))
+
+
+def test_a_model_without_input_shape_is_built_from_the_data():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.out = keras.layers.Dense(6, activation="relu"), keras.layers.Dense(4)
+            self.norm = keras.layers.BatchNormalization()
+
+        def call(self, x, training=False):
+            return self.out(self.norm(self.hidden(x), training=training))
+
+    def model_fn():
+        model = Net()
+
+        def loss_fn(batch, training):
+            logits = model(batch["x"], training=training)
+            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+        return distloop.ModelSpec(
+            model, keras.optimizers.Adam(0.01), loss_fn, predict_fn=lambda batch: model(batch["x"], training=False)
+        )
+
+    for replicas in (1, 2):
+        trainer = distloop.Trainer(model_fn, on(replicas))
+        assert trainer.predict(batches()).shape == (67, 4)
+        before = trainer.evaluate(batches())["loss"]
+        trainer.fit(batches(), steps=20)
+        assert trainer.evaluate(batches())["loss"] < before
+
+
+def test_trainable_picks_what_trains_by_path():
+    def model_fn():
+        spec = classifier()()
+        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, trainable="logits/")
+
+    trainer = distloop.Trainer(model_fn, on(2))
+    before = weights(trainer)
+    trainer.fit(batches(), steps=3)
+    after = weights(trainer)
+    changed = {path for path in before if not np.array_equal(before[path], after[path])}
+    assert changed == {path for path in before if "logits" in path}
+
+
+def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread():
+    program = """
+        import time, tensorflow as tf
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        import distloop
+        distloop.prepare(distloop.Config(device="cpu", num_devices=2))
+        from tests.problems import classification, classifier
+        def slow(x):
+            time.sleep(0.002)
+            return x
+        data = tf.data.Dataset.from_tensor_slices(classification(64))
+        data = data.map(lambda r: {**r, "x": tf.ensure_shape(tf.py_function(slow, [r["x"]], tf.float32), [8])},
+                        num_parallel_calls=tf.data.AUTOTUNE).batch(16)
+        trainer = distloop.Trainer(classifier(), distloop.Config(device="cpu", num_devices=2))
+        found = trainer.fit(data, steps=12, evals={"test": data})
+        print("waited", found["input_wait"])
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert float(result.stdout.split()[-1]) > 0.3
