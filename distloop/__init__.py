@@ -1,7 +1,7 @@
 """A training loop for TensorFlow that gives the same numbers on one CPU, several GPUs and several machines.
 
-    trainer = distloop.Trainer(model_fn, distloop.Config(steps=1000))
-    trainer.fit(dataset)
+trainer = distloop.Trainer(model_fn, distloop.Config(steps=1000))
+trainer.fit(dataset)
 """
 
 from distloop.actions import Action, Report, StopEarly, StopTraining

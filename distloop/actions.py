@@ -91,7 +91,9 @@ class StopEarly:
             ValueError: for another mode, or a patience below 1.
         """
         if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} was given to StopEarly; say 'min' if smaller is better, 'max' if larger is.")
+            raise ValueError(
+                f"mode={mode!r} was given to StopEarly; say 'min' if smaller is better, 'max' if larger is."
+            )
         if patience < 1:
             raise ValueError(f"patience={patience} was given to StopEarly; it waits for 1 measurement at least.")
         self.metric = metric
@@ -111,7 +113,8 @@ class StopEarly:
         if self.metric not in report.metrics:
             if report.step >= report.until:
                 raise ValueError(
-                    f"StopEarly was given the metric {self.metric!r}; there are {sorted(report.metrics)}: name one of them."
+                    f"StopEarly was given the metric {self.metric!r}; there are {sorted(report.metrics)}: "
+                    "name one of them."
                 )
             return
         value = report.metrics[self.metric]
@@ -128,17 +131,13 @@ class StopEarly:
 
 
 class Write:
-    """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console."""
+    """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary."""
 
-    def __init__(self, writers: Sequence[Any], every: int):
-        """Keeps the writers.
+    every: int | None = None
 
-        Args:
-            writers: objects with `write(step, metrics)`.
-            every: steps.
-        """
+    def __init__(self, writers: Sequence[Any]):
+        """Keeps the writers: objects with `write(step, metrics)`."""
         self.writers = list(writers)
-        self.every: int | None = every
 
     def __call__(self, report: Report) -> None:
         """Writes a row."""

@@ -125,7 +125,7 @@ def _device_type(config: Config) -> str:
     if config.device != "auto":
         if not tf.config.list_physical_devices(config.device.upper()):
             raise ValueError(
-                f"device={config.device} was asked for, but TensorFlow sees none on this machine: use device=auto or cpu."
+                f"device={config.device} was asked for, but TensorFlow sees none here: use device=auto or cpu."
             )
         return config.device.upper()
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
@@ -158,4 +158,6 @@ def _set_memory_growth() -> None:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
             if not tf.config.experimental.get_memory_growth(gpu):
-                logging.warning("%s has already started and holds all its memory: call distloop.prepare first.", gpu.name)
+                logging.warning(
+                    "%s has already started and holds all its memory: call distloop.prepare first.", gpu.name
+                )

@@ -4,12 +4,14 @@ The signature `serving_default` takes those entries of a batch that `predict_fn`
 outputs by theirs; the batch dimension is free.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from distloop.state import TrainState
 from distloop.step import check_outputs
@@ -25,7 +27,7 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
         path: a directory; one that is there is replaced when the new one is whole.
 
     Raises:
-        ValueError: if two entries of a batch would get the same name, or something else than a SavedModel is in the way.
+        ValueError: if two entries of a batch would get the same name, or something that is no SavedModel is in the way.
     """
     if os.path.exists(path) and os.listdir(path) and not os.path.exists(os.path.join(path, "saved_model.pb")):
         raise ValueError(f"{path!r} holds something that is no SavedModel; give a path that is free, or remove it.")
@@ -44,7 +46,7 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
     signature = tf.function(serve, autograph=False).get_concrete_function(**{name: specs[name] for name in read})
     aside = f"{os.path.normpath(path)}.{os.getpid()}.tmp"
     try:
-        with state.averaged():
+        with state.averaged(), _quiet():
             tf.saved_model.save(module, aside, signatures={"serving_default": signature})
         if os.path.exists(path):
             old = f"{os.path.normpath(path)}.{os.getpid()}.old"
@@ -55,6 +57,17 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
             os.replace(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps TensorFlow from telling how it writes."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _named_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
@@ -73,7 +86,7 @@ def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(node, Mapping):
         children = [(key, node[key]) for key in sorted(node)]
     elif isinstance(node, tuple) and hasattr(node, "_fields"):
-        children = list(node._asdict().items())
+        children = list(zip(node._fields, node, strict=True))
     elif isinstance(node, (list, tuple)):
         children = list(enumerate(node))
     else:
@@ -103,7 +116,9 @@ def _entries_read(predict_fn: Callable[[Any], Any], element_spec: Any, specs: di
         if any([next(inputs).consumers() for _ in range(count)]):
             read.append(name)
     if not read:
-        raise ValueError("predict_fn reads nothing from its batch, so there is nothing to serve: compute from the batch.")
+        raise ValueError(
+            "predict_fn reads nothing from its batch, so there is nothing to serve: compute from the batch."
+        )
     return read
 
 

@@ -1,4 +1,4 @@
-"""Owns the way from sums of gradients to an update: pack, reduce once, finite, clip; the only seam to Keras's optimizer.
+"""Owns the way from sums of gradients to an update: pack, reduce once, clip, apply; the one seam to Keras's optimizer.
 
 Everything here runs in a replica's context. It does not know where gradients come from.
 
@@ -20,7 +20,7 @@ LARGEST_PACKED_BYTES = 256 * 1024
 
 
 class Packing:
-    """The layout of some variables' gradients in few tensors: one vector a dtype for the small ones, each big one alone."""
+    """The layout of some variables' gradients in few tensors: one vector a dtype for small ones, each big one alone."""
 
     def __init__(self, variables: Sequence[Any]):
         """Plans the layout; `variables` have static shapes."""
@@ -68,7 +68,9 @@ class Packing:
         Returns:
             The vectors of small gradients, and for each big one its square: `[diagnosis_size]`, float32.
         """
-        parts = [segment if len(group) > 1 else square[tf.newaxis] for group, segment, square in self._zip(segments, squares)]
+        parts = [
+            segment if len(group) > 1 else square[tf.newaxis] for group, segment, square in self._zip(segments, squares)
+        ]
         return tf.concat([tf.cast(part, tf.float32) for part in parts], 0)
 
     @property
@@ -103,17 +105,17 @@ class Packing:
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1:
             return list(segments), extras
-        segments = list(segments)
+        reduced = list(segments)
         for i, segment in enumerate(segments):
             # Riding at the end of a vector that travels anyway, the extras cost nothing.
             if segment.dtype == extras.dtype and segment.shape[0] * segment.dtype.size <= LARGEST_PACKED_BYTES:
                 size = segment.shape[0]
-                segments[i] = tf.concat([segment, extras], 0)
-                segments = context.all_reduce(tf.distribute.ReduceOp.SUM, segments)
-                segments[i], extras = segments[i][:size], segments[i][size:]
-                return segments, extras
-        *segments, extras = context.all_reduce(tf.distribute.ReduceOp.SUM, [*segments, extras])
-        return segments, extras
+                reduced[i] = tf.concat([segment, extras], 0)
+                reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
+                reduced[i], extras = reduced[i][:size], reduced[i][size:]
+                return reduced, extras
+        *reduced, extras = context.all_reduce(tf.distribute.ReduceOp.SUM, [*reduced, extras])
+        return reduced, extras
 
 
 def norm_and_scale(
@@ -127,8 +129,8 @@ def norm_and_scale(
         clip_norm: the largest global norm (Pascanu et al. 2013, arXiv:1211.5063); 0: no clipping.
 
     Returns:
-        The squared norm of each segment, the norm of all after the division and before clipping, and the factor: float32
-        scalars. The norm is finite only if every gradient is.
+        The squared norm of each segment, the norm of all after the division and before clipping, and the factor:
+        float32 scalars. The norm is finite only if every gradient is.
     """
     squares = [2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)) for segment in segments]
     scale = tf.math.divide_no_nan(1.0, weight)

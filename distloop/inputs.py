@@ -14,7 +14,7 @@ small to give every replica and microbatch a row is padded, with its own rows an
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +22,9 @@ from absl import logging
 
 from distloop.cluster import HOST
 
-Data = tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
+Data: TypeAlias = (
+    tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
+)
 
 _EMPTY = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
 
@@ -57,7 +59,7 @@ class Source:
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
-        self.data = data
+        self.data = data  # what the user gave, to know it again
         self.batches_taken = 0
         self._microbatches = microbatches
         self._repeat = repeat
@@ -107,7 +109,9 @@ class Source:
             ValueError: if the data is empty.
         """
         for element in self._dataset:
-            return tf.nest.map_structure(lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, element)
+            return tf.nest.map_structure(
+                lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, element
+            )
         raise ValueError(_EMPTY)
 
     def before_end_of_pass(self) -> int | None:
@@ -293,8 +297,8 @@ def explain(error: tf.errors.OpError) -> ValueError | None:
         if "generator" in message and mark in message:
             line = next(line for line in message.splitlines() if mark in line)
             return ValueError(
-                f"A batch differs from those before it ({line.strip()}); every batch has the same structure, dtypes and "
-                "number of axes: correct the generator or its output_signature."
+                f"A batch differs from those before it ({line.strip()}); every batch has the same structure, dtypes "
+                "and number of axes: correct the generator or its output_signature."
             )
     if "distloop: " in message:
         start = message.index("distloop: ") + len("distloop: ")

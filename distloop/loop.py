@@ -72,8 +72,8 @@ class TrainLoop:
             if not result["finite"]:
                 what = self._step.explain(result["tallies"], result["diagnosis"])
                 raise FloatingPointError(
-                    f"Step {step} is the first that was not finite: {what}; its gradients were not applied: look at its "
-                    "batch, lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip."
+                    f"Step {step} is the first that was not finite: {what}; its gradients were not applied: look "
+                    "at its batch, lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip."
                 )
             is_log_due = schedule.is_due(step, log_every, until)
             if not is_log_due and not any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):

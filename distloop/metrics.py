@@ -142,7 +142,9 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
         )
     for name, value in outputs.items():
         if not isinstance(name, str) or not name:
-            raise ValueError(f"loss_fn returned a value under the name {name!r}; names are non-empty strings: rename it.")
+            raise ValueError(
+                f"loss_fn returned a value under the name {name!r}; names are non-empty strings: rename it."
+            )
         if isinstance(value, (tuple, list)) and not isinstance(value, Weighted) and name not in keras_metrics:
             raise ValueError(
                 f'loss_fn returned a tuple under "{name}", but ModelSpec(metrics=...) holds {sorted(keras_metrics)}; '

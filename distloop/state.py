@@ -91,17 +91,21 @@ class ModelSpec:
             if len(set(names)) < len(names) or not all(names):
                 raise ValueError(f"Updates named {names} were given; each needs a name of its own.")
             if len({id(update.optimizer) for update in self.updates}) < len(names):
-                raise ValueError("Two updates share one optimizer, whose slots and step count are one update's: make two.")
+                raise ValueError(
+                    "Two updates share one optimizer, whose slots and step count are one update's: make two."
+                )
         else:
             if self.optimizer is None or self.loss_fn is None:
-                raise ValueError("ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn).")
+                raise ValueError(
+                    "ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn)."
+                )
             single = Update("", self.loss_fn, self.optimizer, self.trainable)
             object.__setattr__(self, "updates", (single,))
         for name, metric in (self.metrics or {}).items():
             if not isinstance(metric, keras.metrics.Metric):
                 raise ValueError(
-                    f'ModelSpec(metrics=...) holds a {type(metric).__name__} under "{name}"; it takes keras.metrics.Metric '
-                    "objects: return means from loss_fn, as values per example."
+                    f'ModelSpec(metrics=...) holds a {type(metric).__name__} under "{name}"; it takes Keras '
+                    "metrics: return means from loss_fn, as values per example."
                 )
 
 
@@ -115,7 +119,9 @@ class TrainState(tf.Module):
         average: the moving average of the weights, or None.
     """
 
-    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, average_decay: float, created: dict[int, Any]):
+    def __init__(
+        self, spec: ModelSpec, strategy: tf.distribute.Strategy, average_decay: float, created: dict[int, Any]
+    ):
         """Use `make`."""
         super().__init__(name="state")
         self.spec = spec
@@ -351,7 +357,7 @@ def _select(update: Update, named: Mapping[str, Any]) -> list[Any]:
             )
     else:
         known = {id(tensorflow_variable(v)): v for v in named.values()}
-        unknown = [v for v in update.variables if id(tensorflow_variable(v)) not in known]
+        unknown: list[Any] = [v for v in update.variables if id(tensorflow_variable(v)) not in known]
         if unknown:
             raise ValueError(
                 f"A variable of {of}, {getattr(unknown[0], 'path', unknown[0].name)!r}, is not in ModelSpec's model: "
@@ -417,12 +423,12 @@ def _require_plain(optimizer: Any) -> None:
     for setting, advice in instead.items():
         if getattr(optimizer, setting, None):
             raise ValueError(
-                f"The optimizer {optimizer.name!r} has {setting}={getattr(optimizer, setting)}, which Keras applies on each "
-                f"replica alone: leave it out and {advice}."
+                f"The optimizer {optimizer.name!r} has {setting}={getattr(optimizer, setting)}, which Keras applies "
+                f"on each replica alone: leave it out and {advice}."
             )
     rate = optimizer._learning_rate
     if callable(rate) and not isinstance(rate, (keras.optimizers.schedules.LearningRateSchedule, keras.Variable)):
         raise ValueError(
-            f"The optimizer {optimizer.name!r} has a plain callable as learning rate, which is called once, while tracing: "
-            "give a keras.optimizers.schedules.LearningRateSchedule, such as distloop.make_schedule(...)."
+            f"The optimizer {optimizer.name!r} has a plain callable as learning rate, which is called once, while "
+            "tracing: give a keras.optimizers.schedules.LearningRateSchedule, such as distloop.make_schedule(...)."
         )

@@ -102,9 +102,7 @@ class TrainStep:
             forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch,))
             tallies = self._first(forward.tallies)
             finite &= self._first(forward.finite)
-            self._strategy.run(
-                functools.partial(self._settle, trace), args=(finite, forward.before, forward.after)
-            )
+            self._strategy.run(functools.partial(self._settle, trace), args=(finite, forward.before, forward.after))
             apply = functools.partial(self._strategy.run, functools.partial(self._apply, trace))
             if not self.skip_nonfinite:
                 apply(args=(forward.segments, forward.scale))
@@ -227,13 +225,15 @@ class TrainStep:
         trace.reached = [gradient is not None for gradient in found]
         if not any(trace.reached):
             raise ValueError(
-                f"The loss{' of update ' + repr(trace.update.name) if trace.update.name else ''} does not depend on any "
-                "variable that is to be trained: compute it from the model's outputs inside loss_fn."
+                f"The loss{' of update ' + repr(trace.update.name) if trace.update.name else ''} does not depend on "
+                "any variable that is to be trained: compute it from the model's outputs inside loss_fn."
             )
         found = [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(found, tensors, strict=True)]
         names = ["loss", *(name for name in tallies if name != "loss")]
         if trace.names and names != trace.names:
-            raise ValueError(f"loss_fn returned {names}, and {trace.names} before; it returns the same names for all data.")
+            raise ValueError(
+                f"loss_fn returned {names}, and {trace.names} before; it returns the same names for all data."
+            )
         trace.names = names
         return trace.packing.pack(found), metrics.flatten([tallies[name] for name in names])
 
@@ -253,7 +253,11 @@ class TrainStep:
             _, segments, tallies = tf.while_loop(
                 lambda index, *_: index < self._microbatches,
                 body,
-                (tf.constant(0), segments, tf.zeros([1])),  # one zero spreads over the tallies, once the body was traced
+                (
+                    tf.constant(0),
+                    segments,
+                    tf.zeros([1]),
+                ),  # one zero spreads over the tallies, once the body was traced
                 shape_invariants=shapes,
                 parallel_iterations=1,
             )
@@ -303,8 +307,8 @@ class TrainStep:
                 for variable in trace.written:
                     if id(variable) not in averaged and not _is_aggregated(variable):
                         logging.warning(
-                            "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, and "
-                            "a checkpoint the first one's. Make it a float, or add_weight(..., aggregation='mean').",
+                            "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
+                            "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",
                             self._state.paths[id(variable)],
                             tf.as_dtype(variable.dtype).name,
                         )
@@ -389,9 +393,7 @@ def check_outputs(outputs: Any) -> Any:
     Raises:
         ValueError: if an output has no leading axis.
     """
-    outputs = tf.nest.map_structure(
-        lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs
-    )
+    outputs = tf.nest.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs)
     for output in tf.nest.flatten(outputs):
         if output.shape.rank == 0:
             raise ValueError(

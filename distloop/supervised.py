@@ -50,9 +50,10 @@ def supervised(
 
     def loss_fn(batch: Any, training: bool) -> dict[str, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+            length = f" and length {len(batch)}" if hasattr(batch, "__len__") else ""
             raise ValueError(
-                f"A batch of type {type(batch).__name__}{f' and length {len(batch)}' if hasattr(batch, '__len__') else ''} "
-                "was given; supervised training takes (x, y) or (x, y, sample_weight): map the dataset to such tuples."
+                f"A batch of type {type(batch).__name__}{length} was given; supervised training takes (x, y) or "
+                "(x, y, sample_weight): map the dataset to such tuples."
             )
         x, y, *rest = batch
         outputs = _by_name(model(x, training=training), names, "outputs")
@@ -100,17 +101,21 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
         _require_compiled(model)
         if not model.built:
             raise ValueError(
-                f"The model {model.name!r} is not built, so it has no weights to take over: give it an input shape, or give "
-                "from_keras a function that builds and compiles it."
+                f"The model {model.name!r} is not built, so it has no weights to take over: give it an input shape, "
+                "or give from_keras a function that builds and compiles it."
             )
         return lambda: _spec_of(_rebuilt(model), model, _rebuilt_optimizer)
     if not callable(model):
-        raise ValueError(f"from_keras was given {model!r}; it takes a compiled keras.Model or a function that makes one.")
+        raise ValueError(
+            f"from_keras was given {model!r}; it takes a compiled keras.Model or a function that makes one."
+        )
 
     def model_fn() -> ModelSpec:
         made = model()
         if not isinstance(made, keras.Model):
-            raise ValueError(f"The function given to from_keras returned {made!r}; it must return a compiled keras.Model.")
+            raise ValueError(
+                f"The function given to from_keras returned {made!r}; it must return a compiled keras.Model."
+            )
         _require_compiled(made)
         return _spec_of(made, made, lambda old, new: _unwrapped(old.optimizer))
 
@@ -125,6 +130,7 @@ class _Measure:
         self.is_weighted = is_weighted
         self._identifier = identifier
         self.metric: keras.metrics.Metric | None = None
+        name: Any
         if isinstance(identifier, str):
             # What "accuracy" means depends on the shapes of target and output, known when the step is traced.
             name = identifier
@@ -151,9 +157,11 @@ class _Measure:
 
 def _mean_fn(metric: Any) -> Callable[[Any, Any], Any] | None:
     """Gives the function whose mean a metric is, if it is one."""
-    if type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state if isinstance(
-        metric, keras.metrics.Metric
-    ) else True:
+    if (
+        type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state
+        if isinstance(metric, keras.metrics.Metric)
+        else True
+    ):
         return None
     return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
 
@@ -180,8 +188,8 @@ def _loss_values(loss: Any, target: Any, output: Any) -> Any:
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction == "sum":
             raise ValueError(
-                f"The loss {loss.name!r} has reduction='sum', which makes the step's size depend on the batch's; distloop "
-                "divides by the number of examples: leave reduction out."
+                f"The loss {loss.name!r} has reduction='sum', which makes the step's size depend on the batch's; "
+                "distloop divides by the number of examples: leave reduction out."
             )
         values = loss.call(tf.cast(target, loss.dtype), tf.cast(output, loss.dtype))
     else:
@@ -215,8 +223,8 @@ def _sum_of_losses(values: Mapping[str, tuple[Any, float]]) -> Any:
     # Each output has a mean of its own; they can be summed per example only if all share the weights.
     if any(isinstance(value, Weighted) and value.weights.shape.rank != 1 for value, _ in values.values()):
         raise ValueError(
-            "A model with several outputs was given masks or weights within examples; their losses have no common weight: "
-            "write a ModelSpec with a loss_fn of your own."
+            "A model with several outputs was given masks or weights within examples; their losses have no common "
+            "weight: write a ModelSpec with a loss_fn of your own."
         )
     total: Any = 0.0
     for value, factor in values.values():
@@ -247,7 +255,9 @@ def _spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{sorted(given)} were given by name; the outputs are {list(names)}: use those names.")
     if isinstance(given, (list, tuple)):
         if len(given) != len(names):
-            raise ValueError(f"A list of {len(given)} was given for the {len(names)} outputs {list(names)}: give one for each.")
+            raise ValueError(
+                f"A list of {len(given)} was given for the {len(names)} outputs {list(names)}: give one for each."
+            )
         return dict(zip(names, given, strict=True))
     return dict.fromkeys(names, given)
 
@@ -283,8 +293,8 @@ def _spec_of(model: keras.Model, compiled: keras.Model, optimizer_of: Callable[[
 def _require_compiled(model: keras.Model) -> None:
     if not model.compiled:
         raise ValueError(
-            f"The model {model.name!r} is not compiled; from_keras takes loss, optimizer and metrics from compile: call "
-            "model.compile(...) first, or write a model_fn with distloop.supervised."
+            f"The model {model.name!r} is not compiled; from_keras takes loss, optimizer and metrics from compile: "
+            "call model.compile(...) first, or write a model_fn with distloop.supervised."
         )
 
 
@@ -296,8 +306,8 @@ def _rebuilt(model: keras.Model) -> keras.Model:
         copy.set_weights(model.get_weights())
     except Exception as error:
         raise ValueError(
-            f"The model {model.name!r} cannot be rebuilt from its config ({error}): give from_keras a function that builds "
-            "and compiles it."
+            f"The model {model.name!r} cannot be rebuilt from its config ({error}): give from_keras a function that "
+            "builds and compiles it."
         ) from error
     return copy
 

@@ -1,10 +1,11 @@
 """Owns the user's verbs: `fit`, `evaluate`, `predict`, `export`. It holds the parts and no knowledge of its own.
 
-    trainer = Trainer(model_fn, Config(steps=1000, device="cpu", num_devices=2))
-    trainer.fit(train_dataset, evals={"test": test_dataset})
-    outputs = trainer.predict(test_dataset)
+trainer = Trainer(model_fn, Config(steps=1000, device="cpu", num_devices=2))
+trainer.fit(train_dataset, evals={"test": test_dataset})
+outputs = trainer.predict(test_dataset)
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -115,7 +116,7 @@ class Trainer:
                 )
         sources = {name: Source(data, self.strategy, repeat=False) for name, data in (evals or {}).items()}
         evaluations = [
-            Evaluate(name, lambda source=s: self._evaluate(source), settings.eval_every) for name, s in sources.items()
+            Evaluate(name, functools.partial(self._evaluate, s), settings.eval_every) for name, s in sources.items()
         ]
         self._build(source)
         if self.step >= until:
@@ -135,7 +136,7 @@ class Trainer:
             return self._train_loop.train(
                 source,
                 until,
-                [*evaluations, *actions, Write(writers, settings.log_every)],
+                [*evaluations, *actions, Write(writers)],
                 log_every=settings.log_every,
                 steps_per_loop=settings.steps_per_loop,
             )

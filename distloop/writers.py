@@ -130,7 +130,7 @@ class Console:
 
         step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
 
-    Steps per second are by the clock, evaluations included, since the first write, so that tracing does not count.
+    Steps per second are those reported; the time left is by the clock since the first write, evaluations included.
     """
 
     def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None, *, evals: Sequence[str] = ()):
@@ -167,7 +167,7 @@ class Console:
             step: that the numbers belong to.
             metrics: name -> number; those about the run (`learning_rate`, `input_wait`, ...) are left to the files.
         """
-        progress, speed = [f"step {step}/{self._steps}"], self._speed(step)
+        progress, speed = [f"step {step}/{self._steps}"], self._speed(step, metrics.get("steps_per_sec"))
         shown = {name: f"{name} {_digits(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
         line = "  ".join([*progress, *shown.values(), *speed])
         if self._bar is None:
@@ -193,19 +193,20 @@ class Console:
             return value > 0
         return self._is_eval(name) or name.rpartition("/")[2] not in _OFF_SCREEN
 
-    def _speed(self, step: int) -> list[str]:
+    def _speed(self, step: int, reported: float | None) -> list[str]:
         """Returns steps per second and the time left, in words, as far as they are known."""
         now = time.monotonic()
         start, start_secs = self._since
-        if not self._has_written:
+        by_clock = (step - start) / (now - start_secs) if step > start and now > start_secs else None
+        if not self._has_written:  # until here tracing took its time, too
             self._has_written = True
             self._since = (step, now)
-        if step <= start or now <= start_secs:
+            by_clock = reported or by_clock
+        if by_clock is None:
             return []
-        steps_per_sec = (step - start) / (now - start_secs)
-        left_secs = round((self._steps - step) / steps_per_sec)
+        left_secs = round((self._steps - step) / by_clock)
         eta = [f"eta {left_secs // 3600}:{left_secs // 60 % 60:02}:{left_secs % 60:02}"] if step < self._steps else []
-        return [f"{_digits(steps_per_sec)} steps/s", *eta]
+        return [f"{_digits(reported or by_clock)} steps/s", *eta]
 
 
 def _digits(value: float) -> str:

@@ -2,7 +2,8 @@
 
 Every function takes the split ("train" or "test"), the global batch size, `shuffle` (whether each pass has a new
 order; by default "train" is shuffled and "test" is not) and the `seed` of the shuffling. It returns one pass of batches
-{"image": float32 [B, H, W, C] in 0..1, "label": int32 [B]} (but for `diabetes`); the last batch holds what is left, no row is dropped.
+{"image": float32 [B, H, W, C] in 0..1, "label": int32 [B]} (but for `diabetes`);
+the last batch holds what is left, no row is dropped.
 
     train, test = datasets.digits("train", 256), datasets.digits("test", 256)
 """

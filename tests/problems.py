@@ -24,12 +24,22 @@ def classification(rows=67, features=8, classes=4, seed=0):
 
 
 def classifier(
-    *, optimizer=None, dropout=0.0, batch_norm=None, l2=0.0, is_weighted=False, metrics=None, on_trace=lambda training: None
+    *,
+    optimizer=None,
+    dropout=0.0,
+    batch_norm=None,
+    l2=0.0,
+    is_weighted=False,
+    metrics=None,
+    on_trace=lambda training: None,
 ):
     """A `model_fn` for `classification`."""
 
     def model_fn():
-        layers = [keras.Input((8,)), keras.layers.Dense(16, activation="tanh", kernel_regularizer=_l2(l2), name="hidden")]
+        layers = [
+            keras.Input((8,)),
+            keras.layers.Dense(16, activation="tanh", kernel_regularizer=_l2(l2), name="hidden"),
+        ]
         if batch_norm is not None:
             layers.append(keras.layers.BatchNormalization(synchronized=batch_norm == "synchronized", name="norm"))
         if dropout:

@@ -1,4 +1,4 @@
-"""What is served: a SavedModel that needs no distloop, takes what predict_fn reads, and answers what predict answers."""
+"""What is served: a SavedModel that needs no distloop, takes what predict_fn reads and answers what predict does."""
 
 import os
 import subprocess

@@ -143,7 +143,7 @@ def test_an_endless_distributed_dataset_has_no_end_of_pass():
 def test_a_distributed_dataset_of_unknown_length_is_refused():
     strategy = replicas(2)
     source = Source(strategy.experimental_distribute_dataset(of_unknown_length(numbers(12, 4))), strategy)
-    with pytest.raises(ValueError, match="DistributedDataset given does not know its length; .*: give the plain dataset"):
+    with pytest.raises(ValueError, match="DistributedDataset given does not know its length; .*: give the plain"):
         source.before_end_of_pass()
 
 
@@ -364,7 +364,7 @@ def test_a_dataset_that_is_known_to_be_empty_is_refused():
 
 @pytest.mark.parametrize("data", [np.zeros([4, 2]), (np.zeros([4, 2]), np.zeros([4])), [1, 2], None])
 def test_what_is_no_dataset_is_refused(data):
-    with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*distloop.make_dataset\("):
+    with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*make_dataset\("):
         Source(data, ONE)
 
 
@@ -374,12 +374,12 @@ def test_a_function_that_returns_no_dataset_is_refused():
 
 
 def test_single_examples_are_refused():
-    with pytest.raises(ValueError, match=r"hold a scalar .*, so they are single examples; .*: call .batch\(batch_size\)"):
+    with pytest.raises(ValueError, match=r"hold a scalar .*, so they are single examples; .*: call .batch\("):
         Source(tf.data.Dataset.from_tensor_slices({"x": tf.zeros([4, 2]), "y": tf.zeros([4])}), ONE)
 
 
 def test_entries_with_different_first_axes_are_refused():
-    with pytest.raises(ValueError, match=r"first axes of \[2, 3\]; the entries of a batch share theirs, .*: call .batch\("):
+    with pytest.raises(ValueError, match=r"first axes of \[2, 3\]; the entries of a batch share .*: call .batch\("):
         Source(tf.data.Dataset.from_tensor_slices({"x": tf.zeros([4, 2]), "y": tf.zeros([4, 3])}), ONE)
 
 

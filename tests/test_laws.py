@@ -20,7 +20,7 @@ def batches(size, rows=67, **arguments):
     return distloop.make_dataset(classification(rows), size, **arguments)
 
 
-# replicas --------------------------------------------------------------------------------------------------------------
+# replicas ---------------------------------------------------------------------------------------------------------
 
 REPLICA_CASES = {
     "odd last batch": dict(size=16),
@@ -150,7 +150,7 @@ def test_a_distributed_dataset_trains_the_same(replicas):
     np.testing.assert_array_equal(trainer.predict(split), trainer.predict(data))
 
 
-# microbatches ----------------------------------------------------------------------------------------------------------
+# microbatches -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -167,7 +167,9 @@ def test_a_step_has_one_reduction(microbatches):
     trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
     run = trainer._train_loop._run
     graph = run.get_concrete_function(*run_arguments(trainer)).graph
-    while_body = next(f for f in functions(graph) if "body" in f.name and any(o.type == "AddN" for o in f.get_operations()))
+    while_body = next(
+        f for f in functions(graph) if "body" in f.name and any(o.type == "AddN" for o in f.get_operations())
+    )
     sums = [op for op in while_body.get_operations() if op.type == "AddN" and crosses_devices(op)]
     assert len(sums) == 1
 
@@ -185,7 +187,7 @@ def crosses_devices(op):
     return len({tensor.op.device for tensor in op.inputs}) > 1
 
 
-# order -----------------------------------------------------------------------------------------------------------------
+# order ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -203,7 +205,7 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas):
     assert metrics["gradient_norm"] == pytest.approx(2.0)
 
 
-# overflow --------------------------------------------------------------------------------------------------------------
+# overflow ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
@@ -233,7 +235,10 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
     def model_fn():
-        a, b = (keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)], name=n) for n in "ab")
+        a, b = (
+            keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)], name=n)
+            for n in "ab"
+        )
 
         def loss(model, name):
             def loss_fn(batch, training):
@@ -263,7 +268,7 @@ def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas
     assert np.isnan(metrics["first/loss"]) and np.isnan(metrics["second/loss"])  # nothing was measured in this window
 
 
-# boundaries ------------------------------------------------------------------------------------------------------------
+# boundaries -------------------------------------------------------------------------------------------------------
 
 CUTS = [
     dict(log_every=1),
@@ -307,7 +312,7 @@ def test_a_run_with_odd_batches_traces_its_step_once(replicas):
     assert traces.count(False) == replicas
 
 
-# state -----------------------------------------------------------------------------------------------------------------
+# state ------------------------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boundary():
@@ -390,7 +395,7 @@ def test_replicas_draw_different_dropout_masks():
         assert not np.array_equal(seeds[0][0], seeds[0][1])
 
 
-# evaluation ------------------------------------------------------------------------------------------------------------
+# evaluation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -444,7 +449,9 @@ def test_evaluation_uses_the_average_and_training_does_not():
 
     def loss():
         logits = trainer.model(rows["x"], training=False)
-        return float(tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(rows["label"], logits, from_logits=True)))
+        return float(
+            tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(rows["label"], logits, from_logits=True))
+        )
 
     now = loss()
     with trainer.state.averaged():
@@ -452,7 +459,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
     assert loss() == now != averaged
 
 
-# prediction ------------------------------------------------------------------------------------------------------------
+# prediction -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])

@@ -134,7 +134,7 @@ def test_a_batch_of_unknown_size_is_weighed_too():
     [(3.0, r"\[\]"), (np.ones([1, 1], np.float32), r"\[1, 1\]"), (np.ones([3], np.float32), r"\[3\]")],
 )
 def test_a_value_that_is_not_per_example_is_refused(value, shape):
-    with pytest.raises(ValueError, match=rf'"loss" of shape {shape}; .* one value per example, \[2\].*: drop the reduce'):
+    with pytest.raises(ValueError, match=rf'"loss" of shape {shape}; .* value per example, \[2\].*: drop the reduce'):
         sums(tf.constant(value))
 
 
@@ -150,13 +150,13 @@ def test_a_known_axis_is_refused_where_the_batch_size_is_unknown(shape):
 
 @pytest.mark.parametrize("weights", [2.0, np.ones([2, 3, 1])])
 def test_weights_of_the_wrong_rank_are_refused(weights):
-    with pytest.raises(ValueError, match=r'"loss" of shape \[2, 3\] with weights of shape .*; .* one weight per example'):
+    with pytest.raises(ValueError, match=r'"loss" of shape \[2, 3\] with weights of shape .* one weight per example'):
         sums(metrics.weighted(VALUES, weights))
 
 
 @pytest.mark.parametrize("weights", [np.ones([3]), np.ones([2, 2])])
 def test_weights_of_the_wrong_length_are_refused(weights):
-    with pytest.raises(ValueError, match=r'"loss" of shape \[2, 3\] with weights of shape .*; .* one weight per example'):
+    with pytest.raises(ValueError, match=r'"loss" of shape \[2, 3\] with weights of shape .* one weight per example'):
         sums(metrics.weighted(VALUES, weights))
 
 
@@ -176,7 +176,10 @@ def test_ragged_values_leave_dense_weights_within_examples_refused():
 
 
 def test_means_divide_totals_by_weights():
-    assert metrics.means(["loss", "accuracy"], np.array([6.0, 1.0, 4.0, 2.0])) == {"loss": 1.5, "accuracy": 0.5}
+    tallies = [metrics.Tally(tf.constant(6.0), tf.constant(4.0)), metrics.Tally(tf.constant(1.0), tf.constant(2.0))]
+    flat = metrics.flatten(tallies)
+    assert flat.shape == [4] and flat.dtype == tf.float32
+    assert metrics.means(["loss", "accuracy"], flat.numpy()) == {"loss": 1.5, "accuracy": 0.5}
 
 
 @pytest.mark.filterwarnings("error")
@@ -211,7 +214,7 @@ def test_a_keras_metric_takes_sample_weights_as_its_third_argument():
 
 
 def test_a_keras_metric_that_is_fed_values_is_refused():
-    with pytest.raises(ValueError, match='under "auc", which is a Keras metric; .* tuple of arguments for its update_state'):
+    with pytest.raises(ValueError, match='under "auc", which is a Keras metric; .* arguments for its update_state'):
         metrics.update_keras_metric("auc", keras.metrics.AUC(), tf.ones([2]), None)
 
 

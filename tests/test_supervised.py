@@ -1,4 +1,4 @@
-"""The bridge from Keras's compile: the same weights and numbers as fit and evaluate give, and what cannot be taken over."""
+"""The bridge from Keras's compile: the weights and numbers that fit and evaluate give, and what cannot be taken over."""
 
 import keras
 import numpy as np
@@ -411,9 +411,13 @@ def test_a_loss_and_a_metric_that_keras_cannot_name_are_taken_over():
 # Refusals.
 
 
-def fit(loss="mse", data=None, model=None, **settings):
-    spec = lambda: distloop.supervised(model() if model else net(), loss, keras.optimizers.SGD(), **settings)  # noqa: E731
-    trainer = distloop.Trainer(spec, on(1))
+def fit(loss="mse", data=None, make_model=net, **settings):
+    """Fits what `supervised` makes, and checks that it fails before the first step."""
+
+    def model_fn():
+        return distloop.supervised(make_model(), loss, keras.optimizers.SGD(), **settings)
+
+    trainer = distloop.Trainer(model_fn, on(1))
     try:
         trainer.fit(data if data is not None else batches(X, Y), steps=1)
     finally:
@@ -476,7 +480,9 @@ def test_a_model_that_cannot_be_rebuilt_is_refused():
 
     model = compiled(Closed(keras.layers.Dense(2)))
     model.build((None, 6))
-    with pytest.raises(ValueError, match="(?s)cannot be rebuilt from its config .*: give from_keras a function") as caught:
+    with pytest.raises(
+        ValueError, match="(?s)cannot be rebuilt from its config .*: give from_keras a function"
+    ) as caught:
         distloop.Trainer(distloop.from_keras(model), on(1))
     assert "\n" not in str(caught.value)
 
@@ -499,7 +505,9 @@ TWO = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL})).batch(8)
 
 
 def test_losses_under_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"\['a', 'c'\] were given by name; the outputs are \['a', 'b'\]: use those names"):
+    with pytest.raises(
+        ValueError, match=r"\['a', 'c'\] were given by name; the outputs are \['a', 'b'\]: use those names"
+    ):
         fit({"a": "mse", "c": "mse"}, TWO, two_outputs)
 
 
@@ -527,5 +535,7 @@ def test_masks_in_a_model_with_several_outputs_are_refused():
         return keras.Model(inputs, [keras.layers.Dense(1, name=name)(hidden) for name in "ab"])
 
     data = tf.data.Dataset.from_tensor_slices((np.ones([32, 6], np.int32), (np.ones([32, 6, 1]), np.ones([32, 6, 1]))))
-    with pytest.raises(ValueError, match="several outputs was given masks or weights within examples; .*: write a ModelSpec"):
+    with pytest.raises(
+        ValueError, match="several outputs was given masks or weights within examples; .*: write a ModelSpec"
+    ):
         fit(["mse", "mse"], data.batch(8), model)

@@ -53,7 +53,9 @@ def test_another_dataset_starts_at_its_beginning():
     trainer = distloop.Trainer(model_fn, on(1, log_every=1))
     look = lambda report: seen.append(report.metrics["row"])  # noqa: E731
     look.every = 1
-    data = [tf.data.Dataset.from_tensor_slices(np.arange(start, start + 3, dtype=np.float32)).batch(1) for start in (0, 10)]
+    data = [
+        tf.data.Dataset.from_tensor_slices(np.arange(start, start + 3, dtype=np.float32)).batch(1) for start in (0, 10)
+    ]
     trainer.fit(data[0], steps=2, actions=[look])
     trainer.fit(data[0], steps=4, actions=[look])
     trainer.fit(data[1], steps=5, actions=[look])
@@ -100,7 +102,9 @@ def test_training_values_are_means_over_the_window_since_the_last_log():
 
 def test_keras_metrics_of_training_are_those_of_the_window():
     rows = classification(64)
-    trainer = distloop.Trainer(classifier(optimizer=lambda: keras.optimizers.SGD(0.0), metrics=True), on(2, log_every=2))
+    trainer = distloop.Trainer(
+        classifier(optimizer=lambda: keras.optimizers.SGD(0.0), metrics=True), on(2, log_every=2)
+    )
     found = []
     look = lambda report: found.append(report.metrics["auc"])  # noqa: E731
     look.every = 2
@@ -115,8 +119,11 @@ def test_keras_metrics_of_training_are_those_of_the_window():
 def test_reports_hold_the_standard_names():
     trainer = distloop.Trainer(classifier(l2=0.1), on(2, clip_norm=1.0))
     found = trainer.fit(batches(), steps=4, evals={"test": batches()})
-    names = "loss accuracy regularization learning_rate gradient_norm skipped_steps steps_per_sec examples_per_sec input_wait"
-    assert set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
+    names = "loss accuracy regularization learning_rate gradient_norm skipped_steps"
+    names += " steps_per_sec examples_per_sec input_wait"
+    assert (
+        set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
+    )
     assert all(isinstance(value, float) for value in found.values())
     assert 0 <= found["input_wait"] <= 1 and found["steps_per_sec"] > 0
     kernel = trainer.model.layers[0].kernel.numpy()
@@ -267,6 +274,8 @@ def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread():
         found = trainer.fit(data, steps=12, evals={"test": data})
         print("waited", found["input_wait"])
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert float(result.stdout.split()[-1]) > 0.3
