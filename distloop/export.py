@@ -39,7 +39,7 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
         # Entries that predict_fn does not read are still part of the structure that it takes apart.
         flat = [entries[name] if name in entries else _absent(spec, rows) for name, spec in specs.items()]
         batch = tf.nest.pack_sequence_as(element_spec, flat)
-        return _named_outputs(check_outputs(predict_fn(batch)))
+        return _named_outputs(check_outputs(predict_fn(batch), rows))
 
     module = tf.Module()
     module.variables_served = [*state.model_variables()]

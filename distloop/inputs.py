@@ -21,6 +21,7 @@ import tensorflow as tf
 from absl import logging
 
 from distloop.cluster import HOST
+from distloop.metrics import USER_ERROR, require
 
 Data: TypeAlias = (
     tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
@@ -77,8 +78,10 @@ class Source:
         self.element_spec = data.element_spec
         if not is_split:
             _require_batched(self.element_spec)
-        if _cardinality(data) == 0:
+        length = _cardinality(data)
+        if length == 0:
             raise ValueError(_EMPTY)
+        self.is_endless = length == np.inf
         self._least = strategy.num_replicas_in_sync * microbatches  # rows, so that every microbatch has one
         static = static_batch_size(self.element_spec) if not is_split else None
         self.layout = Layout(is_split, not is_split and self._least > 1 and (static is None or static < self._least))
@@ -98,6 +101,8 @@ class Source:
 
     def _pipeline(self) -> tf.data.Dataset:
         dataset = self._dataset.repeat() if self._repeat else self._dataset
+        if len(tf.nest.flatten(self.element_spec)) > 1 and static_batch_size(self.element_spec) is None:
+            dataset = dataset.map(lambda *batch: _check_rows(_undo_unpacking(batch, self.element_spec)))
         if self.layout.is_padded:
             dataset = dataset.map(lambda *batch: _pad(_undo_unpacking(batch, self.element_spec), self._least))
         return _own_threads(dataset.prefetch(tf.data.AUTOTUNE))
@@ -227,7 +232,7 @@ def batch_size(rows: Any) -> tf.Tensor | int:
 
 def static_batch_size(element_spec: Any) -> int | None:
     """B where the element spec knows it."""
-    sizes = {spec.shape[0] for spec in tf.nest.flatten(element_spec)} - {None}
+    sizes = {spec.shape[0] for spec in tf.nest.flatten(element_spec)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -293,33 +298,36 @@ def explain(error: tf.errors.OpError) -> ValueError | None:
     message = error.message or ""
     if isinstance(error, tf.errors.OutOfRangeError):
         return ValueError(_EMPTY)
-    for mark in ("did not match the expected structure", "element of shape", "element type", "expected type"):
-        if "generator" in message and mark in message:
-            line = next(line for line in message.splitlines() if mark in line)
-            return ValueError(
-                f"A batch differs from those before it ({line.strip()}); every batch has the same structure, dtypes "
-                "and number of axes: correct the generator or its output_signature."
-            )
-    if "distloop: " in message:
-        start = message.index("distloop: ") + len("distloop: ")
-        return ValueError(message[start:].splitlines()[0])
+    if "`generator` yielded" in message:
+        line = next(line for line in message.splitlines() if "`generator` yielded" in line)
+        what = line[line.index("`generator` yielded") :].rstrip(". ").replace(". The", "; the")[:300]
+        return ValueError(
+            f"A batch differs from those before it: {what}; every batch has the same structure, dtypes and number of "
+            "axes: correct the generator or its output_signature."
+        )
+    if USER_ERROR in message:
+        text = message.split(USER_ERROR)[1]
+        return ValueError(text.replace("\\'", "'").replace('\\"', '"'))  # TensorFlow escapes quotes
     return None
+
+
+def _check_rows(rows: Any) -> Any:
+    """Checks, where tracing cannot know it, that a batch's entries have as many rows as each other."""
+    size = batch_size(rows)
+    entries = tf.nest.flatten(rows)
+    wrong = (
+        f"A batch's entries differ in their number of rows; tensors of shapes "
+        f"{[list(entry.shape) for entry in entries]} share their first axis: batch them together."
+    )
+    checks = [require(tf.equal(batch_size(entry), size), wrong) for entry in entries[1:]]
+    with tf.control_dependencies(checks):
+        return tf.nest.map_structure(tf.identity, rows)
 
 
 def _pad(rows: Any, least: int) -> Batch:
     """Repeats a batch's own rows, with weight 0, until there are `least` of them."""
     size = tf.convert_to_tensor(batch_size(rows))
-    checks = [
-        tf.debugging.assert_equal(
-            tf.convert_to_tensor(batch_size(t)),
-            size,
-            f"distloop: A batch's entries differ in their number of rows; tensors of shapes "
-            f"{[list(x.shape) for x in tf.nest.flatten(rows)]} share their first axis: batch them together.",
-        )
-        for t in tf.nest.flatten(rows)[1:]
-    ]
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        numbers = tf.range(least) % tf.maximum(size, 1)
+    numbers = tf.range(least) % tf.maximum(size, 1)
 
     def repeated() -> Any:
         return tf.nest.map_structure(lambda t: tf.gather(t, numbers), rows)

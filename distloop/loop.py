@@ -72,7 +72,7 @@ class TrainLoop:
             if not result["finite"]:
                 what = self._step.explain(result["tallies"], result["diagnosis"])
                 raise FloatingPointError(
-                    f"Step {step} is the first that was not finite: {what}; its gradients were not applied: look "
+                    f"Step {step} is the first that was not finite: {what}; its gradients counted as 0: look "
                     "at its batch, lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip."
                 )
             is_log_due = schedule.is_due(step, log_every, until)

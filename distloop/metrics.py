@@ -13,6 +13,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+# What distloop itself reports; values of the user's have other names.
+RESERVED_NAMES = frozenset(
+    ["regularization", "learning_rate", "gradient_norm", "loss_scale", "skipped_steps"]
+    + ["steps_per_sec", "examples_per_sec", "input_wait"]
+)
+
+# Stands before and after the message for users in that of a failed operation; `inputs.explain` finds it.
+USER_ERROR = "distloop: "
+
+
+def require(condition: tf.Tensor, message: str) -> tf.Operation:
+    """Makes an operation that fails with a message for users, for what tracing cannot know."""
+    return tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])
+
 
 class Weighted(NamedTuple):
     """Values per example with weights of their own; made by `weighted`."""
@@ -61,8 +75,7 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     if isinstance(values, tf.RaggedTensor):
         values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
     else:
-        values = tf.convert_to_tensor(values)
-        _require_per_example(name, values, batch_size)
+        values = _require_per_example(name, tf.convert_to_tensor(values), batch_size)
     values = tf.cast(values, tf.float32)  # [B, ...]
     if weights is not None:
         weights = tf.cast(tf.convert_to_tensor(weights), tf.float32)
@@ -145,6 +158,10 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"loss_fn returned a value under the name {name!r}; names are non-empty strings: rename it."
             )
+        if name in RESERVED_NAMES:
+            raise ValueError(
+                f"loss_fn returned a value under the name {name!r}, which distloop itself reports: rename it."
+            )
         if isinstance(value, (tuple, list)) and not isinstance(value, Weighted) and name not in keras_metrics:
             raise ValueError(
                 f'loss_fn returned a tuple under "{name}", but ModelSpec(metrics=...) holds {sorted(keras_metrics)}; '
@@ -152,15 +169,37 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
             )
 
 
-def _require_per_example(name: str, values: tf.Tensor, batch_size: tf.Tensor | int) -> None:
+def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
+    """Checks that every Keras metric was fed.
+
+    Raises:
+        ValueError: if one was not.
+    """
+    if unfed := sorted(set(keras_metrics) - set(fed)):
+        raise ValueError(
+            f"ModelSpec(metrics=...) holds {unfed}, for which no loss_fn returned anything; distloop needs the tuple of "
+            "arguments for update_state under each name: return it, or leave the metric out."
+        )
+
+
+def _require_per_example(name: str, values: tf.Tensor, batch_size: tf.Tensor | int) -> tf.Tensor:
+    """Refuses values without a leading axis of B; checks in the step what tracing cannot know."""
     static = batch_size if isinstance(batch_size, int) else None
     # Where B is unknown while tracing, an axis that is known cannot be B.
     if values.shape.rank == 0 or (values.shape.rank and values.shape[0] is not None and values.shape[0] != static):
-        reason = "drop the reduce_mean, the division is done here"
+        of_batch = "B" if static is None else static
         raise ValueError(
             f'loss_fn returned "{name}" of shape {list(values.shape)}; distloop needs one value per example, '
-            f"[{'B' if static is None else static}] or [{'B' if static is None else static}, ...]: {reason}."
+            f"[{of_batch}] or [{of_batch}, ...]: drop the reduce_mean, the division is done here."
         )
+    if values.shape.rank and values.shape[0] is not None:
+        return values
+    wrong = (
+        f'loss_fn returned "{name}" with another number of rows than its batch; distloop needs one value per '
+        "example, [B] or [B, ...]: keep the batch as the first axis."
+    )
+    with tf.control_dependencies([require(tf.equal(tf.shape(values)[0], batch_size), wrong)]):
+        return tf.identity(values)
 
 
 def _spread(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

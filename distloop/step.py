@@ -60,6 +60,7 @@ class _UpdateTrace:
         self.packing = gradients.Packing(self.variables)
         self.reached: list[bool] = []  # by variable: whether the loss depends on it
         self.names: list[str] = []  # what the tallies hold, without the update's own name
+        self.fed: set[str] = set()  # Keras metrics that its loss_fn returns something for
         self.written: list[Any] = []
 
     def full_name(self, name: str) -> str:
@@ -115,6 +116,7 @@ class TrainStep:
                 tallies = self._apply_or_undo(finite, apply, forward, list(undo))
                 undo += [(trace.written, forward.before), (changed, before)]
             all_tallies.append(tallies)
+        metrics.check_fed(self._state.train_metrics, (name for trace in self._traces for name in trace.fed))
         tallies = tf.concat(all_tallies, 0)
         if self.skip_nonfinite and len(self._traces) > 1:
             tallies = tf.where(finite, tallies, 0.0)  # those of an update that went well count only with the others
@@ -214,6 +216,7 @@ class TrainStep:
                 tape.watch(tensor)
             outputs = trace.update.loss_fn(rows, True)
             tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
+            trace.fed = set(outputs)
             loss = tallies["loss"]
             objective = loss.total
             regularization = _regularization(state.layers_of_update[trace.update.name])
@@ -346,11 +349,14 @@ class EvalStep:
         rows, row_weights = inputs.take_share(batch, layout)
         named: dict[str, metrics.Tally] = {}
         with _writes_undone(state):
+            fed: set[str] = set()
             for update in state.spec.updates:
                 prefix = f"{update.name}/" if update.name else ""
                 outputs = update.loss_fn(rows, False)
                 tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
                 named.update({prefix + name: tally for name, tally in tallies.items()})
+                fed.update(outputs)
+        metrics.check_fed(state.eval_metrics, fed)
         self.names = list(named)
         sums = metrics.flatten(named.values())
         context = tf.distribute.get_replica_context()
@@ -384,25 +390,38 @@ class PredictStep:
     def _forward(self, layout: inputs.Layout, batch: Batch) -> Any:
         rows, _ = inputs.take_share(batch, layout)
         with _writes_undone(self._state):
-            return check_outputs(self._predict_fn(rows))
+            return check_outputs(self._predict_fn(rows), inputs.batch_size(rows))
 
 
-def check_outputs(outputs: Any) -> Any:
+def check_outputs(outputs: Any, batch_size: tf.Tensor | int) -> Any:
     """Checks what `predict_fn` returned, and turns half-precision tensors into float32.
 
+    Args:
+        outputs: any structure of tensors.
+        batch_size: rows of the batch that `predict_fn` was given.
+
     Raises:
-        ValueError: if an output has no leading axis.
+        ValueError: if an output has no leading axis of that size.
     """
     outputs = tf.nest.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs)
-    for output in tf.nest.flatten(outputs):
-        if output.shape.rank == 0:
-            raise ValueError(
-                "predict_fn returned a scalar; distloop needs one row of output per row of input, [B, ...]: "
-                "return the model's outputs without reducing them."
-            )
-    return tf.nest.map_structure(
-        lambda t: tf.cast(t, tf.float32) if t.dtype in (tf.float16, tf.bfloat16) else t, outputs
+    return tf.nest.map_structure(lambda output: _checked_output(output, batch_size), outputs)
+
+
+def _checked_output(output: Any, batch_size: tf.Tensor | int) -> Any:
+    rows = output.shape[0] if output.shape.rank else None
+    static = batch_size if isinstance(batch_size, int) else None
+    wrong = (
+        f"predict_fn returned a tensor of shape {list(output.shape)}; distloop needs one row of output per row of "
+        f"input, [{static or 'B'}, ...]: return the model's outputs without reducing them."
     )
+    if output.shape.rank == 0 or (rows is not None and rows != static):
+        raise ValueError(wrong)
+    if output.dtype in (tf.float16, tf.bfloat16):
+        output = tf.cast(output, tf.float32)
+    if rows is not None:
+        return output
+    with tf.control_dependencies([metrics.require(tf.equal(inputs.batch_size(output), batch_size), wrong)]):
+        return tf.nest.map_structure(tf.identity, output)
 
 
 def tally_outputs(
@@ -421,7 +440,9 @@ def tally_outputs(
             metrics.update_keras_metric(name, keras_metrics[name], value, row_weights)
         else:
             tallies[name] = metrics.weigh(name, value, size, row_weights)
-    return tallies
+    # The update waits for all of them: nothing is applied in a step in which one value fails its checks.
+    with tf.control_dependencies([tally.total for tally in tallies.values()]):
+        return tallies | {"loss": metrics.Tally(tf.identity(tallies["loss"].total), tallies["loss"].weight)}
 
 
 def _regularization(layers: Sequence[Any]) -> tf.Tensor | None:

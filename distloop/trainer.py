@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -50,6 +51,11 @@ class Trainer:
         Raises:
             ValueError: if there are no such devices, or `model_fn` breaks a rule; the message says which.
         """
+        if not callable(model_fn) or isinstance(model_fn, keras.Model):
+            raise ValueError(
+                f"Trainer was given {model_fn!r} as model_fn; it takes a function that makes the model and returns a "
+                "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
+            )
         self.config = config
         cluster.prepare(config)
         self.strategy = cluster.check_strategy(strategy) if strategy is not None else cluster.make_strategy(config)
@@ -114,7 +120,11 @@ class Trainer:
                     f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
                     "set it, as in `action.every = 100`."
                 )
-        sources = {name: Source(data, self.strategy, repeat=False) for name, data in (evals or {}).items()}
+        if not isinstance(evals or {}, Mapping):
+            raise ValueError(
+                f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
+            )
+        sources = {name: self._finite_source(data) for name, data in (evals or {}).items()}
         evaluations = [
             Evaluate(name, functools.partial(self._evaluate, s), settings.eval_every) for name, s in sources.items()
         ]
@@ -156,7 +166,7 @@ class Trainer:
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        source = Source(dataset, self.strategy, repeat=False)
+        source = self._finite_source(dataset)
         self._build(source)
         return self._evaluate(source)
 
@@ -172,7 +182,7 @@ class Trainer:
         Raises:
             ValueError: if there is no `predict_fn`, or outputs of different batches do not fit together.
         """
-        batches = list(self.stream_predictions(dataset))
+        batches = list(self._stream(self._finite_source(dataset)))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
@@ -195,8 +205,10 @@ class Trainer:
         Raises:
             ValueError: if there is no `predict_fn`.
         """
+        return self._stream(Source(dataset, self.strategy, repeat=False))
+
+    def _stream(self, source: Source) -> Iterator[Any]:
         predict_fn = self._predict_fn()
-        source = Source(dataset, self.strategy, repeat=False)
         self._build(source)
         if self._predict_loop is None:
             self._predict_loop = PredictLoop(self.state, PredictStep(self.state, predict_fn))
@@ -232,12 +244,27 @@ class Trainer:
     def _until(self, source: Source, steps: int | None, epochs: int | None) -> int:
         if steps is None and epochs is None:
             steps, epochs = self.config.steps, self.config.epochs
+
+        def is_whole(value: Any) -> bool:
+            return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+        for name, value in (("steps", steps), ("epochs", epochs)):
+            if value is not None and not (is_whole(value) and value >= 0):
+                raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
         if bool(steps) == bool(epochs):
             raise ValueError(
                 f"fit was given steps={steps} and epochs={epochs}; it needs exactly one of them: give fit(steps=...), "
                 "fit(epochs=...), or set one in the config."
             )
         return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
+
+    def _finite_source(self, data: Data) -> Source:
+        source = Source(data, self.strategy, repeat=False)
+        if source.is_endless:
+            raise ValueError(
+                "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
+            )
+        return source
 
     def _build(self, source: Source) -> None:
         self._element_spec = source.element_spec
@@ -252,9 +279,18 @@ class Trainer:
 
     def _make_writers(self, until: int, evals: Sequence[str]) -> list[Any]:
         writers: list[Any] = [Console(until, self.step, evals=evals)]
-        if self.config.workdir:
-            writers.append(SummaryWriter(os.path.join(self.config.workdir, "summaries"), evals))
-            writers.append(JsonWriter(os.path.join(self.config.workdir, "metrics.jsonl")))
+        workdir = self.config.workdir
+        if workdir:
+            try:
+                summaries = os.path.join(workdir, "summaries")
+                os.makedirs(summaries, exist_ok=True)
+                writers.append(SummaryWriter(summaries, evals))
+                writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl")))
+            except OSError as error:
+                raise ValueError(
+                    f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "
+                    "in the way, or give another directory."
+                ) from error
         return writers
 
     def _describe(self) -> str:

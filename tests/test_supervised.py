@@ -1,4 +1,4 @@
-"""The bridge from Keras's compile: the weights and numbers that fit and evaluate give, and what cannot be taken over."""
+"""The bridge from Keras's compile: weights and numbers as fit and evaluate give them, and what is refused."""
 
 import keras
 import numpy as np
