@@ -111,7 +111,9 @@ class StopEarly:
             ValueError: if the run ends and nothing of that name was ever measured.
         """
         if self.metric not in report.metrics:
-            if report.step >= report.until:
+            # A run that another action ends between two evaluations never measured it, and that is no mistake.
+            could_be_there = "/" not in self.metric or any("/" in name for name in report.metrics)
+            if report.step >= report.until and self.best == math.inf and could_be_there:
                 raise ValueError(
                     f"StopEarly was given the metric {self.metric!r}; there are {sorted(report.metrics)}: "
                     "name one of them."
@@ -124,10 +126,9 @@ class StopEarly:
             return
         self.waited += 1
         if self.waited >= self.patience:
-            raise StopTraining(
-                f"{self.metric} was no better than {abs(self.best) if self.mode == 'max' else self.best:.6g} "
-                f"for {self.waited} measurements"
-            )
+            best = self.best if self.mode == "min" else -self.best
+            times = "measurement" if self.waited == 1 else "measurements"
+            raise StopTraining(f"{self.metric} was no better than {best:.6g} for {self.waited} {times}")
 
 
 class Write:

@@ -29,7 +29,8 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
     Raises:
         ValueError: if two entries of a batch would get the same name, or something that is no SavedModel is in the way.
     """
-    if os.path.exists(path) and os.listdir(path) and not os.path.exists(os.path.join(path, "saved_model.pb")):
+    is_free = not os.path.exists(path) or (os.path.isdir(path) and not os.listdir(path))
+    if not is_free and not os.path.exists(os.path.join(path, "saved_model.pb")):
         raise ValueError(f"{path!r} holds something that is no SavedModel; give a path that is free, or remove it.")
     specs = _named_specs(element_spec)
     read = _entries_read(predict_fn, element_spec, specs)

@@ -158,18 +158,18 @@ class Source:
 
 def next_batch(iterator: Any, layout: Layout) -> Batch:
     """Takes a batch; in a `tf.function`, outside `strategy.run`."""
-    if layout.is_split:
+    spec = iterator.element_spec
+    leaves = tf.nest.flatten(spec)
+    if layout.is_split or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
         return _as_batch(next(iterator), layout)
     # `next` hands over to another thread and back, 40 us of a small step; this waits where it is. The pipeline has
     # threads of its own (`_own_threads`), so that it is never the pipeline that waits for this one.
-    spec = iterator.element_spec
-    leaves = tf.nest.flatten(spec, expand_composites=True)
     tensors = tf.raw_ops.IteratorGetNextSync(
         iterator=iterator._iterator_resource,
         output_types=[leaf.dtype for leaf in leaves],
         output_shapes=[leaf.shape for leaf in leaves],
     )
-    return _as_batch(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), layout)
+    return _as_batch(tf.nest.pack_sequence_as(spec, tensors), layout)
 
 
 def next_batch_if_any(iterator: Any, layout: Layout) -> tuple[tf.Tensor, Callable[[], Batch]]:
@@ -302,8 +302,8 @@ def explain(error: tf.errors.OpError) -> ValueError | None:
         line = next(line for line in message.splitlines() if "`generator` yielded" in line)
         what = line[line.index("`generator` yielded") :].rstrip(". ").replace(". The", "; the")[:300]
         return ValueError(
-            f"A batch differs from those before it: {what}; every batch has the same structure, dtypes and number of "
-            "axes: correct the generator or its output_signature."
+            f"A batch differs from those before it: {what}; every batch has the same structure, dtypes and number "
+            "of axes: correct the generator or its output_signature."
         )
     if USER_ERROR in message:
         text = message.split(USER_ERROR)[1]
@@ -362,6 +362,11 @@ def _require_batched(element_spec: Any) -> None:
     if not specs:
         raise ValueError("The dataset's elements hold no tensor; distloop needs batches of tensors, [B, ...].")
     for spec in specs:
+        if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)):
+            raise ValueError(
+                f"The dataset gives {spec!r}, such as None; distloop takes dense and ragged tensors, [B, ...]: leave "
+                "the entry out with Dataset.map."
+            )
         if isinstance(spec, tf.SparseTensorSpec):
             raise ValueError(
                 f"The dataset gives a sparse tensor ({spec}); rows of it cannot be shared out: "

@@ -72,19 +72,13 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
         ValueError: if the value is not per example, or its weights do not fit it.
     """
     values, weights = value if isinstance(value, Weighted) else (value, None)
+    values = values if isinstance(values, tf.RaggedTensor) else tf.convert_to_tensor(values)
+    values = _require_per_example(name, values, batch_size)
     if isinstance(values, tf.RaggedTensor):
         values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
-    else:
-        values = _require_per_example(name, tf.convert_to_tensor(values), batch_size)
     values = tf.cast(values, tf.float32)  # [B, ...]
     if weights is not None:
-        weights = tf.cast(tf.convert_to_tensor(weights), tf.float32)
-        if weights.shape.rank == 0 or weights.shape.rank > values.shape.rank:
-            raise ValueError(
-                f'loss_fn returned "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)}; '
-                "distloop needs one weight per example, [B], or per value: give weights that match the leading axes."
-            )
-        weights = _spread(weights, values)
+        weights = _spread(_require_fitting(name, tf.cast(tf.convert_to_tensor(weights), tf.float32), values), values)
     if row_weights is not None:
         rows = _spread(row_weights, values)
         weights = rows if weights is None else weights * rows
@@ -182,24 +176,46 @@ def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
         )
 
 
-def _require_per_example(name: str, values: tf.Tensor, batch_size: tf.Tensor | int) -> tf.Tensor:
+def _require_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> Any:
     """Refuses values without a leading axis of B; checks in the step what tracing cannot know."""
     static = batch_size if isinstance(batch_size, int) else None
+    rows = values.shape[0] if values.shape.rank else None
     # Where B is unknown while tracing, an axis that is known cannot be B.
-    if values.shape.rank == 0 or (values.shape.rank and values.shape[0] is not None and values.shape[0] != static):
+    if values.shape.rank == 0 or (rows is not None and rows != static):
         of_batch = "B" if static is None else static
         raise ValueError(
             f'loss_fn returned "{name}" of shape {list(values.shape)}; distloop needs one value per example, '
             f"[{of_batch}] or [{of_batch}, ...]: drop the reduce_mean, the division is done here."
         )
-    if values.shape.rank and values.shape[0] is not None:
+    if rows is not None:
         return values
     wrong = (
-        f'loss_fn returned "{name}" with another number of rows than its batch; distloop needs one value per '
-        "example, [B] or [B, ...]: keep the batch as the first axis."
+        f'loss_fn returned "{name}" with another number of rows than its batch; distloop needs one value per example, '
+        "[B] or [B, ...]: keep the batch as the first axis."
     )
-    with tf.control_dependencies([require(tf.equal(tf.shape(values)[0], batch_size), wrong)]):
-        return tf.identity(values)
+    found = values.nrows(tf.int32) if isinstance(values, tf.RaggedTensor) else tf.shape(values)[0]
+    with tf.control_dependencies([require(tf.equal(found, batch_size), wrong)]):
+        return tf.nest.map_structure(tf.identity, values)
+
+
+def _require_fitting(name: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Refuses weights that do not match the leading axes of the values."""
+    rank = weights.shape.rank
+    wrong = (
+        f'loss_fn returned "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)}; '
+        "distloop needs one weight per example, [B], or per value: give weights that match the leading axes."
+    )
+    if rank == 0 or rank > values.shape.rank:
+        raise ValueError(wrong)
+    pairs = list(zip(weights.shape, values.shape[:rank], strict=True))
+    if any(None not in (w, v) and w != v and (w != 1 or axis == 0) for axis, (w, v) in enumerate(pairs)):
+        raise ValueError(wrong)
+    if all(None not in pair for pair in pairs):
+        return weights
+    found, expected = tf.shape(weights), tf.shape(values)[:rank]
+    fits = tf.reduce_all(tf.equal(found, expected) | (tf.equal(found, 1) & (tf.range(rank) > 0)))
+    with tf.control_dependencies([require(fits, wrong)]):
+        return tf.identity(weights)
 
 
 def _spread(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

@@ -6,7 +6,8 @@
 It does not know how a step goes. Keras's reductions are not used: values stay per example, and are divided once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -58,6 +59,12 @@ def supervised(
         x, y, *rest = batch
         outputs = _by_name(model(x, training=training), names, "outputs")
         targets = _by_name(y, list(outputs), "targets")
+        needed = [name for name in outputs if _spread(loss, list(outputs)).get(name) is not None]
+        if missing := [name for name in needed if name not in targets]:
+            raise ValueError(
+                f"The targets {list(targets)} were given, but none for the outputs {missing}, which have a loss: give "
+                "one for each, by the output's name."
+            )
         weights = _spread(rest[0] if rest else None, list(outputs))
         losses = _spread(loss, list(outputs))
         factors = _spread(loss_weights, list(outputs))
@@ -152,7 +159,14 @@ class _Measure:
         if isinstance(measure, str):
             measure = _by_shapes(measure, target, output)
         fn = _mean_fn(measure) or measure
-        return _weigh(fn(target, output), weight)
+        return _weigh(fn(*_same_rank(target, output)), weight)
+
+
+def _same_rank(target: tf.Tensor, output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Gives labels [B] of outputs [B, 1] a last axis, as Keras does."""
+    if target.shape.rank + 1 == output.shape.rank and output.shape[-1] == 1:
+        return target[..., tf.newaxis], output
+    return target, output
 
 
 def _mean_fn(metric: Any) -> Callable[[Any, Any], Any] | None:
@@ -193,7 +207,7 @@ def _loss_values(loss: Any, target: Any, output: Any) -> Any:
             )
         values = loss.call(tf.cast(target, loss.dtype), tf.cast(output, loss.dtype))
     else:
-        values = loss(tf.cast(target, tf.float32), tf.cast(output, tf.float32))
+        values = loss(*_same_rank(tf.cast(target, tf.float32), tf.cast(output, tf.float32)))
     return values if mask is None else weighted(values, tf.cast(mask, tf.float32))
 
 
@@ -241,9 +255,9 @@ def _by_name(structure: Any, names: Sequence[str], what: str) -> dict[str, Any]:
         return dict(structure)
     if not isinstance(structure, (list, tuple)):
         return {(names or ["output"])[0]: structure}
-    names = names if len(names) == len(structure) else [f"output_{i}" for i in range(len(structure))]
     if what == "targets" and len(names) != len(structure):
         raise ValueError(f"{len(structure)} targets were given for {len(names)} outputs: give one for each.")
+    names = names if len(names) == len(structure) else [f"output_{i}" for i in range(len(structure))]
     return dict(zip(names, structure, strict=True))
 
 
@@ -300,16 +314,28 @@ def _require_compiled(model: keras.Model) -> None:
 
 def _rebuilt(model: keras.Model) -> keras.Model:
     try:
-        copy = keras.models.clone_model(model)
+        with _uncompiled(model):  # else Keras would rebuild losses and metrics, too, and knows no function by name
+            copy = keras.models.clone_model(model)
         if not copy.built:
             copy.build(model.input_shape if hasattr(model, "input_shape") else None)
         copy.set_weights(model.get_weights())
     except Exception as error:
+        first_line = str(error).partition("\n")[0].rstrip(" .:")
         raise ValueError(
-            f"The model {model.name!r} cannot be rebuilt from its config ({error}): give from_keras a function that "
-            "builds and compiles it."
+            f"The model {model.name!r} cannot be rebuilt from its config ({first_line}): give from_keras a function "
+            "that builds and compiles it."
         ) from error
     return copy
+
+
+@contextlib.contextmanager
+def _uncompiled(model: keras.Model) -> Iterator[None]:
+    """Takes a model for one that was never compiled."""
+    model.compiled = False
+    try:
+        yield
+    finally:
+        model.compiled = True
 
 
 def _rebuilt_optimizer(compiled: keras.Model, model: keras.Model) -> keras.optimizers.Optimizer:

@@ -98,7 +98,7 @@ def test_stopping_gives_the_reason_and_still_calls_those_after_it_as_at_the_end(
     )
     assert reason == "enough"
     assert metrics == {"a": 1.0, "b": 2.0}
-    assert [r.until for r in seen] == [10]
+    assert len(seen) == 1
 
 
 def test_the_first_reason_to_stop_counts():

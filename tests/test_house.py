@@ -27,7 +27,7 @@ LAYERS = {
     "state": 2,
     "step": 3,
     "supervised": 3,
-    "export": 3,
+    "export": 4,
     "actions": 4,
     "loop": 5,
     "trainer": 6,

@@ -424,7 +424,7 @@ X = tf.TensorSpec([None, 2])
 def test_a_generator_that_changes_its_batches_is_explained(second, mark):
     error = explained(generated([{"x": np.zeros([3, 2])}, second], x=X))
     assert isinstance(error, ValueError)
-    assert str(error).startswith("A batch differs from those before it (")
+    assert str(error).startswith("A batch differs from those before it: ")
     assert mark in str(error)
     assert str(error).endswith("correct the generator or its output_signature.")
 

@@ -487,6 +487,15 @@ def test_a_model_that_cannot_be_rebuilt_is_refused():
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_with_a_train_step_of_its_own_is_refused():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {"loss": 0.0}
+
+    with pytest.raises(ValueError, match="train_step"):
+        distloop.Trainer(distloop.from_keras(compiled(Own([keras.Input((6,)), keras.layers.Dense(2)]))), on(1))
+
+
 def test_settings_of_a_compiled_optimizer_that_belong_to_distloop_are_refused():
     model = compiled(net(), optimizer=keras.optimizers.SGD(clipnorm=1.0))
     with pytest.raises(ValueError, match="has clipnorm=1.0"):
@@ -526,6 +535,26 @@ def test_a_list_of_targets_that_misses_an_output_is_refused():
     data = tf.data.Dataset.from_tensor_slices((X, (Y,))).batch(8)
     with pytest.raises(ValueError, match="1 targets were given for 2 outputs"):
         fit(list(LOSSES.values()), data, lambda: two_outputs(list))
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_weights_of_their_own_for_several_outputs_are_refused(names):
+    weight = {name: np.roll(SAMPLE_WEIGHT, place) for place, name in enumerate(names)}
+    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL}, weight)).batch(8)
+    with pytest.raises(ValueError, match="several outputs .* weights .*: write a ModelSpec"):
+        fit(LOSSES, data, two_outputs)
+
+
+@REPLICAS
+def test_weights_that_several_outputs_share_divide_by_their_sum(replicas):
+    model = compiled(two_outputs(), LOSSES)
+    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL}, SAMPLE_WEIGHT)).batch(7)
+    found = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(data)
+    output = model.predict(X, verbose=0)
+    a, b = np.mean((output["a"] - Y) ** 2, -1), -np.log(output["b"][np.arange(32), LABEL])
+    assert found["a_loss"] == pytest.approx(np.average(a, weights=SAMPLE_WEIGHT), rel=1e-5)
+    assert found["b_loss"] == pytest.approx(np.average(b, weights=SAMPLE_WEIGHT), rel=1e-5)
+    assert found["loss"] == pytest.approx(np.average(a + b, weights=SAMPLE_WEIGHT), rel=1e-5)
 
 
 def test_masks_in_a_model_with_several_outputs_are_refused():
