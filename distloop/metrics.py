@@ -171,8 +171,8 @@ def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
     """
     if unfed := sorted(set(keras_metrics) - set(fed)):
         raise ValueError(
-            f"ModelSpec(metrics=...) holds {unfed}, for which no loss_fn returned anything; distloop needs the tuple of "
-            "arguments for update_state under each name: return it, or leave the metric out."
+            f"ModelSpec(metrics=...) holds {unfed}, for which no loss_fn returned anything; distloop needs the tuple "
+            "of arguments for update_state under each name: return it, or leave the metric out."
         )
 
 

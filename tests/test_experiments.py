@@ -1,0 +1,93 @@
+"""Every experiment, run for a few steps as a user runs it, and the program that the project promises to run."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+EXPERIMENTS = {
+    "digits": ("test accuracy", ["--batch_size=100"]),
+    "gan": ("mean image off by", []),
+    "regression": ("test r2", []),
+}
+
+
+def run(*arguments, cwd=None):
+    result = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=cwd, env={**os.environ}
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_experiment_runs(name, replicas, tmp_path):
+    says, flags = EXPERIMENTS[name]
+    flags = [f"--workdir={tmp_path}", "--device=cpu", f"--num_devices={replicas}", "--steps=6", "--log_every=3", *flags]
+    assert says in run("-m", f"experiments.{name}", *flags)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 6]
+
+
+@pytest.mark.slow
+def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
+    out = run("-m", "experiments.digits", f"--workdir={tmp_path}", "--device=cpu", "--num_devices=2")
+    assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
+
+
+PROGRAM = '''
+"""Digits with a small convnet."""
+import keras
+from absl import app, flags
+import distloop
+from experiments import datasets
+
+distloop.define_flags(steps=2_000, batch_size=256, eval_every=500)      # every Config field is a flag; new defaults
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Adam's step size.")
+
+def model_fn():                                        # called once, inside the strategy's scope
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Conv2D(32, 3, activation="relu"),
+                              keras.layers.Flatten(), keras.layers.Dense(10)])
+    def loss_fn(batch, training):                      # runs on each replica, on its share of the batch
+        logits = model(batch["image"], training=training)                                       # [B, 10]
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True),  # [B]
+                "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits)}                  # [B]
+    return distloop.ModelSpec(model, keras.optimizers.AdamW(LEARNING_RATE.value), loss_fn,
+                              predict_fn=lambda batch: model(batch["image"], training=False))
+
+def main(_):
+    config = distloop.Config.from_flags()
+    trainer = distloop.Trainer(model_fn, config)
+    trainer.fit(datasets.digits("train", config.batch_size), evals={"test": datasets.digits("test", config.batch_size)})
+    print(trainer.evaluate(datasets.digits("test", config.batch_size)))     # {"loss": 0.0.., "accuracy": 0.98..}
+    logits = trainer.predict(datasets.digits("test", config.batch_size))    # np.ndarray [N, 10], in dataset order
+    assert logits.shape == (360, 10)
+    trainer.export(EXPORT)                                    # a SavedModel; loads without distloop
+
+if __name__ == "__main__":
+    app.run(main)
+'''
+
+
+@pytest.mark.slow
+def test_the_promised_program_runs_as_written(tmp_path):
+    export = tmp_path / "export"
+    (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    os.environ["PYTHONPATH"] = root
+    out = run(
+        tmp_path / "promised.py", f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", cwd=tmp_path
+    )
+    assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95
+    loads = f"""
+        import sys, numpy as np, tensorflow as tf
+        served = tf.saved_model.load({str(export)!r}).signatures["serving_default"]
+        print(served(image=tf.zeros([3, 8, 8, 1]))["output"].shape, "distloop" in sys.modules)
+    """
+    assert run("-c", textwrap.dedent(loads), cwd=tmp_path).split("\n")[0] == "(3, 10) False"
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "flags.txt", "metrics.jsonl", "summaries"]
