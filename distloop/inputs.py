@@ -119,8 +119,12 @@ class Source:
             )
         raise ValueError(_EMPTY)
 
-    def before_end_of_pass(self) -> int | None:
-        """How many batches may be taken in one loop: what TensorFlow has split cannot be repeated within one."""
+    def start_loop(self) -> int | None:
+        """Makes ready for a loop: what TensorFlow has split cannot be repeated within one, and starts again here.
+
+        Returns:
+            How many batches the loop may take at most; None: any number.
+        """
         if not self.layout.is_split:
             return None
         length = _cardinality(self._dataset)
@@ -220,6 +224,12 @@ def take_share(
     share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
     weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
     return share_rows, weights
+
+
+def share_size(batch: Batch, layout: Layout) -> tf.Tensor | int:
+    """Counts the rows of this replica's share that are no padding; in a replica's context."""
+    rows, weights = take_share(batch, layout)
+    return batch_size(rows) if weights is None else tf.reduce_sum(weights)
 
 
 def batch_size(rows: Any) -> tf.Tensor | int:

@@ -63,7 +63,7 @@ class TrainLoop:
         self._reset_keras_metrics()
         while step < until:
             boundary = schedule.next_boundary(step, until, [log_every, *(a.every for a in to_do)], steps_per_loop)
-            left = source.before_end_of_pass()
+            left = source.start_loop()
             count = boundary - step if left is None else min(boundary - step, left)
             result = self._run_steps(source, count)
             window.add(result)

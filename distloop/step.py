@@ -177,17 +177,19 @@ class TrainStep:
             segments, tallies = self._sum_over_microbatches(trace, microbatch)
         trace.written = [v for v in candidates if id(v) in written]
         after = {id(v): tf.identity(v) for v in trace.written}
-        # A statistic's mean over the replicas is weighted with their share of the batch, as every other value.
         drifting = self._drifting(trace.written) if self._strategy.num_replicas_in_sync > 1 else []
-        statistics = [tf.reshape(tf.cast(after[id(v)], tf.float32) * tallies[1], [-1]) for v in drifting]
-        extras = tf.concat([tallies, *statistics], 0) if statistics else tallies
+        extras = tallies
+        if drifting:
+            # A statistic's mean over the replicas is weighted with their rows, and divided once, as every other value.
+            share = tf.cast(inputs.share_size(batch, layout), tf.float32)
+            statistics = [tf.reshape(tf.cast(after[id(v)], tf.float32) * share, [-1]) for v in drifting]
+            extras = tf.concat([tallies, [share], *statistics], 0)
         segments, extras = trace.packing.all_reduce(segments, extras)
-        if statistics:
-            tallies, *sums = tf.split(extras, [2 * len(trace.names), *(s.shape[0] for s in statistics)])
+        tallies = extras[: 2 * len(trace.names)]
+        if drifting:
+            share, *sums = tf.split(extras[2 * len(trace.names) :], [1, *(s.shape[0] for s in statistics)])
             for v, total in zip(drifting, sums, strict=True):
-                after[id(v)] = tf.cast(tf.reshape(tf.math.divide_no_nan(total, tallies[1]), v.shape), v.dtype)
-        else:
-            tallies = extras
+                after[id(v)] = tf.cast(tf.reshape(tf.math.divide_no_nan(total, share), v.shape), v.dtype)
         squares, norm, scale = gradients.norm_and_scale(segments, tallies[1], self._clip_norm)
         finite = tf.math.is_finite(norm + tallies[0])
         return _Forward(
@@ -251,16 +253,13 @@ class TrainStep:
 
         packing = trace.packing
         segments = [tf.zeros(s, dtype) for s, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
+        # How many tallies there are is known once the body was traced: until then one zero stands for all.
         shapes = (tf.TensorShape([]), packing.shapes, tf.TensorShape([None]))
         try:
             _, segments, tallies = tf.while_loop(
                 lambda index, *_: index < self._microbatches,
                 body,
-                (
-                    tf.constant(0),
-                    segments,
-                    tf.zeros([1]),
-                ),  # one zero spreads over the tallies, once the body was traced
+                (tf.constant(0), segments, tf.zeros([1])),
                 shape_invariants=shapes,
                 parallel_iterations=1,
             )
@@ -317,8 +316,8 @@ class TrainStep:
                         )
 
     def _changed_by(self, trace: _UpdateTrace) -> list[Any]:
-        average = self._state.average
         """Lists what applying an update changes, beside what the forward pass wrote."""
+        average = self._state.average
         variables = [*trace.variables, *trace.update.optimizer.variables]
         return variables + (list(average.variables) if average is not None else [])
 

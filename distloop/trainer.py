@@ -294,10 +294,9 @@ class Trainer:
         return writers
 
     def _describe(self) -> str:
-        replicas = self.strategy.num_replicas_in_sync
         parts = [cluster.describe(self.strategy), self.config.precision, f"{self.state.num_parameters():,} parameters"]
         if self.config.microbatches > 1:
-            parts.append(f"{self.config.microbatches} microbatches on each" if replicas > 1 else "microbatches")
+            parts.append(f"{self.config.microbatches} microbatches")
         if self.config.workdir:
             parts.append(f"tensorboard --logdir {self.config.workdir}")
         return "distloop: " + ", ".join(parts)

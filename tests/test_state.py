@@ -508,7 +508,5 @@ def test_a_metric_that_cannot_be_made_again_is_refused():
 
 
 def test_what_is_no_metric_is_refused():
-    with pytest.raises(
-        ValueError, match=r'holds a function under "f1"; it takes .*: return means'
-    ):
+    with pytest.raises(ValueError, match=r'holds a function under "f1"; it takes .*: return means'):
         spec_of(two_layers(), metrics={"f1": keras.metrics.binary_accuracy})
