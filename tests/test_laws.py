@@ -10,6 +10,11 @@ from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
 
 
+def fast(chosen, *others):
+    """Parameters of which the first runs in `make check` too, the others in `make test` alone."""
+    return [chosen, *(pytest.param(*(o if isinstance(o, tuple) else (o,)), marks=pytest.mark.slow) for o in others)]
+
+
 def train(model_fn, config, dataset, steps=12, **arguments):
     trainer = distloop.Trainer(model_fn, config)
     trainer.fit(dataset, steps=steps, **arguments)
@@ -35,7 +40,7 @@ REPLICA_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", REPLICA_CASES)
+@pytest.mark.parametrize("case", fast("all together", *(name for name in REPLICA_CASES if name != "all together")))
 def test_any_number_of_replicas_trains_to_the_same_weights(case):
     settings = dict(REPLICA_CASES[case])
     data = batches(settings.pop("size"), settings.pop("rows", 67))
@@ -71,7 +76,7 @@ def test_one_replica_trains_as_a_loop_written_by_hand():
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", fast(3, 2, 4))
 def test_two_updates_train_the_same_on_any_number_of_replicas(replicas):
     data = batches(10, 23)
     expected = weights(train(two_updates, on(1), data))
@@ -103,7 +108,7 @@ def two_updates():
     )
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", fast(2, 1, 4))
 def test_rows_of_nested_ragged_data_train_the_same(replicas):
     rows = [[1], [2, 3], [], [4, 1, 1], [2], [3, 3, 3, 3], [1, 2]]
     data = tf.data.Dataset.from_tensor_slices(
@@ -136,7 +141,7 @@ def test_rows_of_nested_ragged_data_train_the_same(replicas):
     assert_close(weights(trainer), expected)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", fast(2, 3))
 def test_a_distributed_dataset_trains_the_same(replicas):
     data = tf.data.Dataset.from_tensor_slices(classification(30)).batch(8)
     expected = weights(train(classifier(), on(1), data, steps=9))
@@ -153,8 +158,8 @@ def test_a_distributed_dataset_trains_the_same(replicas):
 # microbatches -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("microbatches", [2, 3, 5])
+@pytest.mark.parametrize("replicas", fast(2, 1, 3))
+@pytest.mark.parametrize("microbatches", fast(3, 2, 5))
 def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microbatches):
     model_fn = classifier(is_weighted=True, l2=0.1)
     data = batches(16)
@@ -162,7 +167,7 @@ def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microba
     assert_close(weights(train(model_fn, on(replicas, microbatches=microbatches), data)), expected)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", fast(4, 1))
 def test_a_step_has_one_reduction(microbatches):
     trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
     run = trainer._train_loop._run
@@ -208,9 +213,9 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas):
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-@pytest.mark.parametrize("row", [0, 3, 7])
-@pytest.mark.parametrize("replicas,microbatches", [(1, 1), (1, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize("value", fast(np.nan, np.inf))
+@pytest.mark.parametrize("row", fast(7, 0, 3))
+@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 1), (1, 4), (4, 2)))
 def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, replicas, microbatches):
     rows = classification(16)
     rows["x"][8 + row, 0] = value  # in the second batch
@@ -231,8 +236,8 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
     assert all(np.isfinite(value).all() for value in everything(trainer).values())
 
 
-@pytest.mark.parametrize("culprit", ["first", "second"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("culprit", fast("second", "first"))
+@pytest.mark.parametrize("replicas", fast(2, 1))
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
     def model_fn():
         a, b = (
@@ -278,6 +283,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_how_a_run_is_cut_changes_no_bit(replicas):
     def run(**cut):
@@ -299,7 +305,7 @@ def test_how_a_run_is_cut_changes_no_bit(replicas):
         assert_equal(run(**cut), expected)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", fast(3, 1))
 def test_a_run_with_odd_batches_traces_its_step_once(replicas):
     traces = []
     trainer = distloop.Trainer(classifier(on_trace=traces.append), on(replicas, log_every=3, eval_every=4))
@@ -401,8 +407,8 @@ def test_replicas_draw_different_dropout_masks():
 # evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 5, 16, 100])
+@pytest.mark.parametrize("replicas", fast(3, 1, 2, 4))
+@pytest.mark.parametrize("size", fast(5, 1, 16, 100))
 def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, size):
     rows = classification(67)
     trainer = distloop.Trainer(classifier(is_weighted=True, metrics=True), on(replicas))
@@ -465,8 +471,8 @@ def test_evaluation_uses_the_average_and_training_does_not():
 # prediction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 3, 16, 100])
+@pytest.mark.parametrize("replicas", fast(3, 1, 2, 4))
+@pytest.mark.parametrize("size", fast(3, 1, 16, 100))
 def test_predictions_come_in_dataset_order_each_row_once(replicas, size):
     rows = classification(67)
 
