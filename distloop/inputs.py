@@ -329,9 +329,9 @@ def _check_rows(rows: Any) -> Any:
         f"A batch's entries differ in their number of rows; tensors of shapes "
         f"{[list(entry.shape) for entry in entries]} share their first axis: batch them together."
     )
-    checks = [require(tf.equal(batch_size(entry), size), wrong) for entry in entries[1:]]
-    with tf.control_dependencies(checks):
-        return tf.nest.map_structure(tf.identity, rows)
+    for entry in entries[1:]:
+        require(tf.equal(batch_size(entry), size), wrong)
+    return rows
 
 
 def _pad(rows: Any, least: int) -> Batch:

@@ -108,7 +108,7 @@ class TrainLoop:
     def _steps(self, iterator: Any, layout: Layout, count: tf.Tensor) -> dict[str, Any]:
         """Runs `count` steps, or up to the first one that is not finite and not to be skipped."""
 
-        def body(done: tf.Tensor, finite: tf.Tensor, skipped: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
+        def body(done: tf.Tensor, finite: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
             with tf.control_dependencies([start]), tf.device(HOST):
                 batch = inputs.next_batch(iterator, layout)
@@ -118,25 +118,25 @@ class TrainLoop:
             with tf.device(HOST):
                 examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)
                 sums += tf.concat([tf.cast(outcome.tallies, tf.float64), [examples, waited]], 0)
+                # Counted as it is done: a later step whose data fails takes the whole loop's results with it.
+                with tf.control_dependencies([outcome.finite]):
+                    self._state.step.assign_add(1)
                 if self._step.skip_nonfinite:
                     # The loop's end does not hang on the outcome, so that the next step may start before this one ends.
-                    skipped += tf.cast(~outcome.finite, tf.int64)
+                    self._state.skipped_steps.assign_add(tf.cast(~outcome.finite, tf.int64))
                 else:
                     finite = outcome.finite
-            return done + 1, finite, skipped, sums, outcome.diagnosis
+            return done + 1, finite, sums, outcome.diagnosis
 
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
             none = tf.zeros([1], tf.float64)
-            zero = tf.constant(0, tf.int64)
-            done, finite, skipped, sums, diagnosis = tf.while_loop(
+            done, finite, sums, diagnosis = tf.while_loop(
                 lambda done, finite, *_: (done < count) & finite,
                 body,
-                (zero, tf.constant(True), zero, none, tf.zeros([0])),
-                shape_invariants=(_SCALAR, _SCALAR, _SCALAR, _VECTOR, _VECTOR),
+                (tf.constant(0, tf.int64), tf.constant(True), none, tf.zeros([0])),
+                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
-            self._state.step.assign_add(done)
-            self._state.skipped_steps.assign_add(skipped)
         return {
             "steps": done,
             "finite": finite,

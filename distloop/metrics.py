@@ -23,9 +23,15 @@ RESERVED_NAMES = frozenset(
 USER_ERROR = "distloop: "
 
 
-def require(condition: tf.Tensor, message: str) -> tf.Operation:
-    """Makes an operation that fails with a message for users, for what tracing cannot know."""
-    return tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])
+def require(condition: tf.Tensor, message: str) -> tf.Tensor:
+    """Makes the step fail with a message for users if a condition does not hold, for what tracing cannot know.
+
+    Returns:
+        The condition. What must not happen after a failure depends on it as data: TensorFlow's graph optimizer may drop
+        a control dependency.
+    """
+    tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])
+    return condition
 
 
 class Weighted(NamedTuple):
@@ -40,6 +46,7 @@ class Tally(NamedTuple):
 
     total: tf.Tensor  # []: sum(w * v)
     weight: tf.Tensor  # []: sum(w)
+    checks: tuple[tf.Tensor, ...] = ()  # []: what must be true of the values' shapes and only the running step can know
 
 
 def weighted(values: Any, weights: Any) -> Weighted:
@@ -73,20 +80,22 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     """
     values, weights = value if isinstance(value, Weighted) else (value, None)
     values = values if isinstance(values, tf.RaggedTensor) else tf.convert_to_tensor(values)
-    values = _require_per_example(name, values, batch_size)
+    checks = _check_per_example(name, values, batch_size)
     if isinstance(values, tf.RaggedTensor):
         values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
     values = tf.cast(values, tf.float32)  # [B, ...]
     if weights is not None:
-        weights = _spread(_require_fitting(name, tf.cast(tf.convert_to_tensor(weights), tf.float32), values), values)
+        weights = tf.cast(tf.convert_to_tensor(weights), tf.float32)
+        checks += _check_weights(name, weights, values)
+        weights = _spread(weights, values)
     if row_weights is not None:
         rows = _spread(row_weights, values)
         weights = rows if weights is None else weights * rows
     if weights is None:
-        return Tally(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32))
+        return Tally(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32), checks)
     weights = tf.broadcast_to(weights, tf.shape(values))
     # A row of weight 0 takes no part, even if its value is NaN.
-    return Tally(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights))
+    return Tally(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights), checks)
 
 
 def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any, row_weights: tf.Tensor | None) -> None:
@@ -113,7 +122,7 @@ def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any,
 
 def flatten(tallies: Iterable[Tally]) -> tf.Tensor:
     """Lays tallies out in one vector, `[2 * M]`: a total, its weight, the next total, ..."""
-    return tf.stack([side for tally in tallies for side in tally])
+    return tf.stack([side for tally in tallies for side in (tally.total, tally.weight)])
 
 
 def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
@@ -176,8 +185,8 @@ def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
         )
 
 
-def _require_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> Any:
-    """Refuses values without a leading axis of B; checks in the step what tracing cannot know."""
+def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    """Refuses values without a leading axis of B; gives a check where tracing cannot know."""
     static = batch_size if isinstance(batch_size, int) else None
     rows = values.shape[0] if values.shape.rank else None
     # Where B is unknown while tracing, an axis that is known cannot be B.
@@ -188,18 +197,17 @@ def _require_per_example(name: str, values: Any, batch_size: tf.Tensor | int) ->
             f"[{of_batch}] or [{of_batch}, ...]: drop the reduce_mean, the division is done here."
         )
     if rows is not None:
-        return values
+        return ()
     wrong = (
         f'loss_fn returned "{name}" with another number of rows than its batch; distloop needs one value per example, '
         "[B] or [B, ...]: keep the batch as the first axis."
     )
     found = values.nrows(tf.int32) if isinstance(values, tf.RaggedTensor) else tf.shape(values)[0]
-    with tf.control_dependencies([require(tf.equal(found, batch_size), wrong)]):
-        return tf.nest.map_structure(tf.identity, values)
+    return (require(tf.equal(found, batch_size), wrong),)
 
 
-def _require_fitting(name: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Refuses weights that do not match the leading axes of the values."""
+def _check_weights(name: str, weights: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Refuses weights that do not match the leading axes of the values; gives a check where tracing cannot know."""
     rank = weights.shape.rank
     wrong = (
         f'loss_fn returned "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)}; '
@@ -211,11 +219,10 @@ def _require_fitting(name: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Ten
     if any(None not in (w, v) and w != v and (w != 1 or axis == 0) for axis, (w, v) in enumerate(pairs)):
         raise ValueError(wrong)
     if all(None not in pair for pair in pairs):
-        return weights
+        return ()
     found, expected = tf.shape(weights), tf.shape(values)[:rank]
     fits = tf.reduce_all(tf.equal(found, expected) | (tf.equal(found, 1) & (tf.range(rank) > 0)))
-    with tf.control_dependencies([require(fits, wrong)]):
-        return tf.identity(weights)
+    return (require(fits, wrong),)
 
 
 def _spread(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

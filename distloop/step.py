@@ -283,10 +283,12 @@ class TrainStep:
         scaled = gradients.scaled(segments, scale)
         found = zip(trace.packing.unpack(scaled), trace.variables, trace.reached, strict=True)
         updated = [(gradient, variable) for gradient, variable, reached in found if reached]
-        gradients.apply(trace.update.optimizer, [g for g, _ in updated], [v for _, v in updated])
-        if self._state.average is not None:
-            applied_steps = tf.convert_to_tensor(trace.update.optimizer.iterations)
-            self._state.average.update(trace.variables, applied_steps)
+        # A step whose data fails still runs what does not wait for them, such as the optimizer's step count.
+        with tf.control_dependencies(scaled):
+            gradients.apply(trace.update.optimizer, [g for g, _ in updated], [v for _, v in updated])
+            if self._state.average is not None:
+                applied_steps = tf.convert_to_tensor(trace.update.optimizer.iterations)
+                self._state.average.update(trace.variables, applied_steps)
 
     def _drifting(self, written: Sequence[Any]) -> list[Any]:
         """Picks what must be averaged over the replicas: all that the forward pass writes, but random streams."""
@@ -419,8 +421,8 @@ def _checked_output(output: Any, batch_size: tf.Tensor | int) -> Any:
         output = tf.cast(output, tf.float32)
     if rows is not None:
         return output
-    with tf.control_dependencies([metrics.require(tf.equal(inputs.batch_size(output), batch_size), wrong)]):
-        return tf.nest.map_structure(tf.identity, output)
+    metrics.require(tf.equal(inputs.batch_size(output), batch_size), wrong)
+    return output
 
 
 def tally_outputs(
@@ -439,9 +441,11 @@ def tally_outputs(
             metrics.update_keras_metric(name, keras_metrics[name], value, row_weights)
         else:
             tallies[name] = metrics.weigh(name, value, size, row_weights)
-    # The update waits for all of them: nothing is applied in a step in which one value fails its checks.
-    with tf.control_dependencies([tally.total for tally in tallies.values()]):
-        return tallies | {"loss": metrics.Tally(tf.identity(tallies["loss"].total), tallies["loss"].weight)}
+    if checks := [check for tally in tallies.values() for check in tally.checks]:
+        # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
+        failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
+        tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
+    return tallies
 
 
 def _regularization(layers: Sequence[Any]) -> tf.Tensor | None:

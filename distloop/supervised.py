@@ -65,6 +65,11 @@ def supervised(
                 f"The targets {list(targets)} were given, but none for the outputs {missing}, which have a loss: give "
                 "one for each, by the output's name."
             )
+        if len(outputs) > 1 and rest and isinstance(rest[0], (Mapping, list, tuple)):
+            raise ValueError(
+                "A model with several outputs was given sample weights for each of them; their losses have no common "
+                "weights: write a ModelSpec with a loss_fn of your own, and distloop.weighted."
+            )
         weights = _spread(rest[0] if rest else None, list(outputs))
         losses = _spread(loss, list(outputs))
         factors = _spread(loss_weights, list(outputs))
@@ -309,6 +314,11 @@ def _require_compiled(model: keras.Model) -> None:
         raise ValueError(
             f"The model {model.name!r} is not compiled; from_keras takes loss, optimizer and metrics from compile: "
             "call model.compile(...) first, or write a model_fn with distloop.supervised."
+        )
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"The model {model.name!r} has a train_step of its own, which distloop would not call: write a model_fn "
+            "with a loss_fn that computes what train_step minimizes."
         )
 
 

@@ -1,6 +1,6 @@
 """Four virtual CPUs for every test: strategies over 1 to 4 of them live side by side in one process.
 
-TensorFlow's collectives would clash between strategies over the same devices; distloop's own strategies on CPUs use none.
+TensorFlow's collectives would clash between strategies over the same devices; those of distloop on CPUs use none.
 """
 
 import os

@@ -65,12 +65,12 @@ def refused(action, *parts, kind=ValueError):
     return message
 
 
-def fit_refused(*parts, trainer=None, data=None, replicas=1, **made):
-    """Checks that `fit` refuses before the first step, leaving the weights as they are."""
+def fit_refused(*parts, trainer=None, data=None, replicas=1, in_step=0, **made):
+    """Checks that `fit` refuses before the first step, or in step `in_step`, leaving the weights as they are."""
     trainer = trainer or make_trainer(replicas=replicas, **made)
     before = weights(trainer) if trainer.state.is_built else {}
     message = refused(lambda: trainer.fit(dataset() if data is None else data, steps=5), *parts)
-    assert trainer.step == 0
+    assert trainer.step <= in_step
     if before:
         assert_equal(weights(trainer), before)
     return message
@@ -132,6 +132,7 @@ def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
         'loss_fn returned "error"',
         "one value per example",
         replicas=replicas,
+        in_step=1,
         returned=lambda model, batch: {
             "loss": loss_of(model, batch),
             "error": tf.reshape(squares(model, batch), [-1]),  # [2 * B], known while running only
@@ -314,6 +315,19 @@ def test_a_generator_that_changes_its_batches(verb, place, replicas, change):
     if verb != "fit" or place == 0:
         assert trainer.step == 0
         assert_equal(weights(trainer), before)
+
+
+@REPLICAS
+@pytest.mark.parametrize("place", [0, 2])
+def test_data_that_fails_on_the_way_leaves_counts_of_what_was_applied(place, replicas):
+    expected = make_trainer(replicas=replicas)
+    if place:
+        expected.fit(dataset(batch_of(4)), steps=place)
+    trainer = make_trainer(replicas=replicas)
+    with pytest.raises(ValueError, match="A batch differs"):
+        trainer.fit(generated(*[batch_of(4)] * place, CHANGES["rank"]), steps=5)
+    assert_equal(weights(trainer), weights(expected))
+    assert trainer.step == int(trainer.optimizer.iterations.numpy()) == place
 
 
 @REPLICAS

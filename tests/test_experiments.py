@@ -80,9 +80,8 @@ def test_the_promised_program_runs_as_written(tmp_path):
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ["PYTHONPATH"] = root
-    out = run(
-        tmp_path / "promised.py", f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", cwd=tmp_path
-    )
+    flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2"]
+    out = run(tmp_path / "promised.py", *flags, cwd=tmp_path)
     assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95
     loads = f"""
         import sys, numpy as np, tensorflow as tf

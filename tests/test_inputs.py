@@ -116,35 +116,35 @@ def test_a_distributed_dataset_is_started_again_at_its_end():
     source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
     found = []
     for _ in range(2):
-        left = source.before_end_of_pass()
+        left = source.start_loop()
         assert left == 3
         found.append(taken(source, left, strategy))
         source.batches_taken += left
     assert found[0] == found[1]
 
 
-def test_a_distributed_dataset_knows_what_is_left_of_a_pass():
+def test_a_loop_over_a_distributed_dataset_takes_what_is_left_of_a_pass():
     strategy = replicas(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
     source.batches_taken = 4
-    assert source.before_end_of_pass() == 2
+    assert source.start_loop() == 2
 
 
-def test_a_plain_dataset_has_no_end_of_pass():
-    assert Source(numbers(12, 4), ONE).before_end_of_pass() is None
+def test_a_loop_over_a_plain_dataset_has_any_length():
+    assert Source(numbers(12, 4), ONE).start_loop() is None
 
 
-def test_an_endless_distributed_dataset_has_no_end_of_pass():
+def test_a_loop_over_an_endless_distributed_dataset_has_any_length():
     strategy = replicas(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(12, 4).repeat()), strategy)
-    assert source.before_end_of_pass() is None
+    assert source.start_loop() is None
 
 
 def test_a_distributed_dataset_of_unknown_length_is_refused():
     strategy = replicas(2)
     source = Source(strategy.experimental_distribute_dataset(of_unknown_length(numbers(12, 4))), strategy)
     with pytest.raises(ValueError, match="DistributedDataset given does not know its length; .*: give the plain"):
-        source.before_end_of_pass()
+        source.start_loop()
 
 
 def test_elements_keep_their_structure():
