@@ -3,6 +3,9 @@
     python -m experiments.digits --workdir=runs/digits --device=cpu --num_devices=2
 
 The UCI digits that scikit-learn carries: 1,797 images of 8 x 8, one in five held out.
+
+Seen on 2 virtual CPUs (2 cores): test accuracy 0.997, loss 0.022 after 500 steps, 9 s of training, 16 s in all; on 1
+and 4 replicas 0.997 too.
 """
 
 import os

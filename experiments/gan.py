@@ -5,6 +5,10 @@
 The discriminator's update runs first, the generator's sees the discriminator that it left. The noise is drawn from a
 stream that differs on every replica, so on 2 replicas other digits are drawn than on 1. Samples come from the average
 of the generator's weights.
+
+Seen on 2 virtual CPUs (2 cores): digits that can be read after 3,000 steps, a minute; the mean of 360 samples is off
+that of the test images by 0.018, the pixels' deviation by 0.015 (in 0..1). The discriminator's loss ends at 1.33, where
+chance is 1.39.
 """
 
 import keras

@@ -4,6 +4,8 @@
 
 Ten measurements of 442 patients, and how their diabetes progressed; one in five held out. A tanh layer of 16 with an
 average of the weights. `r2` is the share of the target's variance that is explained.
+
+Seen on 2 virtual CPUs (2 cores): test r2 0.300, mean absolute error 0.581 after 600 steps, 6 s in all.
 """
 
 import keras

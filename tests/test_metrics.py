@@ -122,7 +122,7 @@ def test_a_batch_of_unknown_size_is_weighed_too():
     def weigh(values):
         return metrics.weigh("loss", values, tf.shape(values)[0], None)
 
-    assert [float(side) for side in weigh(VALUES)] == [21.0, 6.0]
+    assert [float(side) for side in weigh(VALUES)[:2]] == [21.0, 6.0]
 
 
 @pytest.mark.parametrize(

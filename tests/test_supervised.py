@@ -8,6 +8,8 @@ import tensorflow as tf
 import distloop
 from tests.problems import on
 
+pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 6)).astype(np.float32)
 Y = RNG.normal(size=(32, 2)).astype(np.float32)
