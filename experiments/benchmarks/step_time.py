@@ -13,9 +13,9 @@ How to read the table: `us/step` is the median over the rounds, and drifts with 
 medians of each round's own ratio, and are what to compare. Below 1 is faster.
 
 Seen on 2 cores, TensorFlow 2.21.0, Keras 3.15.1, 2026-11-21, ratio to handloop: tiny 1.6 on 1 replica, 0.39 on 2, 0.40
-on 4. On 1 replica a step has some 40 operations more than the handloop's 160 (checks of shapes, of finiteness, the norm,
-time at the iterator), and the handloop fetches its next batch while this one's update still runs, which a loop that ends
-on a step that is not finite does not.
+on 4. On 1 replica a step has some 40 operations more than the handloop's 160: checks of shapes and of numbers, norms,
+the time at the iterator. And the handloop fetches its next batch while this one's update still runs, which a loop that
+ends on a step that is not finite does not.
 """
 
 import concurrent.futures
