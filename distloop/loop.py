@@ -81,7 +81,7 @@ class TrainLoop:
             report = Report(step, until, window.metrics(self._step.names), self._state)
             reported, reason = actions.run(to_do, report)
             if reason:
-                logging.info("Stopped at step %d: %s.", step, reason)
+                logging.warning("Stopped at step %d: %s.", step, reason)  # at this level it is seen without flags, too
                 break
             if is_log_due:
                 window = _Window()

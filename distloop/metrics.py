@@ -30,8 +30,8 @@ def require(condition: tf.Tensor, message: str) -> tf.Tensor:
         The condition. What must not happen after a failure depends on it as data: TensorFlow's graph optimizer may drop
         a control dependency.
     """
-    tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])
-    return condition
+    with tf.control_dependencies([tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])]):
+        return tf.identity(condition)
 
 
 class Weighted(NamedTuple):
@@ -81,6 +81,8 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     values, weights = value if isinstance(value, Weighted) else (value, None)
     values = values if isinstance(values, tf.RaggedTensor) else tf.convert_to_tensor(values)
     checks = _check_per_example(name, values, batch_size)
+    with tf.control_dependencies(checks):  # the sentence for users comes before TensorFlow's about shapes
+        values = tf.nest.map_structure(tf.identity, values)
     if isinstance(values, tf.RaggedTensor):
         values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
     values = tf.cast(values, tf.float32)  # [B, ...]

@@ -12,6 +12,8 @@ import tensorflow as tf
 import distloop
 from tests.problems import assert_equal, everything, on
 
+pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
+
 RNG = np.random.default_rng(0)
 ROWS = {
     "x": RNG.normal(size=(11, 3)).astype(np.float32),
@@ -69,8 +71,6 @@ def test_the_exported_model_loads_without_distloop_and_predicts_the_same(tmp_pat
 import sys
 import numpy as np
 import tensorflow as tf
-
-pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 serve = tf.saved_model.load("model").signatures["serving_default"]
 np.save("found.npy", serve(x=tf.constant(np.load("x.npy")))["output"].numpy())
 assert not {name for name in sys.modules if name.partition(".")[0] == "distloop"}
