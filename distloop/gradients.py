@@ -147,6 +147,10 @@ def scaled(segments: Sequence[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
     """Applies reduced gradients; every replica gives the same ones."""
+    with tf.control_dependencies(gradients):
+        # A step whose data fails is not counted: the count's write waits for every read, and this read for the
+        # gradients. All of `apply` could wait for them, but what does not need them would start later (25 us of 90).
+        tf.identity(optimizer.iterations)
     optimizer.apply(gradients, variables)
 
 

@@ -21,7 +21,6 @@ from typing import TextIO
 import rich.console
 import rich.progress
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 # Numbers about the run, not the model: the files have them, on the screen they would hide the others.
@@ -47,9 +46,10 @@ class SummaryWriter:
         self._directory = directory
         self._evals = frozenset(evals) - {"train"}
         self._files: dict[str, EventFileWriter] = {}
+        self._flushed = -math.inf  # when; seconds of the monotonic clock
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes each number, all of a directory in one event.
+        """Writes each number, all of a directory in one event; files are flushed once a second at most.
 
         Args:
             step: that the numbers belong to.
@@ -63,11 +63,13 @@ class SummaryWriter:
             prefix, _, rest = name.partition("/")
             run, tag = (prefix, rest) if prefix in self._evals and rest else ("train", name)
             event = events.setdefault(run, Event(wall_time=time.time(), step=step))
-            event.summary.MergeFrom(scalar_pb(tag, float(value)))
+            event.summary.value.add(tag=tag, simple_value=float(value))
         for run, event in events.items():
-            file = self._file(run)
-            file.add_event(event)
-            file.flush()
+            self._file(run).add_event(event)
+        if time.monotonic() - self._flushed >= 1:  # a flush waits for another thread; nobody looks more often
+            self._flushed = time.monotonic()
+            for file in self._files.values():
+                file.flush()
 
     def close(self) -> None:
         """Closes the files; a later write makes new ones."""

@@ -22,7 +22,8 @@ def read_scalars(directory):
     for path in sorted(glob.glob(f"{directory}/events.*")):
         for event in tf.compat.v1.train.summary_iterator(path):
             for value in event.summary.value:
-                scalars[value.tag, event.step] = float(tf.make_ndarray(value.tensor))
+                number = value.simple_value if value.HasField("simple_value") else tf.make_ndarray(value.tensor)
+                scalars[value.tag, event.step] = float(number)
     return scalars
 
 

@@ -12,10 +12,10 @@ Every workload and replica count runs in a process of its own, on that many virt
 How to read the table: `us/step` is the median over the rounds, and drifts with the machine; `/bare` and `/handloop` are
 medians of each round's own ratio, and are what to compare. Below 1 is faster.
 
-Seen on 2 cores, TensorFlow 2.21.0, Keras 3.15.1, 2026-11-21, ratio to handloop: tiny 1.6 on 1 replica, 0.39 on 2, 0.40
-on 4. On 1 replica a step has some 40 operations more than the handloop's 160: checks of shapes and of numbers, norms,
-the time at the iterator. And the handloop fetches its next batch while this one's update still runs, which a loop that
-ends on a step that is not finite does not.
+Seen on 2 cores, TensorFlow 2.21.0, Keras 3.15.1, 2026-11-21, ratio to handloop on 1, 2, 4 replicas: tiny 1.5, 0.38,
+0.40; deep 1.13, 0.60, 0.65. Of tiny's 1.5 on 1 replica the steps are 1.15: a norm, a check of it that the update waits
+for, weights, and the time at the iterator. The rest is the boundary each 100 steps: 0.6 ms to call the compiled loop,
+0.4 ms to write numbers to TensorBoard, metrics.jsonl and the console, and what the processor's caches lose by both.
 """
 
 import concurrent.futures
