@@ -10,6 +10,7 @@ from distloop.config import Config, define_flags
 from distloop.inputs import make_dataset
 from distloop.learning_rates import make_schedule, scale_learning_rate
 from distloop.metrics import weighted
+from distloop.precision import LossScaleOptimizer
 from distloop.state import ModelSpec, Update
 from distloop.supervised import from_keras, supervised
 from distloop.trainer import Trainer
@@ -17,6 +18,7 @@ from distloop.trainer import Trainer
 __all__ = [
     "Action",
     "Config",
+    "LossScaleOptimizer",
     "ModelSpec",
     "Report",
     "StopEarly",

@@ -63,7 +63,9 @@ class Config:
     device: str = setting("auto", "What to run on; auto: gpu if any, else cpu.", choices=("auto", "cpu", "gpu"))
     num_devices: int = setting(0, "Devices per worker; 0: all. With device=cpu, that many virtual CPUs.")
     precision: str = setting(
-        "float32", "What layers compute in; weights stay float32.", choices=("float32", "mixed_bfloat16")
+        "float32",
+        "What layers compute in; weights stay float32. mixed_float16 scales the loss.",
+        choices=("float32", "mixed_float16", "mixed_bfloat16"),
     )
     steps: int = setting(0, "Train until this global step; 0: unset. Not together with epochs.")
     epochs: int = setting(0, "Train until this many passes over the dataset; 0: unset. Not together with steps.")

@@ -125,7 +125,8 @@ def norm_and_scale(
 
     Args:
         segments: gradients summed over everything that took part in the step.
-        weight: the sum of the weights, a scalar; where it is 0 the gradients count as 0.
+        weight: what to divide them by, a scalar: the sum of the weights, times a loss scale if there is one; where it
+            is 0 the gradients count as 0.
         clip_norm: the largest global norm (Pascanu et al. 2013, arXiv:1211.5063); 0: no clipping.
 
     Returns:

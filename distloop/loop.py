@@ -69,12 +69,8 @@ class TrainLoop:
             window.add(result)
             step += int(result["steps"])
             source.batches_taken += int(result["steps"])
-            if not result["finite"]:
-                what = self._step.explain(result["tallies"], result["diagnosis"])
-                raise FloatingPointError(
-                    f"Step {step} is the first that was not finite: {what}; its gradients counted as 0: look "
-                    "at its batch, lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip."
-                )
+            if result["failed"]:
+                raise FloatingPointError(self._step.explain(step, result["diagnosis"]))
             is_log_due = schedule.is_due(step, log_every, until)
             if not is_log_due and not any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
                 continue
@@ -106,9 +102,9 @@ class TrainLoop:
         return {**result, "seconds": time.perf_counter() - start}
 
     def _steps(self, iterator: Any, layout: Layout, count: tf.Tensor) -> dict[str, Any]:
-        """Runs `count` steps, or up to the first one that is not finite and not to be skipped."""
+        """Runs `count` steps, or up to the first one that is an error."""
 
-        def body(done: tf.Tensor, finite: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
+        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
             with tf.control_dependencies([start]), tf.device(HOST):
                 batch = inputs.next_batch(iterator, layout)
@@ -119,38 +115,37 @@ class TrainLoop:
                 examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)
                 sums += tf.concat([tf.cast(outcome.tallies, tf.float64), [examples, waited]], 0)
                 # Counted as it is done: a later step whose data fails takes the whole loop's results with it.
-                with tf.control_dependencies([outcome.finite]):
+                with tf.control_dependencies([outcome.applied]):
                     self._state.step.assign_add(1)
-                if self._step.skip_nonfinite:
-                    # The loop's end does not hang on the outcome, so that the next step may start before this one ends.
-                    self._state.skipped_steps.assign_add(tf.cast(~outcome.finite, tf.int64))
-                else:
-                    finite = outcome.finite
-            return done + 1, finite, sums, outcome.diagnosis
+                if self._step.may_skip:
+                    self._state.skipped_steps.assign_add(tf.cast(~outcome.applied, tf.int64))
+                if self._step.may_fail:  # else the next step may start before this one has ended
+                    failed = outcome.failed
+            return done + 1, failed, sums, outcome.diagnosis
 
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
             none = tf.zeros([1], tf.float64)
-            done, finite, sums, diagnosis = tf.while_loop(
-                lambda done, finite, *_: (done < count) & finite,
+            done, failed, sums, diagnosis = tf.while_loop(
+                lambda done, failed, *_: (done < count) & ~failed,
                 body,
-                (tf.constant(0, tf.int64), tf.constant(True), none, tf.zeros([0])),
+                (tf.constant(0, tf.int64), tf.constant(False), none, tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
         return {
             "steps": done,
-            "finite": finite,
+            "failed": failed,
             "tallies": sums[:-2],
             "examples": sums[-2:-1],
             "waited": sums[-1:],
             "diagnosis": diagnosis,
             "skipped_steps": self._state.skipped_steps.read_value(),
-            "learning_rate": {
-                f"{update.name}/learning_rate" if update.name else "learning_rate": tf.convert_to_tensor(
-                    update.optimizer.learning_rate
-                )
-                for update in self._state.spec.updates
-            },
+            "learning_rate": _by_update(
+                "learning_rate", {name: o.learning_rate for name, o in self._state.optimizers.items()}
+            ),
+            "loss_scale": _by_update(
+                "loss_scale", {name: scaler.loss_scale for name, scaler in self._state.loss_scalers.items()}
+            ),
             "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
         }
 
@@ -178,7 +173,7 @@ class _Window:
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         numbers = metrics.means(names, self.tallies)
         numbers |= _floats(self.last["keras_metrics"])
-        numbers |= _floats(self.last["learning_rate"])
+        numbers |= _floats(self.last["learning_rate"]) | _floats(self.last["loss_scale"])
         numbers["skipped_steps"] = float(self.last["skipped_steps"])
         numbers["steps_per_sec"] = self.steps / self.seconds
         numbers["examples_per_sec"] = self.examples / self.seconds
@@ -275,6 +270,11 @@ class PredictLoop:
 def _compiled(fn: Callable[..., Any]) -> Any:
     """Compiles; a function object of its own keeps TensorFlow from counting several trainers' traces as one's."""
     return tf.function(lambda *arguments: fn(*arguments), autograph=False)
+
+
+def _by_update(name: str, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Names a value of each update."""
+    return {f"{update}/{name}" if update else name: tf.convert_to_tensor(value) for update, value in values.items()}
 
 
 def _floats(results: Mapping[str, Any]) -> dict[str, float]:

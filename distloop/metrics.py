@@ -15,7 +15,7 @@ import tensorflow as tf
 
 # What distloop itself reports; values of the user's have other names.
 RESERVED_NAMES = frozenset(
-    ["regularization", "learning_rate", "gradient_norm", "loss_scale", "skipped_steps"]
+    ["regularization", "learning_rate", "gradient_norm", "clipped_share", "loss_scale", "skipped_steps"]
     + ["steps_per_sec", "examples_per_sec", "input_wait"]
 )
 

@@ -1,12 +1,24 @@
-"""Owns *in what numbers*: the dtype policy that is in force where models are made.
+"""Owns *in what numbers*: the dtype policy where models are made, and the loss scale that float16 needs.
 
-Weights stay float32 under every policy; `mixed_bfloat16` has float32's range and needs no loss scale.
+    with policy("mixed_float16"):
+        model = ...                                    # layers compute in float16, weights stay float32
+
+float16 ends at 65,504 and has no number between 0 and 6e-8, where many gradients lie. A loss that is multiplied by a
+large scale has gradients as many times larger; they are divided by it again in float32, after they were summed over the
+replicas. `mixed_bfloat16` has float32's range and needs no scale. It does not know how a step goes.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
+import tensorflow as tf
+
+from distloop import gradients
+
+# So many steps in a row without one finite gradient, at the smallest scale, and it is not the scale's fault.
+MAX_OVERFLOWS_AT_FLOOR = 10
 
 
 @contextlib.contextmanager
@@ -22,3 +34,193 @@ def policy(name: str) -> Iterator[None]:
         yield
     finally:
         keras.config.set_dtype_policy(before)
+
+
+def needs_loss_scale(name: str) -> bool:
+    """Says whether gradients under a policy may be too small for its numbers."""
+    return name == "mixed_float16"
+
+
+class LossScaleOptimizer(tf.Module):
+    """An optimizer that scales the loss, and skips a step if a gradient on any replica or worker is not finite.
+
+    The scale is halved when a step overflows, and doubled after `growth_steps` good ones (Micikevicius et al. 2018,
+    arXiv:1710.03740, section 3.2). A step that overflows changes no weight, no slot and no `iterations`.
+
+    `keras.optimizers.LossScaleOptimizer` asks the first replica alone, before the reduction: what another replica finds
+    goes into every weight. This one sums first. Under `Config(precision="mixed_float16")` the Trainer puts it around
+    the optimizer of a `ModelSpec`; give one yourself to choose its arguments. In a loop of your own:
+
+        with strategy.scope():
+            model = ...                                                          # made under "mixed_float16"
+            optimizer = distloop.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+            optimizer.build(model.trainable_variables)
+
+        def replica_step(x, y):                                                  # this replica's rows
+            with tf.GradientTape() as tape:
+                losses = loss_fn(y, model(x, training=True))                     # [b], one for each row
+                loss = optimizer.scale_loss(tf.reduce_sum(losses) / BATCH_SIZE)  # of the global batch
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)                # sums over the replicas
+
+        @tf.function
+        def step(x, y):
+            strategy.run(replica_step, args=(x, y))
+
+    Attributes:
+        inner_optimizer: the Keras optimizer; its `clipnorm` and the like see gradients summed and unscaled.
+        loss_scale: what the loss is multiplied by, a float32 scalar.
+        streak: steps applied since the scale last changed, an int32 scalar; below 0: steps in a row that overflowed
+            while the scale could not become smaller.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        initial_scale: float = 2.0**15,
+        *,
+        dynamic: bool = True,
+        growth_steps: int = 2_000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+    ):
+        """Makes its variables; to be called in the strategy's scope, as the inner optimizer was.
+
+        Args:
+            inner_optimizer: any Keras optimizer but a loss-scale optimizer.
+            initial_scale: to start with; better too large, for it falls faster than it rises.
+            dynamic: whether the scale changes; else it stays at `initial_scale`, and steps that overflow are skipped.
+            growth_steps: so many good steps double the scale.
+            min_scale: the floor.
+            max_scale: the ceiling.
+
+        Raises:
+            ValueError: if the inner optimizer is none, or the numbers contradict each other.
+        """
+        super().__init__(name="loss_scale_optimizer")
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer) or hasattr(inner_optimizer, "inner_optimizer"):
+            raise ValueError(
+                f"LossScaleOptimizer was given {inner_optimizer!r}; it takes a Keras optimizer without a loss scale, "
+                "such as keras.optimizers.Adam(1e-3)."
+            )
+        if not dynamic:
+            min_scale = max_scale = initial_scale
+        if not 0 < min_scale <= initial_scale <= max_scale or growth_steps < 1:
+            raise ValueError(
+                f"LossScaleOptimizer was given initial_scale={initial_scale}, min_scale={min_scale}, max_scale="
+                f"{max_scale} and growth_steps={growth_steps}; it needs 0 < min_scale <= initial_scale <= max_scale "
+                "and growth_steps of 1 or more."
+            )
+        self.inner_optimizer = inner_optimizer
+        self.growth_steps = growth_steps
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self.loss_scale = tf.Variable(initial_scale, dtype=tf.float32, trainable=False, name="loss_scale")
+        self.streak = tf.Variable(0, dtype=tf.int32, trainable=False, name="streak")
+        gradients.own_reduction(inner_optimizer)
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The scale, the streak, and the inner optimizer's variables."""
+        return (self.loss_scale, self.streak, *self.inner_optimizer.variables)
+
+    @property
+    def iterations(self) -> Any:
+        """How many steps were applied."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's; can be set."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def built(self) -> bool:
+        """Whether the inner optimizer has its slots."""
+        return self.inner_optimizer.built
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the inner optimizer's slots; in the strategy's scope.
+
+        Args:
+            variables: those that `apply` will be given.
+        """
+        self.inner_optimizer.build(variables)
+
+    def scale_loss(self, loss: Any) -> tf.Tensor:
+        """Multiplies a loss, `[...]`, by the scale, in float32."""
+        return tf.cast(loss, tf.float32) * self.loss_scale
+
+    def apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Sums gradients of a scaled loss over the replicas, unscales them, and applies them if all are finite.
+
+        To be called in a replica's context, for a strategy that synchronizes.
+
+        Args:
+            grads: this replica's gradients; None where the loss does not depend on a variable.
+            variables: what they belong to; the optimizer was built with these.
+
+        Raises:
+            ValueError: if the optimizer is not built, or there is no gradient.
+        """
+        if not self.built:
+            raise ValueError(
+                "This LossScaleOptimizer is not built, and slots cannot be made within a step: call "
+                "optimizer.build(model.trainable_variables) in the strategy's scope."
+            )
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        if not pairs:
+            raise ValueError(
+                "apply was given no gradient: compute the loss from the model's variables inside the tape."
+            )
+        packing = gradients.Packing([v for _, v in pairs])
+        segments, _ = packing.all_reduce(packing.pack([g for g, _ in pairs]), tf.zeros([1]))
+        _, norm, scale = gradients.norm_and_scale(segments, self.loss_scale, 0.0)
+
+        def apply_inner(segments: list[tf.Tensor], scale: tf.Tensor) -> None:
+            summed = packing.unpack(gradients.scaled(segments, scale))
+            gradients.apply(self.inner_optimizer, summed, [v for _, v in pairs])
+
+        _branch(tf.math.is_finite(norm), apply_inner, (segments, scale), self.update_scale)
+
+    def update_scale(self, is_finite: tf.Tensor, is_applied: tf.Tensor | None = None) -> None:
+        """Halves the scale after an overflow, and doubles it after enough good steps; outside a replica's context.
+
+        Args:
+            is_finite: whether all gradients were finite, a scalar.
+            is_applied: whether the step counts; a step may be skipped for another's sake. None: if it is finite.
+        """
+        is_applied = is_finite if is_applied is None else is_applied
+        scale, streak = tf.identity(self.loss_scale), tf.identity(self.streak)
+        halved = tf.maximum(scale / 2, self.min_scale)
+        at_floor = tf.where(scale > self.min_scale, 0, tf.minimum(streak, 0) - 1)
+        good = tf.maximum(streak, 0) + 1
+        is_grown = good >= self.growth_steps
+        doubled = tf.where(is_grown, tf.minimum(scale * 2, self.max_scale), scale)
+        self.loss_scale.assign(tf.where(is_finite, tf.where(is_applied, doubled, scale), halved))
+        kept = tf.where(is_applied, tf.where(is_grown, 0, good), streak)
+        self.streak.assign(tf.where(is_finite, kept, at_floor))
+
+
+def _branch(
+    is_true: tf.Tensor, fn: Callable[..., None], arguments: tuple[Any, ...], after: Callable[[tf.Tensor], None]
+) -> None:
+    """Calls `fn` on every replica if a scalar that is equal on all is true, then `after` once; in a replica's context.
+
+    What synchronizes may not stand in a replica's branch, so the branch is taken where the replicas meet.
+    """
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs (untested): replicas do not meet
+        tf.cond(is_true, lambda: fn(*arguments), lambda: None)
+        after(is_true)
+        return
+
+    def meet(strategy: tf.distribute.Strategy, is_true: Any, arguments: Any) -> None:
+        first = strategy.experimental_local_results(is_true)[0]
+        tf.cond(first, lambda: strategy.run(fn, args=arguments), lambda: None)
+        after(first)
+
+    tf.distribute.get_replica_context().merge_call(meet, args=(is_true, arguments))

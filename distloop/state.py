@@ -22,6 +22,7 @@ import tensorflow as tf
 from distloop import gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
+from distloop.precision import LossScaleOptimizer
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 
@@ -36,20 +37,20 @@ class Update:
     Attributes:
         name: stands before the reported values, as in `discriminator/loss`.
         loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`; `"loss"` is minimized.
-        optimizer: a plain Keras optimizer of its own.
+        optimizer: a plain Keras optimizer of its own, or a `LossScaleOptimizer` around one.
         variables: what it trains: a list of variables, or a regular expression found in their paths; None: all that
             are trainable.
     """
 
     name: str
     loss_fn: LossFn
-    optimizer: keras.optimizers.Optimizer
+    optimizer: keras.optimizers.Optimizer | LossScaleOptimizer
     variables: Sequence[Any] | str | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
             raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
-        _require_plain(self.optimizer)
+        _require_plain(_inner(self.optimizer))
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ModelSpec:
 
     Attributes:
         model: a `keras.Model`, any `tf.Module`, or several of them in a dict or list.
-        optimizer: a plain Keras optimizer.
+        optimizer: a plain Keras optimizer, or a `LossScaleOptimizer` around one.
         loss_fn: `(batch, training) -> dict`; runs on each replica, on its share of the batch, and returns values per
             example, `[B, ...]`. `"loss"` is minimized, every other name is a metric. `weighted(values, weights)` gives
             a value its own weights.
@@ -73,7 +74,7 @@ class ModelSpec:
     """
 
     model: Any
-    optimizer: keras.optimizers.Optimizer | None = None
+    optimizer: keras.optimizers.Optimizer | LossScaleOptimizer | None = None
     loss_fn: LossFn | None = None
     predict_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     metrics: Mapping[str, keras.metrics.Metric] | None = field(default=None, kw_only=True)
@@ -90,7 +91,7 @@ class ModelSpec:
             names = [update.name for update in self.updates]
             if len(set(names)) < len(names) or not all(names):
                 raise ValueError(f"Updates named {names} were given; each needs a name of its own.")
-            if len({id(update.optimizer) for update in self.updates}) < len(names):
+            if len({id(_inner(update.optimizer)) for update in self.updates}) < len(names):
                 raise ValueError(
                     "Two updates share one optimizer, whose slots and step count are one update's: make two."
                 )
@@ -116,11 +117,17 @@ class TrainState(tf.Module):
         step: how many times the train step was called, a scalar int64.
         skipped_steps: how many of those changed nothing, a scalar int64.
         spec: what `model_fn` returned.
+        optimizers: by update; a `LossScaleOptimizer` where the loss is scaled.
         average: the moving average of the weights, or None.
     """
 
     def __init__(
-        self, spec: ModelSpec, strategy: tf.distribute.Strategy, average_decay: float, created: dict[int, Any]
+        self,
+        spec: ModelSpec,
+        strategy: tf.distribute.Strategy,
+        average_decay: float,
+        is_loss_scaled: bool,
+        created: dict[int, Any],
     ):
         """Use `make`."""
         super().__init__(name="state")
@@ -136,14 +143,33 @@ class TrainState(tf.Module):
         self.train_metrics = dict(spec.metrics or {})
         with strategy.scope(), _recorded(created):
             self.eval_metrics = {name: _clone_metric(name, metric) for name, metric in self.train_metrics.items()}
+            self.optimizers = {
+                update.name: LossScaleOptimizer(update.optimizer)
+                if is_loss_scaled and not isinstance(update.optimizer, LossScaleOptimizer)
+                else update.optimizer
+                for update in spec.updates
+            }
+            self.loss_scalers = {n: o for n, o in self.optimizers.items() if isinstance(o, LossScaleOptimizer)}
+            self.plain_optimizers = {name: _inner(optimizer) for name, optimizer in self.optimizers.items()}
             if all(layer.built for layer in _layers(spec.model)):
                 self._finish()
 
     @classmethod
     def make(
-        cls, model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, average_decay: float = 0.0
+        cls,
+        model_fn: Callable[[], ModelSpec],
+        strategy: tf.distribute.Strategy,
+        average_decay: float = 0.0,
+        *,
+        is_loss_scaled: bool = False,
     ) -> "TrainState":
         """Calls `model_fn` in the strategy's scope and builds what it can.
+
+        Args:
+            model_fn: makes models and optimizers and returns a `ModelSpec`.
+            strategy: in whose scope.
+            average_decay: of the moving average of the weights; 0: none.
+            is_loss_scaled: whether optimizers get a `LossScaleOptimizer` around them.
 
         Raises:
             ValueError: if `model_fn` returns something else, or a model or optimizer that was made elsewhere.
@@ -156,7 +182,7 @@ class TrainState(tf.Module):
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
                 "return distloop.ModelSpec(model, optimizer, loss_fn)."
             )
-        return cls(spec, strategy, average_decay, created)
+        return cls(spec, strategy, average_decay, is_loss_scaled, created)
 
     @property
     def model(self) -> Any:
@@ -166,8 +192,13 @@ class TrainState(tf.Module):
     @property
     def optimizer(self) -> Any:
         """The optimizer; of several updates, a dict by name."""
-        optimizers = {update.name: update.optimizer for update in self.spec.updates}
-        return optimizers.get("", optimizers)
+        return self.optimizers.get("", self.optimizers)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by, a scalar; of several updates, a dict by name; None where it is not scaled."""
+        scales = {name: scaler.loss_scale for name, scaler in self.loss_scalers.items()}
+        return scales.get("", scales or None)
 
     def build(self, rows: Any) -> None:
         """Builds models that do not know their input shapes yet, by running them once, outside training.
@@ -195,11 +226,11 @@ class TrainState(tf.Module):
         self.variables_of_update = {update.name: _select(update, named) for update in self.spec.updates}
         trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
         for update in self.spec.updates:
-            optimizer, variables = update.optimizer, self.variables_of_update[update.name]
+            optimizer = self.optimizers[update.name]
             self._require_created_here([(v.name, v) for v in optimizer.variables], "optimizer")
             if not optimizer.built:
-                optimizer.build(variables)
-            gradients.own_reduction(optimizer)
+                optimizer.build(self.variables_of_update[update.name])
+            gradients.own_reduction(self.plain_optimizers[update.name])
         layers = list(_layers(self.spec.model))
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
@@ -400,6 +431,11 @@ def _clone_metric(name: str, metric: keras.metrics.Metric) -> keras.metrics.Metr
         ) from None
 
 
+def _inner(optimizer: Any) -> Any:
+    """Gives the plain optimizer inside one that scales the loss."""
+    return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+
+
 def _require_plain(optimizer: Any) -> None:
     """Refuses what Keras would do before the reduction, or a second time."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -409,8 +445,8 @@ def _require_plain(optimizer: Any) -> None:
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "A LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
-            "optimizer inside it, and set the precision in Config."
+            "A Keras LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
+            "optimizer inside it and set Config(precision='mixed_float16'), or give distloop.LossScaleOptimizer."
         )
     instead = {
         "clipnorm": "set Config(clip_norm=...), which clips one norm over all variables after the reduction",

@@ -3,10 +3,11 @@
 A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
 TensorFlow can take it (a replica's function may hold no branch around what synchronizes):
 
-    forward:  slice -> loss_fn -> weighted sums -> one reduction
+    forward:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction
     finite?   on the reduced gradients and loss, so that every replica and worker decides alike
     settle:   keep what the forward pass wrote, averaged over the replicas, or put it back
-    apply:    divide -> clip -> optimizer -> average
+    apply:    divide and unscale -> clip -> optimizer -> average
+    rescale:  a loss scale falls after an overflow and rises after enough good steps
 
 A branch around `apply` costs 10 to 20 % of a small step, so only a step that may be skipped has one. Where a step that
 is not finite is an error, its gradients count as zero, which keeps the weights finite, and the loop ends on it.
@@ -25,16 +26,18 @@ from absl import logging
 
 from distloop import gradients, inputs, metrics
 from distloop.inputs import Batch
+from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
 from distloop.state import TrainState, Update, tensorflow_variable
 
-GRADIENT_NORM, REGULARIZATION = "gradient_norm", "regularization"
+GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 
 
 class Outcome(NamedTuple):
     """What a train step says of itself: host tensors, alike on every worker."""
 
-    finite: tf.Tensor  # []
+    applied: tf.Tensor  # []: whether it changed anything
+    failed: tf.Tensor  # []: whether it is an error
     tallies: tf.Tensor  # [2 * M]: total and weight of each of `TrainStep.names`; zeros where the step was skipped
     diagnosis: tf.Tensor  # [D]: for `explain`, of a step that may turn out to be an error
 
@@ -54,9 +57,11 @@ class _Forward(NamedTuple):
 class _UpdateTrace:
     """What tracing found out about one update: the names it reports, and the variables its forward pass writes."""
 
-    def __init__(self, update: Update, variables: Sequence[Any]):
+    def __init__(self, state: TrainState, update: Update):
         self.update = update
-        self.variables = list(variables)
+        self.optimizer = state.plain_optimizers[update.name]
+        self.loss_scaler = state.loss_scalers.get(update.name)
+        self.variables = list(state.variables_of_update[update.name])
         self.packing = gradients.Packing(self.variables)
         self.reached: list[bool] = []  # by variable: whether the loss depends on it
         self.names: list[str] = []  # what the tallies hold, without the update's own name
@@ -85,30 +90,37 @@ class TrainStep:
         self._strategy = state.strategy
         self._microbatches = microbatches
         self._clip_norm = clip_norm
-        self.skip_nonfinite = skip_nonfinite
-        self._traces = [_UpdateTrace(u, state.variables_of_update[u.name]) for u in state.spec.updates]
+        self._skip_nonfinite = skip_nonfinite
+        self._traces = [_UpdateTrace(state, update) for update in state.spec.updates]
+        self._own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clip_norm else [GRADIENT_NORM]
+        self.may_skip = skip_nonfinite or bool(state.loss_scalers)
+        self.may_fail = not skip_nonfinite or bool(state.loss_scalers)
 
     @property
     def names(self) -> list[str]:
         """The names of the tallies; known once the step was traced."""
-        return [trace.full_name(name) for trace in self._traces for name in (*trace.names, GRADIENT_NORM)]
+        return [trace.full_name(name) for trace in self._traces for name in (*trace.names, *self._own_names)]
 
     def __call__(self, batch: Batch, layout: inputs.Layout) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         finite = tf.constant(True)
+        examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+        each_finite: list[tf.Tensor] = []
         all_tallies: list[tf.Tensor] = []
         diagnoses: list[tf.Tensor] = []
         undo: list[tuple[list[Any], Any]] = []  # variables, and per replica what to put back
         for trace in self._traces:
-            forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch,))
+            forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
             tallies = self._first(forward.tallies)
-            finite &= self._first(forward.finite)
+            each_finite.append(self._first(forward.finite))
+            finite &= each_finite[-1]
+            if self.may_fail:
+                segments, squares = (tf.nest.map_structure(self._first, part) for part in forward[:2])
+                diagnoses += [tallies, trace.packing.diagnosis(segments, squares)]
             self._strategy.run(functools.partial(self._settle, trace), args=(finite, forward.before, forward.after))
             apply = functools.partial(self._strategy.run, functools.partial(self._apply, trace))
-            if not self.skip_nonfinite:
+            if not self.may_skip:
                 apply(args=(forward.segments, forward.scale))
-                segments, squares = (tf.nest.map_structure(self._first, part) for part in forward[:2])
-                diagnoses.append(trace.packing.diagnosis(segments, squares))
             else:
                 changed = self._changed_by(trace)
                 is_last = trace is self._traces[-1]  # a later update may still fail, and take this one with it
@@ -118,9 +130,21 @@ class TrainStep:
             all_tallies.append(tallies)
         metrics.check_fed(self._state.train_metrics, (name for trace in self._traces for name in trace.fed))
         tallies = tf.concat(all_tallies, 0)
-        if self.skip_nonfinite and len(self._traces) > 1:
+        if self.may_skip and len(self._traces) > 1:
             tallies = tf.where(finite, tallies, 0.0)  # those of an update that went well count only with the others
-        return Outcome(finite, tallies, tf.concat(diagnoses or [tf.zeros([0])], 0))
+        failed = self._rescale(each_finite, finite)
+        return Outcome(finite, failed, tallies, tf.concat(diagnoses or [tf.zeros([0])], 0))
+
+    def _rescale(self, each_finite: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
+        """Adapts the loss scales; says whether the step is an error. With a loss scale, one overflow is none."""
+        failed = tf.constant(False)
+        for trace, is_finite in zip(self._traces, each_finite, strict=True):
+            if trace.loss_scaler is not None:
+                trace.loss_scaler.update_scale(is_finite, finite)
+                failed |= tf.convert_to_tensor(trace.loss_scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
+            elif not self._skip_nonfinite:
+                failed |= ~is_finite
+        return failed
 
     def _apply_or_undo(
         self, finite: tf.Tensor, apply: Callable[..., Any], forward: Any, undo: list[tuple[list[Any], Any]]
@@ -139,25 +163,42 @@ class TrainStep:
 
         return tf.cond(finite, applied, undone)
 
-    def explain(self, tallies: np.ndarray, diagnosis: np.ndarray) -> str:
-        """Says what was not finite in a step that is an error.
+    def explain(self, step: int, diagnosis: np.ndarray) -> str:
+        """Says what was not finite in a step that is an error, the likely cause, and what to do.
 
         Args:
-            tallies: `[2 * M]`, the sums up to that step.
-            diagnosis: that step's `Outcome.diagnosis`.
+            step: its number.
+            diagnosis: its `Outcome.diagnosis`.
         """
-        values = metrics.means(self.names, tallies)
-        found = [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]
         for trace in self._traces:
-            of_update, diagnosis = np.split(diagnosis, [trace.packing.diagnosis_size])
-            paths = [self._state.paths[id(trace.variables[i])] for i in trace.packing.find_nonfinite(of_update)]
-            if paths:
-                more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-                found.append(f"the gradient of {', '.join(paths[:3])}{more} is not finite")
-        return ", ".join(found)
+            names = [*trace.names, *self._own_names]
+            sizes = np.cumsum([2 * len(names), trace.packing.diagnosis_size])
+            sums, of_gradients, diagnosis = np.split(diagnosis, sizes)
+            values = metrics.means(names, sums)
+            paths = [self._state.paths[id(trace.variables[i])] for i in trace.packing.find_nonfinite(of_gradients)]
+            if not np.isfinite(values["loss"] + values[GRADIENT_NORM]):
+                break
+        if paths:
+            del values[GRADIENT_NORM]  # what follows says it better
+        found = [f"{trace.full_name(name)} is {value}" for name, value in values.items() if not np.isfinite(value)]
+        if paths:
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            of_update = f" of update {trace.update.name!r}" if trace.update.name else ""
+            found.append(f"the gradient{of_update} of {', '.join(paths[:3])}{more} is not finite")
+        cause = _likely_cause(step, is_loss_finite=bool(np.isfinite(values["loss"])), has_paths=bool(paths))
+        if trace.loss_scaler is None:
+            since = f"Step {step} is the first that was not finite"
+            advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
+        else:
+            scale, count = float(trace.loss_scaler.loss_scale), -int(trace.loss_scaler.streak)
+            since = f"Step {step} is number {count} in a row that was not finite at the smallest loss scale, {scale:g}"
+            advice = "keep large numbers in float32 layers, lower the learning rate, or use precision=mixed_bfloat16"
+        return f"{since}: {', '.join(found)}; {cause}: {advice}."
 
-    def _forward(self, trace: _UpdateTrace, layout: inputs.Layout, batch: Batch) -> _Forward:
+    def _forward(self, trace: _UpdateTrace, layout: inputs.Layout, batch: Batch, examples: tf.Tensor) -> _Forward:
         """Computes an update's gradients and sums, and reduces them; in a replica's context."""
+        # The loss is summed, and its mean scaled: no gradient in float16 is larger for a larger batch.
+        factor = None if trace.loss_scaler is None else trace.loss_scaler.scale_loss(1.0) / examples
         candidates = self._state.untrained_variables + [
             variable for metric in self._state.train_metrics.values() for variable in metric.variables
         ]
@@ -167,7 +208,7 @@ class TrainStep:
         def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
             rows, row_weights = inputs.take_share(batch, layout, self._microbatches, index)
             first_op = len(tf.compat.v1.get_default_graph().get_operations())
-            result = self._gradients(trace, rows, row_weights)
+            result = self._gradients(trace, rows, row_weights, factor)
             written.update((id(v), v) for v in _written(candidates, first_op))
             return result
 
@@ -190,26 +231,30 @@ class TrainStep:
             share, *sums = tf.split(extras[2 * len(trace.names) :], [1, *(s.shape[0] for s in statistics)])
             for v, total in zip(drifting, sums, strict=True):
                 after[id(v)] = tf.cast(tf.reshape(tf.math.divide_no_nan(total, share), v.shape), v.dtype)
-        squares, norm, scale = gradients.norm_and_scale(segments, tallies[1], self._clip_norm)
+        weight = tallies[1] if factor is None else tallies[1] * factor
+        squares, norm, scale = gradients.norm_and_scale(segments, weight, self._clip_norm)
         finite = tf.math.is_finite(norm + tallies[0])
+        own = [norm, 1.0]
+        if self._clip_norm:
+            own += [tf.cast(norm > self._clip_norm, tf.float32), 1.0]
         return _Forward(
             segments,
             squares,
             tf.where(finite, scale, 0.0),
-            tf.concat([tallies, [norm, 1.0]], 0),
+            tf.concat([tallies, own], 0),
             finite,
             [before[id(v)] for v in trace.written],
             [after[id(v)] for v in trace.written],
         )
 
     def _gradients(
-        self, trace: _UpdateTrace, rows: Any, row_weights: tf.Tensor | None
+        self, trace: _UpdateTrace, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs forward and backward over some rows of one replica.
 
         Returns:
-            Packed gradients of `sum(w * loss)`, and a total and a weight of each value that `loss_fn` returned, "loss"
-            first: `[2 * m]`.
+            Packed gradients of `factor * sum(w * loss)`, and a total and a weight of each value that `loss_fn`
+            returned, "loss" first: `[2 * m]`.
         """
         state = self._state
         tensors = [tensorflow_variable(v) for v in trace.variables]
@@ -226,6 +271,8 @@ class TrainStep:
                 # Weighted like a value of every example, so that the one division makes it count once.
                 tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
                 objective += tallies[REGULARIZATION].total
+            if factor is not None:
+                objective *= factor
         found = tape.gradient(objective, tensors)
         trace.reached = [gradient is not None for gradient in found]
         if not any(trace.reached):
@@ -283,9 +330,9 @@ class TrainStep:
         scaled = gradients.scaled(segments, scale)
         found = zip(trace.packing.unpack(scaled), trace.variables, trace.reached, strict=True)
         updated = [(gradient, variable) for gradient, variable, reached in found if reached]
-        gradients.apply(trace.update.optimizer, [g for g, _ in updated], [v for _, v in updated])
+        gradients.apply(trace.optimizer, [g for g, _ in updated], [v for _, v in updated])
         if self._state.average is not None:
-            applied_steps = tf.convert_to_tensor(trace.update.optimizer.iterations)
+            applied_steps = tf.convert_to_tensor(trace.optimizer.iterations)
             self._state.average.update(trace.variables, applied_steps)
 
     def _drifting(self, written: Sequence[Any]) -> list[Any]:
@@ -318,7 +365,7 @@ class TrainStep:
     def _changed_by(self, trace: _UpdateTrace) -> list[Any]:
         """Lists what applying an update changes, beside what the forward pass wrote."""
         average = self._state.average
-        variables = [*trace.variables, *trace.update.optimizer.variables]
+        variables = [*trace.variables, *trace.optimizer.variables]
         return variables + (list(average.variables) if average is not None else [])
 
     def _first(self, value: Any) -> tf.Tensor:
@@ -444,6 +491,17 @@ def tally_outputs(
         failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
         tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
     return tallies
+
+
+def _likely_cause(step: int, *, is_loss_finite: bool, has_paths: bool) -> str:
+    """Guesses why, from what is known without a second look at the batch."""
+    if is_loss_finite and has_paths:
+        return "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0"
+    if is_loss_finite:
+        return "every gradient is finite, but not the norm of all, so the loss or its weights are huge"
+    if step == 1:
+        return "in a first step often the data holds such numbers or is not scaled, or loss_fn divides by 0"
+    return "often the weights grew too large, or this batch holds such numbers, or loss_fn takes a log of 0"
 
 
 def _regularization(layers: Sequence[Any]) -> tf.Tensor | None:

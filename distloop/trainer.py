@@ -60,7 +60,12 @@ class Trainer:
         cluster.prepare(config)
         self.strategy = cluster.check_strategy(strategy) if strategy is not None else cluster.make_strategy(config)
         with precision.policy(config.precision):
-            self.state = TrainState.make(model_fn, self.strategy, config.average_decay)
+            self.state = TrainState.make(
+                model_fn,
+                self.strategy,
+                config.average_decay,
+                is_loss_scaled=precision.needs_loss_scale(config.precision),
+            )
         self._train_source: Source | None = None
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None
@@ -79,7 +84,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; of several updates, a dict by name."""
+        """The optimizer, under float16 the `LossScaleOptimizer` around it; of several updates, a dict by name."""
         return self.state.optimizer
 
     def fit(

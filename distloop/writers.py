@@ -25,7 +25,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 # Numbers about the run, not the model: the files have them, on the screen they would hide the others.
 _OFF_SCREEN = frozenset(
-    ["examples_per_sec", "gradient_norm", "input_wait", "learning_rate", "loss_scale", "steps_per_sec"]
+    ["clipped_share", "examples_per_sec", "gradient_norm", "input_wait", "learning_rate", "loss_scale", "steps_per_sec"]
 )
 
 
