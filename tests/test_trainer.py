@@ -119,7 +119,7 @@ def test_keras_metrics_of_training_are_those_of_the_window():
 def test_reports_hold_the_standard_names():
     trainer = distloop.Trainer(classifier(l2=0.1), on(2, clip_norm=1.0))
     found = trainer.fit(batches(), steps=4, evals={"test": batches()})
-    names = "loss accuracy regularization learning_rate gradient_norm skipped_steps"
+    names = "loss accuracy regularization learning_rate gradient_norm clipped_share skipped_steps"
     names += " steps_per_sec examples_per_sec input_wait"
     assert (
         set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
