@@ -76,6 +76,10 @@ class Config:
     on_nonfinite: str = setting(
         "raise", "What to do when a gradient is inf or NaN: stop, or skip the step.", choices=("raise", "skip")
     )
+    locate_nonfinite: bool = setting(
+        False, "Where a loss or gradient that is not finite is an error, find the operation it came from; slower."
+    )
+    jit_compile: bool = setting(False, "Compile the forward and backward pass with XLA; pays on large layers only.")
     steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
     log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
     eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
@@ -94,6 +98,11 @@ class Config:
         if self.steps and self.epochs:
             raise ValueError(
                 f"steps={self.steps} and epochs={self.epochs} were both given; a run has one length: set either to 0."
+            )
+        if self.locate_nonfinite and self.on_nonfinite == "skip":
+            raise ValueError(
+                "locate_nonfinite=True and on_nonfinite=skip contradict each other; nothing looks at a step that is "
+                "skipped: give on_nonfinite=raise to look, or locate_nonfinite=False to skip."
             )
         if self.strategy == "none" and self.num_devices > 1:
             raise ValueError(

@@ -160,6 +160,35 @@ class Source:
         return int(length)
 
 
+class LastBatch:
+    """A copy of the batch that a compiled loop took last, for a second look at it."""
+
+    def __init__(self, iterator: Any):
+        """Makes room for what an iterator gives; to be called outside a `tf.function`."""
+        self._batch: Any = None  # its structure
+        with tf.device(HOST):
+            self._copies = [
+                tf.Variable("" if spec.dtype == tf.string else tf.zeros([], spec.dtype), shape=tf.TensorShape(None))
+                for spec in tf.nest.flatten(iterator.element_spec, expand_composites=True)
+            ]
+
+    def keep(self, batch: Batch) -> None:
+        """Copies a batch; in a `tf.function`, outside `strategy.run`."""
+        self._batch = batch
+        parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
+        for copy, part in zip(self._copies, parts, strict=True):
+            copy.assign(part)
+
+    def get(self) -> Batch:
+        """Gives the last batch that was kept."""
+        values = iter(self._copies)
+        parts = [
+            None if part is None else next(values).read_value()
+            for part in tf.nest.flatten(self._batch, expand_composites=True)
+        ]
+        return tf.nest.pack_sequence_as(self._batch, parts, expand_composites=True)
+
+
 def next_batch(iterator: Any, layout: Layout) -> Batch:
     """Takes a batch; in a `tf.function`, outside `strategy.run`."""
     spec = iterator.element_spec

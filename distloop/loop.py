@@ -31,6 +31,7 @@ class TrainLoop:
         self._step = step
         self._run = _compiled(self._steps)
         self._prepared_for: Source | None = None
+        self._last_batch: inputs.LastBatch | None = None
 
     def train(
         self,
@@ -70,7 +71,8 @@ class TrainLoop:
             step += int(result["steps"])
             source.batches_taken += int(result["steps"])
             if result["failed"]:
-                raise FloatingPointError(self._step.explain(step, result["diagnosis"]))
+                last = None if self._last_batch is None else (self._last_batch.get(), source.layout)
+                raise FloatingPointError(self._step.explain(step, result["diagnosis"], last))
             is_log_due = schedule.is_due(step, log_every, until)
             if not is_log_due and not any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
                 continue
@@ -87,6 +89,8 @@ class TrainLoop:
     def _run_steps(self, source: Source, count: int) -> dict[str, Any]:
         try:
             if self._prepared_for is not source:
+                if self._step.locate_nonfinite:
+                    self._last_batch = inputs.LastBatch(source.iterator())
                 # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
                 self._run(source.iterator(), source.layout, tf.constant(0, tf.int64))
                 self._step.warn()
@@ -95,7 +99,7 @@ class TrainLoop:
             result = self._run(source.iterator(), source.layout, tf.constant(count, tf.int64))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
         except tf.errors.OpError as error:
-            explained = inputs.explain(error)
+            explained = inputs.explain(error) or self._step.explain_error(error)
             if explained is None:
                 raise
             raise explained from error
@@ -110,6 +114,8 @@ class TrainLoop:
                 batch = inputs.next_batch(iterator, layout)
             with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
                 waited = tf.timestamp() - start
+            if self._last_batch is not None:
+                self._last_batch.keep(batch)
             outcome = self._step(batch, layout)
             with tf.device(HOST):
                 examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)

@@ -20,14 +20,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import gradients, inputs, metrics
+from distloop import gradients, inputs, metrics, nonfinite
 from distloop.inputs import Batch
 from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
-from distloop.state import TrainState, Update, tensorflow_variable
+from distloop.state import TrainState, Update, named_variables, tensorflow_variable
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
@@ -68,6 +69,13 @@ class _UpdateTrace:
         self.fed: set[str] = set()  # Keras metrics that its loss_fn returns something for
         self.written: list[Any] = []
 
+    def factor(self, examples: tf.Tensor) -> tf.Tensor | None:
+        """Gives what the loss, a sum over examples, is multiplied by before its gradient; None: nothing."""
+        if self.loss_scaler is None:
+            return None
+        # Of the mean, as everywhere else: so no gradient in float16 is larger for a larger batch.
+        return self.loss_scaler.scale_loss(1.0) / examples
+
     def full_name(self, name: str) -> str:
         return f"{self.update.name}/{name}" if self.update.name else name
 
@@ -76,7 +84,14 @@ class TrainStep:
     """One train step over all updates."""
 
     def __init__(
-        self, state: TrainState, *, microbatches: int = 1, clip_norm: float = 0.0, skip_nonfinite: bool = False
+        self,
+        state: TrainState,
+        *,
+        microbatches: int = 1,
+        clip_norm: float = 0.0,
+        skip_nonfinite: bool = False,
+        jit_compile: bool = False,
+        locate_nonfinite: bool = False,
     ):
         """Prepares; nothing is traced yet.
 
@@ -85,15 +100,20 @@ class TrainStep:
             microbatches: into how many parts each replica's share is cut.
             clip_norm: the largest global norm of an update's gradients; 0: no clipping.
             skip_nonfinite: whether a step that is not finite is skipped, every bit unchanged; else it is an error.
+            jit_compile: whether XLA compiles the forward and backward pass.
+            locate_nonfinite: whether a step that is an error leaves every bit unchanged, so that `explain` can look at
+                it again.
         """
         self._state = state
         self._strategy = state.strategy
         self._microbatches = microbatches
         self._clip_norm = clip_norm
         self._skip_nonfinite = skip_nonfinite
+        self._jit_compile = jit_compile
         self._traces = [_UpdateTrace(state, update) for update in state.spec.updates]
         self._own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clip_norm else [GRADIENT_NORM]
-        self.may_skip = skip_nonfinite or bool(state.loss_scalers)
+        self.locate_nonfinite = locate_nonfinite
+        self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers)
 
     @property
@@ -163,12 +183,26 @@ class TrainStep:
 
         return tf.cond(finite, applied, undone)
 
-    def explain(self, step: int, diagnosis: np.ndarray) -> str:
+    def explain_error(self, error: tf.errors.OpError) -> ValueError | None:
+        """Says in one sentence that XLA cannot compile a model, where an error of TensorFlow's is about that."""
+        message = error.message or ""
+        if not self._jit_compile or not ("tf2xla" in message or "XLA" in message):
+            return None
+        what = next((line for line in message.splitlines() if "INVALID_ARGUMENT:" in line), message.partition("\n")[0])
+        what = what.rpartition("}}")[2].rpartition("INVALID_ARGUMENT:")[2].strip(" .:")
+        return ValueError(
+            f"jit_compile=True was given, but XLA cannot compile the forward and backward pass ({what[:200]}): leave "
+            "out what XLA does not know, often an operation whose result has a size that depends on its values, or use "
+            "jit_compile=False."
+        )
+
+    def explain(self, step: int, diagnosis: np.ndarray, last: tuple[Batch, inputs.Layout] | None = None) -> str:
         """Says what was not finite in a step that is an error, the likely cause, and what to do.
 
         Args:
             step: its number.
             diagnosis: its `Outcome.diagnosis`.
+            last: its batch, to look at again with `locate_nonfinite`.
         """
         for trace in self._traces:
             names = [*trace.names, *self._own_names]
@@ -185,7 +219,10 @@ class TrainStep:
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             of_update = f" of update {trace.update.name!r}" if trace.update.name else ""
             found.append(f"the gradient{of_update} of {', '.join(paths[:3])}{more} is not finite")
-        cause = _likely_cause(step, is_loss_finite=bool(np.isfinite(values["loss"])), has_paths=bool(paths))
+        if last is None:
+            cause = _likely_cause(step, is_loss_finite=bool(np.isfinite(values["loss"])), has_paths=bool(paths))
+        else:
+            cause = self._locate(*last)
         if trace.loss_scaler is None:
             since = f"Step {step} is the first that was not finite"
             advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
@@ -195,27 +232,104 @@ class TrainStep:
             advice = "keep large numbers in float32 layers, lower the learning rate, or use precision=mixed_bfloat16"
         return f"{since}: {', '.join(found)}; {cause}: {advice}."
 
+    def _locate(self, batch: Batch, layout: inputs.Layout) -> str:
+        """Takes a step that failed again, update by update, and says where the first bad number came from."""
+        variables = [*self._state.untrained_variables, *(v for trace in self._traces for v in self._changed_by(trace))]
+        changed = list({id(v): v for v in variables}.values())
+
+        def read() -> Any:
+            return self._strategy.run(functools.partial(_read, changed))
+
+        def write(values: Any) -> None:
+            self._strategy.run(functools.partial(_assign, changed), args=(values,))
+
+        def advance(trace: _UpdateTrace) -> None:
+            examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+            forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
+            self._strategy.run(functools.partial(self._settle, trace), args=(True, forward.before, forward.after))
+            self._strategy.run(functools.partial(self._apply, trace), args=(forward.segments, forward.scale))
+
+        read, write = (tf.function(fn, autograph=False) for fn in (read, write))
+        first = read()
+        try:
+            for trace in self._traces:
+                before = read()
+                for microbatch in range(self._microbatches):
+                    if where := self._look(trace, batch, layout, microbatch):
+                        return where
+                write(before)
+                tf.function(functools.partial(advance, trace), autograph=False)()
+        finally:
+            write(first)
+        return (
+            "a second look at its batch found every number finite, so a sum over replicas or microbatches is too "
+            "large, or an operation is not deterministic"
+        )
+
+    def _look(self, trace: _UpdateTrace, batch: Batch, layout: inputs.Layout, microbatch: int) -> str | None:
+        """Runs forward and backward of an update with a verdict on every tensor; says which was bad first, if any."""
+        looked_at: list[tf.Tensor] = []
+        results: list[tf.Tensor] = []
+
+        def replica(batch: Batch, examples: tf.Tensor) -> Any:
+            rows, row_weights = inputs.take_share(batch, layout, self._microbatches, microbatch)
+            return self._gradients(trace, rows, row_weights, trace.factor(examples))
+
+        @tf.function(autograph=False)
+        def look(batch: Batch) -> tf.Tensor:
+            examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+            found = self._strategy.run(replica, args=(batch, examples))
+            results[:] = [t for part in tf.nest.flatten(found) for t in self._strategy.experimental_local_results(part)]
+            looked_at[:] = nonfinite.tensors(tf.compat.v1.get_default_graph())
+            return nonfinite.verdicts(looked_at)
+
+        are_finite = look(batch).numpy()
+        op = nonfinite.find_origin(results, looked_at, are_finite)
+        if op is None:
+            return None
+        if op.type == "Placeholder":
+            return f"the batch itself holds such numbers, {_find_entry(batch.rows)}"
+        if op.type == "ReadVariableOp":
+            return f"the variable {self._path_of(op.inputs[0])} holds such numbers"
+        layers = [part for layer in self._state.layers_of_update[trace.update.name] for part in _with_parts(layer)]
+        return f"they came from {nonfinite.describe(op, layers)}"
+
+    def _path_of(self, resource: tf.Tensor) -> str:
+        handle = _outermost(resource)
+        for path, variable in named_variables(self._state.model).items():
+            for local in self._strategy.experimental_local_results(tensorflow_variable(variable)):
+                if local.handle is handle:
+                    return path
+        return "that loss_fn reads"
+
     def _forward(self, trace: _UpdateTrace, layout: inputs.Layout, batch: Batch, examples: tf.Tensor) -> _Forward:
         """Computes an update's gradients and sums, and reduces them; in a replica's context."""
-        # The loss is summed, and its mean scaled: no gradient in float16 is larger for a larger batch.
-        factor = None if trace.loss_scaler is None else trace.loss_scaler.scale_loss(1.0) / examples
+        factor = trace.factor(examples)
         candidates = self._state.untrained_variables + [
             variable for metric in self._state.train_metrics.values() for variable in metric.variables
         ]
         before = {id(v): tf.identity(v) for v in candidates}  # those that are not needed leave the graph again
         written: dict[int, Any] = {}
 
-        def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
-            rows, row_weights = inputs.take_share(batch, layout, self._microbatches, index)
+        def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
             first_op = len(tf.compat.v1.get_default_graph().get_operations())
             result = self._gradients(trace, rows, row_weights, factor)
             written.update((id(v), v) for v in _written(candidates, first_op))
             return result
 
-        if self._microbatches == 1:
-            segments, tallies = microbatch(0)
-        else:
-            segments, tallies = self._sum_over_microbatches(trace, microbatch)
+        if self._jit_compile:
+            # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
+            # for each replica, which reads that replica's variables.
+            compute = tf.function(compute, autograph=False, jit_compile=True)
+
+        def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
+            return compute(*inputs.take_share(batch, layout, self._microbatches, index), factor)
+
+        with _without_meeting(self._microbatches, self._jit_compile):
+            if self._microbatches == 1:
+                segments, tallies = microbatch(0)
+            else:
+                segments, tallies = self._sum_over_microbatches(trace, microbatch)
         trace.written = [v for v in candidates if id(v) in written]
         after = {id(v): tf.identity(v) for v in trace.written}
         drifting = self._drifting(trace.written) if self._strategy.num_replicas_in_sync > 1 else []
@@ -302,22 +416,13 @@ class TrainStep:
         segments = [tf.zeros(s, dtype) for s, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
         # How many tallies there are is known once the body was traced: until then one zero stands for all.
         shapes = (tf.TensorShape([]), packing.shapes, tf.TensorShape([None]))
-        try:
-            _, segments, tallies = tf.while_loop(
-                lambda index, *_: index < self._microbatches,
-                body,
-                (tf.constant(0), segments, tf.zeros([1])),
-                shape_invariants=shapes,
-                parallel_iterations=1,
-            )
-        except RuntimeError as error:
-            if "merge_call" not in str(error):
-                raise
-            raise ValueError(
-                f"microbatches={self._microbatches} was given with a model that talks to other replicas in its forward "
-                "pass, such as BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop: use "
-                "microbatches=1."
-            ) from error
+        _, segments, tallies = tf.while_loop(
+            lambda index, *_: index < self._microbatches,
+            body,
+            (tf.constant(0), segments, tf.zeros([1])),
+            shape_invariants=shapes,
+            parallel_iterations=1,
+        )
         return segments, tf.ensure_shape(tallies, [2 * len(trace.names)])
 
     def _settle(self, trace: _UpdateTrace, finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
@@ -493,6 +598,24 @@ def tally_outputs(
     return tallies
 
 
+@contextlib.contextmanager
+def _without_meeting(microbatches: int, jit_compile: bool) -> Iterator[None]:
+    """Says what to do where a model's forward pass talks to other replicas, and TensorFlow cannot do that here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        given, use = (
+            ("jit_compile=True", "jit_compile=False") if jit_compile else (f"{microbatches=}", "microbatches=1")
+        )
+        raise ValueError(
+            f"{given} was given with a model that talks to other replicas in its forward pass, such as "
+            "BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop or what XLA compiles: use "
+            f"{use}."
+        ) from error
+
+
 def _likely_cause(step: int, *, is_loss_finite: bool, has_paths: bool) -> str:
     """Guesses why, from what is known without a second look at the batch."""
     if is_loss_finite and has_paths:
@@ -508,6 +631,21 @@ def _regularization(layers: Sequence[Any]) -> tf.Tensor | None:
     """Adds up the losses that Keras models carry, such as L2 terms."""
     losses = [loss for layer in layers for loss in layer.losses]
     return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
+
+
+def _find_entry(rows: Any) -> str:
+    """Says in which entry of a batch, and in which row of it, there is a number that is not finite."""
+    for path, value in keras.tree.flatten_with_path(rows):
+        if isinstance(value, tf.Tensor) and value.dtype.is_floating:
+            bad = np.argwhere(~np.isfinite(tf.cast(value, tf.float32).numpy()))
+            if len(bad):
+                return f"in {'/'.join(map(str, path)) or 'its only entry'}, first in row {bad[0][0]}"
+    return "in one of its entries"
+
+
+def _with_parts(layer: Any) -> list[Any]:
+    """Lists a layer and all the layers in it."""
+    return list(layer._flatten_layers())
 
 
 def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:

@@ -142,6 +142,8 @@ class Trainer:
                 microbatches=settings.microbatches,
                 clip_norm=settings.clip_norm,
                 skip_nonfinite=settings.on_nonfinite == "skip",
+                jit_compile=settings.jit_compile,
+                locate_nonfinite=settings.locate_nonfinite,
             )
             self._train_loop = TrainLoop(self.state, step)
         write_config(settings, settings.workdir)

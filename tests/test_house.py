@@ -23,6 +23,7 @@ LAYERS = {
     "writers": 1,
     "learning_rates": 1,
     "precision": 2,
+    "nonfinite": 1,
     "inputs": 2,
     "state": 3,
     "step": 4,

@@ -1,0 +1,217 @@
+"""Where a number that is not finite came from: the operation, its layer, the batch's entry, the variable."""
+
+import inspect
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop import nonfinite
+from tests.problems import assert_equal, classification, everything, on
+
+
+class Faulty(keras.layers.Layer):
+    """Goes wrong in one of several ways once its input is large; names the line that does."""
+
+    def __init__(self, how):
+        super().__init__(name="faulty")
+        self.how = how
+
+    def call(self, x):
+        return getattr(self, self.how)(x)
+
+    def log(self, x):
+        return x + tf.math.log(1.0 - tf.cast(x > 90, tf.float32))
+
+    def exp(self, x):
+        return tf.exp(x)
+
+    def root(self, x):
+        return x + tf.sqrt(tf.where(x > 90, 0.0, x**2) * x)
+
+    def division(self, x):
+        return x / (1.0 - tf.cast(x > 90, tf.float32))
+
+    def mask(self, x):  # an infinity on every step, which harms nobody
+        return x + tf.nn.softmax(tf.where(x > 0, x, -np.inf)) + self.exp(x)
+
+
+def make_trainer(how, replicas=1, **settings):
+    def model_fn():
+        model = keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(4, kernel_initializer="ones"), Faulty(how), keras.layers.Dense(2)],
+            name="net",
+        )
+
+        def loss_fn(batch, training):
+            return {"loss": tf.reduce_sum(model(batch["x"], training=training), -1)}
+
+        return distloop.ModelSpec(model, keras.optimizers.Adam(1e-4), loss_fn)
+
+    return distloop.Trainer(model_fn, on(replicas, locate_nonfinite=True, **settings))
+
+
+def data_with(rows_of_100):
+    """Batches of 8 rows whose sum is small, but for some rows where it is 100."""
+    rows = {"x": np.full([32, 8], 0.1, np.float32)}
+    rows["x"][rows_of_100] = 12.5
+    return distloop.make_dataset(rows, 8)
+
+
+def failure(trainer, data, steps=6):
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.fit(data, steps=steps)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".") and not re.search(r"[.!?] +[A-Z]", message)
+    return message
+
+
+def line_of(how):
+    return inspect.getsourcelines(getattr(Faulty, how))[1] + 1
+
+
+@pytest.mark.parametrize("replicas, microbatches", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "how, op, direction",
+    [
+        ("log", "Log", "forward"),
+        ("exp", "Exp", "forward"),
+        ("division", "RealDiv", "forward"),
+        ("root", "SqrtGrad", "backward"),
+    ],
+)
+def test_the_operation_its_layer_and_its_line_are_named(how, op, direction, replicas, microbatches):
+    message = failure(make_trainer(how, replicas, microbatches=microbatches), data_with([21]))
+    assert message.startswith("Step 3 ")
+    assert f"came from {op} in layer net/faulty in the {direction} pass (test_nonfinite.py:{line_of(how)})" in message
+
+
+def test_an_infinity_that_harms_nobody_is_not_the_culprit():
+    message = failure(make_trainer("mask"), data_with([21]))
+    assert f"came from Exp in layer net/faulty in the forward pass (test_nonfinite.py:{line_of('exp')})" in message
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_entry_of_the_batch_and_its_row_are_named(replicas):
+    rows = classification(32)
+    rows["x"][21, 3] = np.nan
+    message = failure(make_trainer("exp", replicas), distloop.make_dataset(rows, 8))
+    assert message.startswith("Step 3 ") and "the batch itself holds such numbers, in x, first in row 5" in message
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_variable_is_named(replicas):
+    trainer = make_trainer("exp", replicas)
+    kernel = trainer.model.layers[-1].kernel
+    kernel.assign(np.full(kernel.shape, np.inf))
+    assert "the variable net/dense" in failure(trainer, data_with([]))
+
+
+def test_a_second_update_is_looked_at_with_what_the_first_one_changed():
+    def model_fn():
+        a, b = (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab")
+
+        def first(batch, training):
+            return {"loss": a(batch["x"], training=training)[:, 0]}
+
+        def second(batch, training):  # goes wrong once the first update has moved a's bias
+            bias = tf.stop_gradient(a.layers[-1].bias)
+            return {"loss": b(batch["x"], training=training)[:, 0] * tf.math.log(bias + 0.5)}
+
+        updates = [
+            distloop.Update("first", first, keras.optimizers.SGD(1.0), "^a/"),
+            distloop.Update("second", second, keras.optimizers.SGD(1.0), "^b/"),
+        ]
+        return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
+
+    trainer = distloop.Trainer(model_fn, on(2, locate_nonfinite=True))
+    message = failure(trainer, data_with([]))
+    assert "second/loss is nan" in message and "came from Log in the forward pass (test_nonfinite.py:" in message
+    assert message.startswith("Step 1 ")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_looking_changes_nothing_and_a_step_that_failed_neither(replicas):
+    def model_fn():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.BatchNormalization(name="norm"),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(4, name="dense"),
+                Faulty("exp"),
+            ],
+            name="net",
+        )
+        loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), -1)}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(1e-4), loss_fn)
+
+    rows = classification(32)
+    expected = distloop.Trainer(model_fn, on(replicas, average_decay=0.9))
+    expected.fit(distloop.make_dataset(rows, 8), steps=2)
+    rows["x"][21, 3] = np.inf
+    trainer = distloop.Trainer(model_fn, on(replicas, average_decay=0.9, locate_nonfinite=True))
+    failure(trainer, distloop.make_dataset(rows, 8))
+    found, wanted = everything(trainer), everything(expected)
+    counts = [path for path in found if path.startswith(("step", "skipped_steps"))]
+    assert len(counts) == 2 and trainer.step == 3
+    assert_equal(
+        {path: value for path, value in found.items() if path not in counts},
+        {path: value for path, value in wanted.items() if path not in counts},
+    )
+
+
+def test_ragged_rows_and_strings_can_be_looked_at_again():
+    table = tf.ragged.constant([[1.0], [2.0, 3.0], [0.0], [4.0]])
+    data = tf.data.Dataset.from_tensor_slices({"x": table, "name": ["a", "b", "c", "d"]}).batch(2)
+
+    def model_fn():
+        weight = tf.Variable(1.0)
+        loss_fn = lambda batch, training: {"loss": weight * tf.reduce_sum(tf.math.log(batch["x"]), 1)}  # noqa: E731
+        return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(0.1), loss_fn)
+
+    message = failure(distloop.Trainer(model_fn, on(2, locate_nonfinite=True)), data)
+    assert message.startswith("Step 2 ") and "came from Log in the forward pass" in message
+
+
+def test_a_distributed_dataset_can_be_looked_at_again():
+    trainer = make_trainer("exp", 2)
+    data = trainer.strategy.experimental_distribute_dataset(data_with([21]))
+    assert "came from Exp in layer net/faulty" in failure(trainer, data)
+
+
+def test_a_sum_that_is_too_large_has_no_culprit():
+    def model_fn():
+        weight = tf.Variable(1.0)
+        return distloop.ModelSpec(
+            {"weight": weight}, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": weight * batch}
+        )
+
+    trainer = distloop.Trainer(model_fn, on(2, locate_nonfinite=True))
+    message = failure(trainer, tf.data.Dataset.from_tensors([3e38, 3e38]))
+    assert "a second look at its batch found every number finite" in message
+
+
+def test_the_search_goes_back_along_what_is_not_finite_only():
+    @tf.function
+    def f(x):
+        masked = tf.where(x > 0, x, -np.inf)
+        harmless = tf.nn.softmax(masked)
+        bad = tf.math.log(x - x)
+        result = harmless + bad
+        looked_at[:] = nonfinite.tensors(tf.compat.v1.get_default_graph())
+        results.append(result)
+        return nonfinite.verdicts(looked_at)
+
+    looked_at, results = [], []
+    are_finite = f(tf.constant([1.0, -1.0])).numpy()
+    assert nonfinite.find_origin(results, looked_at, are_finite).type == "Log"
+    assert nonfinite.find_origin(results, looked_at, np.ones_like(are_finite)) is None
+
+
+def test_it_contradicts_skipping():
+    with pytest.raises(ValueError, match="locate_nonfinite=True and on_nonfinite=skip contradict each other"):
+        on(1, locate_nonfinite=True, on_nonfinite="skip")
