@@ -17,7 +17,9 @@ from distloop.state import TrainState
 from distloop.step import check_outputs
 
 
-def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: Any, path: str) -> None:
+def export(
+    state: TrainState, predict_fn: Callable[[Any], Any], element_spec: Any, path: str, keep_dtypes: bool = False
+) -> None:
     """Writes a SavedModel, with the averaged weights where there are some; whole or not at all.
 
     Args:
@@ -25,6 +27,7 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
         predict_fn: `batch -> outputs`, `[B, ...]`.
         element_spec: of a batch.
         path: a directory; one that is there is replaced when the new one is whole.
+        keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
 
     Raises:
         ValueError: if two entries of a batch would get the same name, or something that is no SavedModel is in the way.
@@ -40,7 +43,7 @@ def export(state: TrainState, predict_fn: Callable[[Any], Any], element_spec: An
         # Entries that predict_fn does not read are still part of the structure that it takes apart.
         flat = [entries[name] if name in entries else _absent(spec, rows) for name, spec in specs.items()]
         batch = tf.nest.pack_sequence_as(element_spec, flat)
-        return _named_outputs(check_outputs(predict_fn(batch), rows))
+        return _named_outputs(check_outputs(predict_fn(batch), rows, keep_dtypes))
 
     module = tf.Module()
     module.variables_served = [*state.model_variables()]

@@ -291,8 +291,12 @@ class TrainStep:
             return f"the batch itself holds such numbers, {_find_entry(batch.rows)}"
         if op.type == "ReadVariableOp":
             return f"the variable {self._path_of(op.inputs[0])} holds such numbers"
-        layers = [part for layer in self._state.layers_of_update[trace.update.name] for part in _with_parts(layer)]
-        return f"they came from {nonfinite.describe(op, layers)}"
+        return f"they came from {nonfinite.describe(op, self._parts(trace))}"
+
+    def _parts(self, trace: _UpdateTrace) -> list[Any]:
+        """Lists the layers that an update trains, and those in them."""
+        layers = self._state.layers_of_update[trace.update.name]
+        return [part for layer in layers for part in layer._flatten_layers()]
 
     def _path_of(self, resource: tf.Tensor) -> str:
         handle = _outermost(resource)
@@ -455,6 +459,13 @@ class TrainStep:
                     "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
                     ", ".join(self._state.paths[id(v)] for v in unreached),
                 )
+            layers = self._parts(trace)
+            if trace.loss_scaler is None and any(layer.compute_dtype == "float16" for layer in layers):
+                logging.warning(
+                    "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
+                    "precision=mixed_float16, or give distloop.LossScaleOptimizer.",
+                    next(layer.name for layer in layers if layer.compute_dtype == "float16"),
+                )
             if self._strategy.num_replicas_in_sync > 1:
                 metric_ids = {id(v) for metric in self._state.train_metrics.values() for v in metric.variables}
                 averaged = {id(v) for v in [*self._drifting(trace.written), *self._state.seeds]} | metric_ids
@@ -517,17 +528,24 @@ class EvalStep:
 class PredictStep:
     """One step of prediction: the outputs for a batch, its rows in order."""
 
-    def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any]):
-        """Prepares; nothing is traced yet."""
+    def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any], keep_dtypes: bool = False):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: holds the weights.
+            predict_fn: `batch -> outputs`, `[B, ...]`.
+            keep_dtypes: as for `check_outputs`.
+        """
         self._state = state
         self._strategy = state.strategy
         self._predict_fn = predict_fn
+        self._keep_dtypes = keep_dtypes
 
     def __call__(self, batch: Batch, layout: inputs.Layout) -> Any:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
-            The outputs of `predict_fn`, `[B, ...]`; half-precision ones as float32.
+            The outputs of `predict_fn`, `[B, ...]`.
         """
         per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
 
@@ -541,24 +559,25 @@ class PredictStep:
     def _forward(self, layout: inputs.Layout, batch: Batch) -> Any:
         rows, _ = inputs.take_share(batch, layout)
         with _writes_undone(self._state):
-            return check_outputs(self._predict_fn(rows), inputs.batch_size(rows))
+            return check_outputs(self._predict_fn(rows), inputs.batch_size(rows), self._keep_dtypes)
 
 
-def check_outputs(outputs: Any, batch_size: tf.Tensor | int) -> Any:
+def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool = False) -> Any:
     """Checks what `predict_fn` returned, and turns half-precision tensors into float32.
 
     Args:
         outputs: any structure of tensors.
         batch_size: rows of the batch that `predict_fn` was given.
+        keep_dtypes: whether half-precision tensors stay as they are.
 
     Raises:
         ValueError: if an output has no leading axis of that size.
     """
     outputs = tf.nest.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs)
-    return tf.nest.map_structure(lambda output: _checked_output(output, batch_size), outputs)
+    return tf.nest.map_structure(lambda output: _checked_output(output, batch_size, keep_dtypes), outputs)
 
 
-def _checked_output(output: Any, batch_size: tf.Tensor | int) -> Any:
+def _checked_output(output: Any, batch_size: tf.Tensor | int, keep_dtypes: bool) -> Any:
     rows = output.shape[0] if output.shape.rank else None
     static = batch_size if isinstance(batch_size, int) else None
     wrong = (
@@ -567,7 +586,7 @@ def _checked_output(output: Any, batch_size: tf.Tensor | int) -> Any:
     )
     if output.shape.rank == 0 or (rows is not None and rows != static):
         raise ValueError(wrong)
-    if output.dtype in (tf.float16, tf.bfloat16):
+    if output.dtype in (tf.float16, tf.bfloat16) and not keep_dtypes:
         output = tf.cast(output, tf.float32)
     if rows is not None:
         return output
@@ -641,11 +660,6 @@ def _find_entry(rows: Any) -> str:
             if len(bad):
                 return f"in {'/'.join(map(str, path)) or 'its only entry'}, first in row {bad[0][0]}"
     return "in one of its entries"
-
-
-def _with_parts(layer: Any) -> list[Any]:
-    """Lists a layer and all the layers in it."""
-    return list(layer._flatten_layers())
 
 
 def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from distloop.metrics import Weighted, weighted
+from distloop.precision import LossScaleOptimizer
 from distloop.state import ModelSpec
 
 
@@ -129,7 +130,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
                 f"The function given to from_keras returned {made!r}; it must return a compiled keras.Model."
             )
         _require_compiled(made)
-        return _spec_of(made, made, lambda old, new: _unwrapped(old.optimizer))
+        return _spec_of(made, made, lambda old, new: _rescaled(old.optimizer, _unwrapped(old.optimizer)))
 
     return model_fn
 
@@ -355,9 +356,17 @@ def _rebuilt_optimizer(compiled: keras.Model, model: keras.Model) -> keras.optim
         optimizer.build(model.trainable_variables)
         for new_variable, old_variable in zip(optimizer.variables, old.variables, strict=True):
             new_variable.assign(old_variable)
-    return optimizer
+    return _rescaled(compiled.optimizer, optimizer)
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
-    """Gives the optimizer inside a loss-scale optimizer: distloop scales by itself."""
+    """Gives the optimizer inside Keras's loss-scale optimizer, which compile puts around it under mixed_float16."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _rescaled(old: Any, optimizer: keras.optimizers.Optimizer) -> Any:
+    """Scales the loss where Keras did: layers keep their precision, whatever the Config says."""
+    if not isinstance(old, keras.optimizers.LossScaleOptimizer):
+        return optimizer
+    scale = float(old.dynamic_scale) if old.built else old.initial_scale
+    return LossScaleOptimizer(optimizer, min(max(scale, 1.0), 2.0**24), growth_steps=old.dynamic_growth_steps)

@@ -70,7 +70,7 @@ class Trainer:
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None
         self._eval_loop: EvalLoop | None = None
-        self._predict_loop: PredictLoop | None = None
+        self._predict_loops: dict[bool, PredictLoop] = {}  # by whether dtypes are kept
 
     @property
     def step(self) -> int:
@@ -177,11 +177,12 @@ class Trainer:
         self._build(source)
         return self._evaluate(source)
 
-    def predict(self, dataset: Data) -> Any:
+    def predict(self, dataset: Data, *, keep_dtypes: bool = False) -> Any:
         """Predicts for every row of a dataset, in its order.
 
         Args:
             dataset: as for `fit`; finite.
+            keep_dtypes: whether float16 and bfloat16 outputs stay as they are; else they become float32.
 
         Returns:
             What `predict_fn` returns, as NumPy arrays `[N, ...]`.
@@ -189,7 +190,7 @@ class Trainer:
         Raises:
             ValueError: if there is no `predict_fn`, or outputs of different batches do not fit together.
         """
-        batches = list(self._stream(self._finite_source(dataset)))
+        batches = list(self._stream(self._finite_source(dataset), keep_dtypes))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
@@ -200,11 +201,12 @@ class Trainer:
                 "trainer.stream_predictions(dataset)."
             ) from None
 
-    def stream_predictions(self, dataset: Data) -> Iterator[Any]:
+    def stream_predictions(self, dataset: Data, *, keep_dtypes: bool = False) -> Iterator[Any]:
         """Predicts a batch at a time.
 
         Args:
             dataset: as for `fit`.
+            keep_dtypes: as for `predict`.
 
         Yields:
             What `predict_fn` returns for each batch, as NumPy arrays `[B, ...]`.
@@ -212,16 +214,17 @@ class Trainer:
         Raises:
             ValueError: if there is no `predict_fn`.
         """
-        return self._stream(Source(dataset, self.strategy, repeat=False))
+        return self._stream(Source(dataset, self.strategy, repeat=False), keep_dtypes)
 
-    def _stream(self, source: Source) -> Iterator[Any]:
+    def _stream(self, source: Source, keep_dtypes: bool) -> Iterator[Any]:
         predict_fn = self._predict_fn()
         self._build(source)
-        if self._predict_loop is None:
-            self._predict_loop = PredictLoop(self.state, PredictStep(self.state, predict_fn))
-        return self._predict_loop.predict(source)
+        if keep_dtypes not in self._predict_loops:
+            step = PredictStep(self.state, predict_fn, keep_dtypes)
+            self._predict_loops[keep_dtypes] = PredictLoop(self.state, step)
+        return self._predict_loops[keep_dtypes].predict(source)
 
-    def export(self, path: str) -> None:
+    def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes a SavedModel of `predict_fn` that loads without distloop, with the averaged weights if there are any.
 
         Its signature `serving_default` takes the batch entries that `predict_fn` reads, by name, with a free batch
@@ -229,6 +232,7 @@ class Trainer:
 
         Args:
             path: a directory; replaced, if it holds a SavedModel, when the new one is whole.
+            keep_dtypes: as for `predict`.
 
         Raises:
             ValueError: if there is no `predict_fn`, or no dataset was seen yet.
@@ -238,7 +242,7 @@ class Trainer:
             raise ValueError(
                 "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
             )
-        export.export(self.state, predict_fn, self._element_spec, os.fspath(path))
+        export.export(self.state, predict_fn, self._element_spec, os.fspath(path), keep_dtypes)
 
     def _predict_fn(self) -> Callable[[Any], Any]:
         if self.state.spec.predict_fn is None:

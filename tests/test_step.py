@@ -1,0 +1,98 @@
+"""One step compiled by XLA: the same numbers, and one sentence where it cannot be."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
+
+
+def train(replicas, jit_compile, model_fn, steps=8, **settings):
+    trainer = distloop.Trainer(model_fn, on(replicas, jit_compile=jit_compile, **settings))
+    trainer.fit(distloop.make_dataset(classification(67), 16), steps=steps)  # the last batch is odd
+    return trainer
+
+
+# XLA adds up in another order and precision than TensorFlow's kernels do. A bias's gradient is a sum over 16 rows, and a
+# sum in half precision may round at each of them: by 2^-11 of its size in float16, by 2^-9 in bfloat16.
+@pytest.mark.parametrize(
+    "precision, tolerance", [("float32", 1e-6), ("mixed_float16", 16 * 2**-11), ("mixed_bfloat16", 16 * 2**-9)]
+)
+@pytest.mark.parametrize("replicas, microbatches", [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_a_compiled_step_trains_to_the_same_weights(precision, tolerance, replicas, microbatches):
+    settings = dict(precision=precision, microbatches=microbatches, clip_norm=0.5)
+    model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.1), is_weighted=True, l2=0.1, batch_norm="local")
+    found, expected = (train(replicas, jit_compile, model_fn, **settings) for jit_compile in (True, False))
+    assert_close(weights(found), weights(expected), tolerance)
+    assert calls_compiled(found) and not calls_compiled(expected)
+
+
+def calls_compiled(trainer):
+    """Whether anything in the compiled loop is left to XLA."""
+    source = trainer._train_source
+    run = trainer._train_loop._run
+    graph = run.get_concrete_function(source.iterator(), source.layout, tf.constant(1, tf.int64)).graph
+    return any("_XlaMustCompile" in node.attr for f in graph.as_graph_def().library.function for node in f.node_def)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_compiled_step_draws_and_measures(replicas):
+    trainer = distloop.Trainer(classifier(dropout=0.5, metrics=True), on(replicas, jit_compile=True))
+    assert 0 < trainer.fit(distloop.make_dataset(classification(67), 16), steps=8)["auc"] < 1
+    assert all(np.isfinite(value).all() for value in everything(trainer).values())
+    seeds = [path for path in weights(trainer) if "seeds" in path]
+    first = weights(distloop.Trainer(classifier(dropout=0.5, metrics=True), on(replicas)))
+    assert seeds and all(not np.array_equal(weights(trainer)[path], first[path]) for path in seeds)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_that_overflows_changes_nothing():
+    rows = classification(16)
+    rows["x"][13, 0] = np.inf
+    data = distloop.make_dataset(rows, 8)
+    trainer = distloop.Trainer(classifier(batch_norm="local"), on(2, jit_compile=True, on_nonfinite="skip"))
+    trainer.fit(data, steps=1)
+    before = everything(trainer)
+    trainer.fit(data, steps=2)
+    after = everything(trainer)
+    counts = {path for path in before if path.startswith(("step", "skipped_steps"))}
+    assert_equal({p: after[p] for p in after if p not in counts}, {p: before[p] for p in before if p not in counts})
+    assert int(trainer.state.skipped_steps) == 1
+
+
+def test_a_model_that_talks_to_other_replicas_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^jit_compile=True was given with a model that talks .*use jit_compile=False.$"
+    ):
+        train(2, True, classifier(batch_norm="synchronized"), steps=1)
+
+
+def test_what_xla_cannot_compile_is_said_in_one_sentence():
+    def model_fn():
+        layer = keras.layers.Dense(1)
+        layer.build((None, 8))
+
+        def loss_fn(batch, training):
+            digits = tf.strings.length(tf.strings.as_string(batch["label"]))  # XLA knows no strings
+            return {"loss": layer(batch["x"])[:, 0] + tf.cast(digits, tf.float32)}
+
+        return distloop.ModelSpec(layer, keras.optimizers.SGD(0.1), loss_fn)
+
+    with pytest.raises(ValueError, match=r"^jit_compile=True was given, but XLA cannot compile") as caught:
+        train(1, True, model_fn, steps=1)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("use jit_compile=False.")
+
+
+def test_float16_layers_without_a_loss_scale_are_named(caplog):
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, dtype="mixed_float16", name="half")])
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    train(1, False, model_fn, steps=1)
+    assert "Layers such as half compute in float16 and the loss is not scaled" in caplog.text
+    caplog.clear()
+    train(1, False, model_fn, steps=1, precision="mixed_float16")
+    assert "float16" not in caplog.text
