@@ -143,6 +143,19 @@ def test_outputs_without_names_are_numbered(tmp_path):
     np.testing.assert_allclose(found["output_0"], predictions[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision_outputs_stay_as_they_are_on_request(precision, tmp_path):
+    trainer = make_trainer(precision=precision)
+    half = trainer.predict(dataset(), keep_dtypes=True)
+    assert half.dtype == tf.as_dtype(precision.removeprefix("mixed_")).as_numpy_dtype
+    np.testing.assert_array_equal(half.astype(np.float32), trainer.predict(dataset()))
+    parts = list(trainer.stream_predictions(dataset(), keep_dtypes=True))
+    np.testing.assert_array_equal(np.concatenate(parts), half)
+    trainer.export(tmp_path / "model", keep_dtypes=True)
+    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
+    assert serve(x=tf.constant(ROWS["x"]))["output"].dtype == half.dtype
+
+
 def test_half_precision_outputs_are_served_as_float32(tmp_path):
     predictions, serve = exported(make_trainer(precision="mixed_bfloat16"), tmp_path / "model")
     found = serve(x=tf.constant(ROWS["x"]))["output"]

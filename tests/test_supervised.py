@@ -191,14 +191,40 @@ def test_a_learning_rate_that_was_changed_is_taken_over():
     assert float(trainer.optimizer.learning_rate.numpy()) == pytest.approx(0.025)
 
 
-def test_a_loss_scale_optimizer_of_compile_is_unwrapped():
-    model = compiled(net(), optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)))
+def test_a_loss_scale_of_compile_is_taken_over():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), 64.0, dynamic_growth_steps=2)
+    model = compiled(net(), optimizer=scaled)
     model.fit(batches(X, Y), epochs=1, verbose=0)
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert type(trainer.optimizer) is keras.optimizers.SGD
+    assert type(trainer.optimizer) is distloop.LossScaleOptimizer
+    assert float(trainer.optimizer.loss_scale) == float(scaled.dynamic_scale) == 256.0
+    assert trainer.optimizer.growth_steps == 2
     assert int(trainer.optimizer.iterations.numpy()) == 4
-    for new, old in zip(trainer.optimizer.variables, model.optimizer.inner_optimizer.variables, strict=True):
+    new_variables = trainer.optimizer.inner_optimizer.variables
+    for new, old in zip(new_variables, model.optimizer.inner_optimizer.variables, strict=True):
         np.testing.assert_array_equal(new.numpy(), old.numpy())
+
+
+def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
+    def make():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")  # puts a loss scale around the optimizer
+        return model
+
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+    data = batches(x, x[:, :2])
+    for model_fn in (distloop.from_keras(model), distloop.from_keras(make)):
+        trainer = distloop.Trainer(model_fn, on(2, precision="mixed_float16"))
+        assert trainer.model.layers[0].compute_dtype == "float16"
+        assert type(trainer.optimizer) is distloop.LossScaleOptimizer
+        first = trainer.evaluate(data)["loss"]
+        trainer.fit(data, steps=20)
+        assert trainer.evaluate(data)["loss"] < 0.5 * first
 
 
 def test_predict_is_the_models_output():
