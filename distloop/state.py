@@ -197,7 +197,7 @@ class TrainState(tf.Module):
     @property
     def loss_scale(self) -> Any:
         """What the loss is multiplied by, a scalar; of several updates, a dict by name; None where it is not scaled."""
-        scales = {name: scaler.loss_scale for name, scaler in self.loss_scalers.items()}
+        scales = {name: tf.convert_to_tensor(scaler.loss_scale) for name, scaler in self.loss_scalers.items()}
         return scales.get("", scales or None)
 
     def build(self, rows: Any) -> None:

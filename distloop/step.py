@@ -227,7 +227,7 @@ class TrainStep:
             since = f"Step {step} is the first that was not finite"
             advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
         else:
-            scale, count = float(trace.loss_scaler.loss_scale), -int(trace.loss_scaler.streak)
+            scale, count = trace.loss_scaler.loss_scale.numpy(), -trace.loss_scaler.streak.numpy()
             since = f"Step {step} is number {count} in a row that was not finite at the smallest loss scale, {scale:g}"
             advice = "keep large numbers in float32 layers, lower the learning rate, or use precision=mixed_bfloat16"
         return f"{since}: {', '.join(found)}; {cause}: {advice}."
