@@ -42,6 +42,11 @@ class MovingAverage(tf.Module):
         """The averages, in the order of the variables they belong to."""
         return tuple(self._averaged[id(v)] for v in self._variables)
 
+    @property
+    def pairs(self) -> list[tuple[Any, tf.Variable]]:
+        """Each variable with its average."""
+        return list(zip(self._variables, self.variables, strict=True))
+
     def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
         """Moves the averages of some of the variables; in a replica's context, after an update was applied.
 

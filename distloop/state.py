@@ -10,7 +10,6 @@ It does not know how a step goes.
 """
 
 import contextlib
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import tensorflow as tf
 from distloop import gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
+from distloop.paths import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 from distloop.precision import LossScaleOptimizer
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
@@ -237,7 +237,7 @@ class TrainState(tf.Module):
             for name, variables in self.variables_of_update.items()
         }
         self.untrained_variables = [variable for variable in named.values() if id(variable) not in trained]
-        seeds = {id(v) for v in named.values() if _is_seed(v)}
+        seeds = {id(v) for v in named.values() if is_seed(v)}
         self.seeds = [v for v in self.untrained_variables if id(v) in seeds]
         if self._average_decay:
             self.average = MovingAverage(list(trained.values()), self._average_decay)
@@ -274,6 +274,81 @@ class TrainState(tf.Module):
         if self.seeds and self.strategy.num_replicas_in_sync > 1:
             tf.function(lambda: self.strategy.run(part), autograph=False)()
 
+    def snapshot(self) -> dict[str, tf.Tensor]:
+        """Reads everything that training changes, by names that are the same in every process.
+
+        Returns:
+            `model/<path>`, `optimizer/<slot>/<path>` (of several updates `optimizer/<update>/...`), `average/<path>`,
+            `metrics/<name>/<i>` with a value per replica, `step`, `skipped_steps`. Of random streams, the first
+            replica's: the others are `SEED_STRIDE` apart. Nothing writes to these tensors any more.
+        """
+        with tf.device(HOST):
+            values = {name: tf.identity(tensorflow_variable(v)) for name, v in self._saved_variables().items()}
+            for name, variable in self._metric_variables().items():
+                values[name] = tf.stack([tf.identity(part) for part in self._parts(variable)])
+        return values
+
+    def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
+        """Says where a snapshot does not fit: what is missing or too much, and what has another shape or dtype."""
+        expected = {name: tensorflow_variable(v) for name, v in self._saved_variables().items()}
+        found = [f"{name} is missing" for name in expected if name not in values]
+        known = {**expected, **self._metric_variables()}
+        found += [f"{name} is unknown" for name in values if name not in known and not name.startswith("metrics/")]
+        for name, variable in expected.items():
+            if name in values:
+                there, here = values[name], variable
+                if there.shape != here.shape or there.dtype != here.dtype:
+                    found.append(f"{name} is {_spell(there)} there and {_spell(here)} here")
+        return found
+
+    def restore(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Sets everything to a snapshot without `differences`; random streams and metrics on any number of replicas."""
+        with self.strategy.scope():
+            seeds = {id(seed) for seed in self.seeds}
+            for name, variable in self._saved_variables().items():
+                if id(variable) in seeds:
+                    for replica, part in enumerate(self._parts(variable)):
+                        part.assign(values[name] + tf.constant([replica * SEED_STRIDE, 0], part.dtype))
+                else:
+                    tensorflow_variable(variable).assign(values[name])
+            for name, variable in self._metric_variables().items():
+                parts = self._parts(variable)
+                saved = values.get(name)
+                if saved is None:
+                    saved = tf.zeros([1, *variable.shape], variable.dtype)
+                if len(saved) != len(parts):  # one holds the sum of all
+                    total = tf.reduce_sum(saved, 0)
+                    saved = tf.stack([total, *[tf.zeros_like(total)] * (len(parts) - 1)])
+                for part, value in zip(parts, tf.unstack(saved), strict=True):
+                    part.assign(value)
+
+    def _saved_variables(self) -> dict[str, Any]:
+        by_name = portable_names(self.spec.model)
+        names = {id(variable): name for name, variable in by_name.items()}
+        saved = {f"model/{name}": variable for name, variable in by_name.items()}
+        for update in self.spec.updates:
+            prefix = f"optimizer/{update.name}" if update.name else "optimizer"
+            variables = self.variables_of_update[update.name]
+            of_update = [names[id(v)] for v in variables]
+            slots = slot_names(self.plain_optimizers[update.name], variables, of_update)
+            saved |= {f"{prefix}/{name}": slot for name, slot in slots.items()}
+            if (scaler := self.loss_scalers.get(update.name)) is not None:
+                saved |= {f"{prefix}/loss_scale": scaler.loss_scale, f"{prefix}/streak": scaler.streak}
+        if self.average is not None:
+            saved |= {f"average/{names[id(v)]}": a for v, a in self.average.pairs}
+        return saved | {"step": self.step, "skipped_steps": self.skipped_steps}
+
+    def _metric_variables(self) -> dict[str, Any]:
+        return {
+            f"metrics/{name}/{i}": variable
+            for name, metric in self.train_metrics.items()
+            for i, variable in enumerate(metric.variables)
+        }
+
+    def _parts(self, variable: Any) -> tuple[Any, ...]:
+        """Gives the variable of each replica."""
+        return self.strategy.experimental_local_results(tensorflow_variable(variable))
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Puts the averaged weights in place meanwhile, if there are any."""
@@ -308,55 +383,6 @@ class TrainState(tf.Module):
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in trained.values())
 
 
-def named_variables(model: Any) -> dict[str, Any]:
-    """Finds a model's variables by readable paths: `encoder/dense/kernel`.
-
-    Args:
-        model: a Keras model or layer, a `tf.Module`, or a dict or list of them.
-
-    Returns:
-        Path -> `keras.Variable` or `tf.Variable`, each variable once, in a fixed order.
-    """
-    named: dict[str, Any] = {}
-    seen: set[int] = set()
-    for path, variable in _walk(model, ""):
-        if id(tensorflow_variable(variable)) in seen:
-            continue
-        seen.add(id(tensorflow_variable(variable)))
-        unique, count = path, 2
-        while unique in named:
-            unique, count = f"{path}#{count}", count + 1
-        named[unique] = variable
-    return named
-
-
-def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    def joined(name: Any) -> str:
-        return f"{prefix}/{name}" if prefix else str(name)
-
-    if isinstance(node, keras.Layer):
-        # Keras numbers random streams through the process, not by layer; their order in the model is what lasts.
-        numbers = itertools.count()
-        for variable in node.variables:
-            yield joined(f"seeds/{next(numbers)}" if _is_seed(variable) else variable.path), variable
-    elif isinstance(node, keras.random.SeedGenerator):
-        yield prefix, node.state
-    elif isinstance(node, keras.Variable):
-        yield prefix, node
-    elif isinstance(node, tf.Variable):
-        yield prefix, node
-    elif isinstance(node, Mapping):
-        for key in node:
-            yield from _walk(node[key], joined(key))
-    elif isinstance(node, (list, tuple)):
-        for i, child in enumerate(node):
-            yield from _walk(child, joined(i))
-    elif isinstance(node, tf.Module):
-        for name in sorted(vars(node)):
-            if name not in node._TF_MODULE_IGNORED_PROPERTIES and not name.startswith("_self_"):
-                yield from _walk(vars(node)[name], joined(name))
-
-
 def _layers(model: Any) -> Iterator[keras.Layer]:
     """Finds the Keras models and layers that stand at the top of `model`."""
     if isinstance(model, keras.Layer):
@@ -375,7 +401,7 @@ def _layers(model: Any) -> Iterator[keras.Layer]:
 
 def _select(update: Update, named: Mapping[str, Any]) -> list[Any]:
     """Finds the variables that an update trains, in the model's order."""
-    trainable = {path: v for path, v in named.items() if v.trainable and not _is_seed(v)}
+    trainable = {path: v for path, v in named.items() if v.trainable and not is_seed(v)}
     of = f'update "{update.name}"' if update.name else "the model"
     if update.variables is None:
         chosen = list(trainable.values())
@@ -400,13 +426,8 @@ def _select(update: Update, named: Mapping[str, Any]) -> list[Any]:
     return chosen
 
 
-def tensorflow_variable(variable: Any) -> Any:
-    """Gives the TensorFlow variable of a Keras one."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _is_seed(variable: Any) -> bool:
-    return "seed_generator_state" in getattr(variable, "path", "") and tuple(variable.shape) == (2,)
+def _spell(tensor: Any) -> str:
+    return f"{tf.as_dtype(tensor.dtype).name}{list(tensor.shape)}"
 
 
 def _recorded(created: dict[int, Any]) -> Any:

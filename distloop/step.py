@@ -27,8 +27,9 @@ from absl import logging
 
 from distloop import gradients, inputs, metrics, nonfinite
 from distloop.inputs import Batch
+from distloop.paths import named_variables, tensorflow_variable
 from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
-from distloop.state import TrainState, Update, named_variables, tensorflow_variable
+from distloop.state import TrainState, Update
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}

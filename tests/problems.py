@@ -106,7 +106,7 @@ def local_values(trainer, variable):
 
 
 def _named(trainer):
-    from distloop.state import named_variables
+    from distloop.paths import named_variables
 
     return named_variables(trainer.model).items()
 

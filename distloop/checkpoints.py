@@ -1,0 +1,258 @@
+"""Owns what is kept: save, verify, load, and delete nothing before its successor is whole.
+
+    checkpoints = Checkpoints("run/checkpoints", keep=3)
+    checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # written in the background
+    checkpoints.wait()
+    saved = checkpoints.load_newest()                                                # Saved(step, values, notes)
+
+A checkpoint is a directory named by its step: `manifest.json`, and `variables.index` and `variables.data-*` in
+TensorFlow's own format, which `tf.train.load_checkpoint(".../variables")` reads by name. It is written aside and
+renamed when every file is on the disk, so it is whole or absent. It does not know what the values mean.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from absl import logging
+
+from distloop.cluster import HOST
+
+_FORMAT = 1
+_MANIFEST, _VARIABLES = "manifest.json", "variables"
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds."""
+
+    path: str
+    step: int
+    values: dict[str, tf.Tensor]
+    notes: dict[str, Any]
+
+
+class DamagedError(ValueError):
+    """A checkpoint that is not what was written; the message says what is wrong with it."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one directory."""
+
+    def __init__(self, directory: str, keep: int = 3):
+        """Touches no disk.
+
+        Args:
+            directory: made at the first save.
+            keep: how many of the newest are kept, 1 at least.
+        """
+        self._directory = directory
+        self._keep = keep
+        self._writer: threading.Thread | None = None
+        self._failure: Exception | None = None  # of the last save
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, damaged ones too, the oldest first."""
+        names = os.listdir(self._directory) if os.path.isdir(self._directory) else []
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def save(
+        self,
+        step: int,
+        values: Mapping[str, tf.Tensor],
+        notes: Mapping[str, Any],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Writes a checkpoint in the background; waits for the one before it first.
+
+        Args:
+            step: that the values belong to; one that is there is replaced.
+            values: tensors that nothing writes to any more.
+            notes: what JSON can hold.
+            then: called in the background when the checkpoint is whole.
+        """
+        self._join()
+
+        def write() -> None:
+            try:
+                _write(os.path.join(self._directory, str(step)), step, values, notes)
+                self._failure = None
+                if then is not None:
+                    then()
+                self._prune()
+            except Exception as error:  # a full disk has many faces; training goes on
+                self._failure = error
+                logging.error(
+                    "The checkpoint of step %d could not be written (%s); training goes on, and those before it stay.",
+                    step,
+                    _first_line(error),
+                )
+
+        self._writer = threading.Thread(target=write, name="distloop-checkpoint")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Waits for the save in flight.
+
+        Raises:
+            OSError: if the last save failed.
+        """
+        self._join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise OSError(
+                f"The last checkpoint could not be written to {self._directory!r} ({_first_line(failure)}): make room "
+                "or give a directory that you may write to, and run the same command again from the one before it."
+            ) from failure
+
+    def load_newest(self) -> Saved | None:
+        """Loads the newest checkpoint that is whole; names those that are not in the log.
+
+        Returns:
+            None if there is none at all.
+
+        Raises:
+            DamagedError: if there are some, but none is whole.
+        """
+        self._join()
+        self._put_back()
+        steps = self.steps
+        for step in reversed(steps):
+            path = os.path.join(self._directory, str(step))
+            try:
+                return load(path)
+            except DamagedError as error:
+                logging.error("%s Trying the one before it.", error)
+        if steps:
+            raise DamagedError(
+                f"None of the {len(steps)} checkpoints in {self._directory!r} is whole; nothing was restored: give "
+                "another workdir to start anew, or put a copy of one there."
+            )
+        return None
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _put_back(self) -> None:
+        """Gives a checkpoint its name back that was to be replaced when the process ended."""
+        for name in os.listdir(self._directory) if os.path.isdir(self._directory) else []:
+            step, _, rest = name.partition(".")
+            path = os.path.join(self._directory, step)
+            if re.fullmatch(r"\d+\.old", rest) and not os.path.exists(path):
+                os.rename(os.path.join(self._directory, name), path)
+
+    def _prune(self) -> None:
+        """Deletes what is old, and what earlier runs left half-written."""
+        for step in self.steps[: -self._keep]:
+            _delete(os.path.join(self._directory, str(step)))
+        for name in os.listdir(self._directory):
+            if re.fullmatch(r"\d+\.\d+\.(tmp|old)", name):
+                shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)
+
+
+def load(path: str) -> Saved:
+    """Reads a checkpoint and verifies every byte of it.
+
+    Args:
+        path: its directory.
+
+    Raises:
+        DamagedError: if it is not what was written.
+    """
+    try:
+        manifest = _read_manifest(path)
+        entries = manifest["entries"]
+        with tf.device(HOST):
+            tensors = tf.raw_ops.RestoreV2(
+                prefix=os.path.join(path, _VARIABLES),
+                tensor_names=list(entries),
+                shape_and_slices=[""] * len(entries),
+                dtypes=[tf.as_dtype(entry["dtype"]) for entry in entries.values()],
+            )
+        return Saved(path, manifest["step"], dict(zip(entries, tensors, strict=True)), manifest["notes"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, tf.errors.OpError) as error:
+        raise DamagedError(f"The checkpoint {path!r} is damaged ({_first_line(error)}).") from error
+
+
+def _read_manifest(path: str) -> dict[str, Any]:
+    with open(os.path.join(path, _MANIFEST), "rb") as file:
+        manifest = json.loads(file.read())
+    if manifest.pop("checksum") != _checksum(manifest):
+        raise ValueError(f"{_MANIFEST} was altered")
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']}, and this version of distloop reads {_FORMAT}")
+    for name, size in manifest["files"].items():
+        found = os.path.getsize(os.path.join(path, name))
+        if found != size:
+            raise ValueError(f"{name} has {found} bytes instead of {size}")
+    return manifest
+
+
+def _write(path: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
+    """Writes a checkpoint whole or not at all."""
+    aside = f"{path}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(aside)
+        with tf.device(HOST):
+            tf.raw_ops.SaveV2(
+                prefix=os.path.join(aside, _VARIABLES),
+                tensor_names=list(values),
+                shape_and_slices=[""] * len(values),
+                tensors=list(values.values()),
+            )
+        files = sorted(os.listdir(aside))
+        manifest = {
+            "format": _FORMAT,
+            "step": step,
+            "entries": {name: {"shape": list(v.shape), "dtype": v.dtype.name} for name, v in values.items()},
+            "files": {name: os.path.getsize(os.path.join(aside, name)) for name in files},
+            "notes": dict(notes),
+        }
+        text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
+        with open(os.path.join(aside, _MANIFEST), "w", encoding="utf-8") as file:
+            file.write(text)
+        for name in [*files, _MANIFEST]:
+            _sync(os.path.join(aside, name))
+        _sync(aside)
+        old = f"{path}.{os.getpid()}.old"
+        if os.path.exists(path):
+            os.rename(path, old)  # for the time of one more rename; `_put_back` knows it if that is never reached
+        os.rename(aside, path)
+        _sync(os.path.dirname(path))
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _delete(path: str) -> None:
+    """Deletes a checkpoint; one that is deleted in part has no name that is looked for."""
+    old = f"{path}.{os.getpid()}.old"
+    os.rename(path, old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: str) -> None:
+    """Waits until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    """Says what went wrong in a few words, whichever way the library tells it."""
+    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
