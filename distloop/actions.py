@@ -103,6 +103,14 @@ class StopEarly:
         self.best = math.inf
         self.waited = 0
 
+    def get_state(self) -> dict[str, Any]:
+        """Gives what a checkpoint is to hold of it."""
+        return {"best": self.best, "waited": self.waited}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `get_state` gave."""
+        self.best, self.waited = state["best"], state["waited"]
+
     def __call__(self, report: Report) -> None:
         """Looks at the metric.
 
@@ -129,6 +137,24 @@ class StopEarly:
             best = self.best if self.mode == "min" else -self.best
             times = "measurement" if self.waited == 1 else "measurements"
             raise StopTraining(f"{self.metric} was no better than {best:.6g} for {self.waited} {times}")
+
+
+class Save:
+    """Saves a checkpoint."""
+
+    def __init__(self, save: Callable[[], None], every: int = 0):
+        """Keeps what to call.
+
+        Args:
+            save: writes a checkpoint of the run.
+            every: steps; 0: only at the end.
+        """
+        self.every: int | None = every
+        self._save = save
+
+    def __call__(self, report: Report) -> None:
+        """Saves."""
+        self._save()
 
 
 class Write:

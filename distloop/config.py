@@ -83,6 +83,16 @@ class Config:
     steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
     log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
     eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
+    checkpoint_every: int = setting(0, "Steps between two checkpoints; 0: only at the end. Needs a workdir.")
+    keep_checkpoints: int = setting(3, "How many of the newest checkpoints are kept.", minimum=1)
+    resume: bool = setting(True, "Go on from the newest checkpoint in workdir, if there is one.")
+    input_position: str = setting(
+        "count",
+        "How a checkpoint holds the place in the data; count: reads it again up to there; iterator: TensorFlow's own "
+        "state, at once, but epochs to come may be shuffled otherwise.",
+        choices=("count", "iterator"),
+    )
+    max_secs: float = setting(0.0, "After so many seconds save and leave, with exit code 75; 0: never.")
     seed: int = setting(0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
 
@@ -103,6 +113,10 @@ class Config:
             raise ValueError(
                 "locate_nonfinite=True and on_nonfinite=skip contradict each other; nothing looks at a step that is "
                 "skipped: give on_nonfinite=raise to look, or locate_nonfinite=False to skip."
+            )
+        if self.max_secs and not self.workdir:
+            raise ValueError(
+                f"max_secs={self.max_secs:g} was given without a workdir, so the run would be lost: give a workdir too."
             )
         if self.strategy == "none" and self.num_devices > 1:
             raise ValueError(

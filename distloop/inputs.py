@@ -13,7 +13,7 @@ small to give every replica and microbatch a row is padded, with its own rows an
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,6 +26,9 @@ from distloop.metrics import USER_ERROR, require
 Data: TypeAlias = (
     tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
 )
+
+ITERATOR = "input/iterator"  # the name of its state in a checkpoint
+_FAIL_ON_EXTERNAL_STATE = 2  # of tf.data's policies: to warn, to ignore, to fail
 
 _EMPTY = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
 
@@ -99,8 +102,65 @@ class Source:
         with tf.device(HOST):
             return iter(self._pipeline())
 
-    def _pipeline(self) -> tf.data.Dataset:
+    def save_position(self, by_count: bool) -> tuple[dict[str, tf.Tensor], dict[str, Any]]:
+        """Tells where the iterator is.
+
+        Args:
+            by_count: as a number of batches alone. TensorFlow's own state is there at once, but where the pipeline
+                prefetches and shuffles each epoch anew, some of the epochs to come were in another order (12 to 22 of
+                38 restores; 4 with symbolic checkpoints, at four times the cost of a batch).
+
+        Returns:
+            The iterator's state, and what JSON can hold.
+
+        Raises:
+            ValueError: if the pipeline's state cannot be saved, as where a Python function makes the data.
+        """
+        notes = {"batches": self.batches_taken, "padded_to": self._least if self.layout.is_padded else 0}
+        if by_count or self.layout.is_split:
+            return {}, notes
+        try:
+            state = tf.raw_ops.SerializeIterator(
+                resource_handle=self.iterator()._iterator_resource, external_state_policy=_FAIL_ON_EXTERNAL_STATE
+            )
+        except tf.errors.OpError as error:
+            what = (error.message or "").partition("\n")[0][:150].rstrip(" .:")
+            raise ValueError(
+                f"input_position=iterator was given, but this dataset's state cannot be saved ({what}): set "
+                "input_position=count, which reads it again up to the place, or make it without Python functions."
+            ) from error
+        return {ITERATOR: state}, notes
+
+    def restore_position(self, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
+        """Goes to where `save_position` was called, in the same data, on any number of replicas."""
+        self.batches_taken = notes["batches"]
+        padded_to = self._least if self.layout.is_padded else 0
+        if ITERATOR in values and notes["padded_to"] == padded_to:
+            self._iterator = self.new_iterator()
+            try:
+                tf.raw_ops.DeserializeIterator(
+                    resource_handle=self._iterator._iterator_resource, serialized=values[ITERATOR]
+                )
+                return
+            except tf.errors.OpError as error:
+                logging.warning(
+                    "The position in the dataset does not fit this one (%s).", (error.message or "").partition("\n")[0]
+                )
+        if self.batches_taken:
+            logging.warning("Reading the dataset up to batch %d.", self.batches_taken)
+        if self.layout.is_split:
+            left = self.start_loop()
+            self._iterator = iter(self._dataset)
+            for _ in range(self.batches_taken if left is None else int(_cardinality(self._dataset) or 0) - left):
+                next(self._iterator)
+            return
+        with tf.device(HOST):
+            self._iterator = iter(self._pipeline(skip=self.batches_taken))
+
+    def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
         dataset = self._dataset.repeat() if self._repeat else self._dataset
+        if skip:
+            dataset = dataset.skip(skip)
         if len(tf.nest.flatten(self.element_spec)) > 1 and static_batch_size(self.element_spec) is None:
             dataset = dataset.map(lambda *batch: _check_rows(_undo_unpacking(batch, self.element_spec)))
         if self.layout.is_padded:

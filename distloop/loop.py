@@ -16,6 +16,7 @@ from distloop import actions, inputs, metrics, schedule
 from distloop.actions import Action, Report
 from distloop.cluster import HOST
 from distloop.inputs import Layout, Source
+from distloop.interrupts import Interrupted, Interrupts
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
 
@@ -32,6 +33,7 @@ class TrainLoop:
         self._run = _compiled(self._steps)
         self._prepared_for: Source | None = None
         self._last_batch: inputs.LastBatch | None = None
+        self._window = _Window()
 
     def train(
         self,
@@ -41,6 +43,8 @@ class TrainLoop:
         *,
         log_every: int = 0,
         steps_per_loop: int = 0,
+        window: Mapping[str, Any] | None = None,
+        interrupts: Interrupts | None = None,
     ) -> dict[str, float]:
         """Trains until a step, stopping at boundaries to act.
 
@@ -50,41 +54,50 @@ class TrainLoop:
             to_do: actions, in order.
             log_every: the window of the reported means, in steps; 0: the whole run.
             steps_per_loop: an upper bound on the steps of one loop; 0: none.
+            window: what `save_window` gave, to go on with; None: a new window begins.
+            interrupts: asked after each loop whether to go on.
 
         Returns:
             The last report's numbers.
 
         Raises:
+            Interrupted: if the run is to be saved and left.
             FloatingPointError: at the first step that is not finite, unless the step skips those.
             ValueError: if the data gives out, or changes.
         """
         step = int(self._state.step)
-        window = _Window()
         reported: dict[str, float] = {}
-        self._reset_keras_metrics()
+        if window is None:
+            self._open_window()
+        else:
+            self._window = _Window(window)
         while step < until:
             boundary = schedule.next_boundary(step, until, [log_every, *(a.every for a in to_do)], steps_per_loop)
             left = source.start_loop()
             count = boundary - step if left is None else min(boundary - step, left)
             result = self._run_steps(source, count)
-            window.add(result)
+            self._window.add(result)
             step += int(result["steps"])
             source.batches_taken += int(result["steps"])
             if result["failed"]:
                 last = None if self._last_batch is None else (self._last_batch.get(), source.layout)
                 raise FloatingPointError(self._step.explain(step, result["diagnosis"], last))
             is_log_due = schedule.is_due(step, log_every, until)
-            if not is_log_due and not any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
-                continue
-            report = Report(step, until, window.metrics(self._step.names), self._state)
-            reported, reason = actions.run(to_do, report)
-            if reason:
-                logging.warning("Stopped at step %d: %s.", step, reason)  # at this level it is seen without flags, too
-                break
-            if is_log_due:
-                window = _Window()
-                self._reset_keras_metrics()
+            if is_log_due or any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
+                report = Report(step, until, self._window.metrics(self._step.names), self._state)
+                if is_log_due:
+                    self._open_window()  # before the actions: what they save begins with a new one
+                reported, reason = actions.run(to_do, report)
+                if reason:
+                    logging.warning("Stopped at step %d: %s.", step, reason)  # seen without flags, too
+                    break
+            if interrupts is not None and step < until and interrupts.reason:
+                raise Interrupted(f"{interrupts.reason} at step {step}")
         return reported
+
+    def save_window(self) -> dict[str, Any]:
+        """Gives the sums since the last log, as JSON can hold them."""
+        return self._window.save()
 
     def _run_steps(self, source: Source, count: int) -> dict[str, Any]:
         try:
@@ -155,7 +168,8 @@ class TrainLoop:
             "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
         }
 
-    def _reset_keras_metrics(self) -> None:
+    def _open_window(self) -> None:
+        self._window = _Window()
         for metric in self._state.train_metrics.values():
             metric.reset_state()
 
@@ -163,10 +177,17 @@ class TrainLoop:
 class _Window:
     """What training did since the last log: sums, to be divided once."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         self.tallies: Any = 0.0
         self.steps = self.examples = self.seconds = self.waited = 0.0
         self.last: dict[str, Any] = {}
+        if saved is not None:
+            self.tallies = np.asarray(saved["tallies"], np.float64)
+            self.steps, self.examples, self.seconds, self.waited = saved["sums"]
+
+    def save(self) -> dict[str, Any]:
+        sums = [self.steps, self.examples, self.seconds, self.waited]
+        return {"tallies": np.asarray(self.tallies).tolist(), "sums": sums}
 
     def add(self, result: dict[str, Any]) -> None:
         self.tallies = self.tallies + result["tallies"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from distloop import gradients
 from distloop.averages import MovingAverage
@@ -25,6 +26,9 @@ from distloop.paths import is_seed, named_variables, portable_names, slot_names,
 from distloop.precision import LossScaleOptimizer
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
+
+# What is saved of an optimizer beside its variables, and the variable it is about.
+_CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
 
 # Replicas start apart by this much in the key of each random stream; a prime, so that few streams meet.
 SEED_STRIDE = 1_000_003
@@ -139,6 +143,7 @@ class TrainState(tf.Module):
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
         self._created = created
+        self._initial_rates: dict[str, float] = {}
         self.is_built = False
         self.train_metrics = dict(spec.metrics or {})
         with strategy.scope(), _recorded(created):
@@ -231,6 +236,8 @@ class TrainState(tf.Module):
             if not optimizer.built:
                 optimizer.build(self.variables_of_update[update.name])
             gradients.own_reduction(self.plain_optimizers[update.name])
+            if isinstance(rate := self.plain_optimizers[update.name]._learning_rate, keras.Variable):
+                self._initial_rates[update.name] = float(rate.numpy())
         layers = list(_layers(self.spec.model))
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
@@ -286,27 +293,40 @@ class TrainState(tf.Module):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in self._saved_variables().items()}
             for name, variable in self._metric_variables().items():
                 values[name] = tf.stack([tf.identity(part) for part in self._parts(variable)])
-        return values
+            return values | self._optimizer_facts()
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
         """Says where a snapshot does not fit: what is missing or too much, and what has another shape or dtype."""
         expected = {name: tensorflow_variable(v) for name, v in self._saved_variables().items()}
         found = [f"{name} is missing" for name in expected if name not in values]
-        known = {**expected, **self._metric_variables()}
-        found += [f"{name} is unknown" for name in values if name not in known and not name.startswith("metrics/")]
+        known = {*expected, *self._optimizer_facts()}
+        own = ("model/", "optimizer/", "average/")  # metrics may change; other values are not ours
+        found += [f"{name} is unknown" for name in values if name not in known and name.startswith(own)]
         for name, variable in expected.items():
             if name in values:
                 there, here = values[name], variable
                 if there.shape != here.shape or there.dtype != here.dtype:
                     found.append(f"{name} is {_spell(there)} there and {_spell(here)} here")
+        for name, here in self._optimizer_facts().items():
+            if name.endswith(_CLASS) and name in values and values[name] != here:
+                found.insert(0, f"{name} is {values[name].numpy().decode()} there and {here.numpy().decode()} here")
         return found
 
     def restore(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets everything to a snapshot without `differences`; random streams and metrics on any number of replicas."""
+        """Sets everything to a snapshot without `differences`; random streams and metrics on any number of replicas.
+
+        A learning rate goes on as it was, unless `model_fn` gives another one now than it did then.
+        """
+        facts = self._optimizer_facts()
+        given_anew = {n.removesuffix(_INITIAL_RATE) for n, rate in facts.items() if n in values and values[n] != rate}
         with self.strategy.scope():
             seeds = {id(seed) for seed in self.seeds}
             for name, variable in self._saved_variables().items():
-                if id(variable) in seeds:
+                if name.endswith(_RATE) and name.removesuffix(_RATE) in given_anew:
+                    logging.warning(
+                        "%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy())
+                    )
+                elif id(variable) in seeds:
                     for replica, part in enumerate(self._parts(variable)):
                         part.assign(values[name] + tf.constant([replica * SEED_STRIDE, 0], part.dtype))
                 else:
@@ -337,6 +357,16 @@ class TrainState(tf.Module):
         if self.average is not None:
             saved |= {f"average/{names[id(v)]}": a for v, a in self.average.pairs}
         return saved | {"step": self.step, "skipped_steps": self.skipped_steps}
+
+    def _optimizer_facts(self) -> dict[str, tf.Tensor]:
+        """Tells what an optimizer's variables do not: its class, and the learning rate it was given."""
+        facts = {}
+        for name, optimizer in self.plain_optimizers.items():
+            prefix = f"optimizer/{name}" if name else "optimizer"
+            facts[prefix + _CLASS] = tf.constant(type(optimizer).__name__)
+            if name in self._initial_rates:
+                facts[prefix + _INITIAL_RATE] = tf.constant(self._initial_rates[name])
+        return facts
 
     def _metric_variables(self) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ trainer.fit(train_dataset, evals={"test": test_dataset})
 outputs = trainer.predict(test_dataset)
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import cluster, export, precision
-from distloop.actions import Action, Evaluate, Write
+from distloop.actions import Action, Evaluate, Save, Write
+from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.inputs import Data, Source
+from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import EvalLoop, PredictLoop, TrainLoop
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
@@ -66,6 +69,12 @@ class Trainer:
                 config.average_decay,
                 is_loss_scaled=precision.needs_loss_scale(config.precision),
             )
+        self._checkpoints: Checkpoints | None = None
+        if config.workdir:
+            self._checkpoints = Checkpoints(os.path.join(config.workdir, "checkpoints"), config.keep_checkpoints)
+        self._saved: Saved | None = None  # what is still to be taken over from a checkpoint
+        self._is_new = True  # neither trained nor restored
+        self._actions: Sequence[Action] = ()
         self._train_source: Source | None = None
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None
@@ -99,6 +108,8 @@ class Trainer:
         """Trains until a global step; does nothing if it is reached already.
 
         A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
+        With a workdir it goes on from the newest checkpoint there, saves each `checkpoint_every` steps and at the end;
+        SIGTERM, Ctrl-C and `max_secs` end the process with code 75 when the loop in flight has ended and is saved.
 
         Args:
             train: a dataset of global batches, a function of `tf.distribute.InputContext`, or a `DistributedDataset`.
@@ -113,6 +124,8 @@ class Trainer:
         Raises:
             ValueError: if the data, the loss or an argument breaks a rule; the message says which.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
+            OSError: if the last checkpoint could not be written.
+            SystemExit: with code 75, if the run was interrupted and saved.
         """
         settings = self.config
         if self._train_source is None or self._train_source.data is not train:
@@ -134,6 +147,13 @@ class Trainer:
             Evaluate(name, functools.partial(self._evaluate, s), settings.eval_every) for name, s in sources.items()
         ]
         self._build(source)
+        if self._checkpoints is not None and self._is_new:
+            self._resume(self._checkpoints)
+        saved, self._saved, self._is_new = self._saved, None, False
+        if saved is not None:
+            source.restore_position(saved.values, saved.notes["input"])
+        elif self._checkpoints is not None:
+            source.save_position(settings.input_position == "count")  # says now if it cannot
         if self.step >= until:
             return {}
         if self._train_loop is None:
@@ -148,18 +168,112 @@ class Trainer:
             self._train_loop = TrainLoop(self.state, step)
         write_config(settings, settings.workdir)
         print(self._describe(), flush=True)
+        self._actions = actions
+        window = None
+        if saved is not None:
+            window = saved.notes["window"] if saved.notes["window"]["sums"][0] else None
+            for name, action in self._actions_with_state().items():
+                if name in saved.notes["actions"]:
+                    action.set_state(saved.notes["actions"][name])
+        saves = [Save(self._save, settings.checkpoint_every)] if self._checkpoints is not None else []
         writers = self._make_writers(until, list(sources))
         try:
-            return self._train_loop.train(
-                source,
-                until,
-                [*evaluations, *actions, Write(writers)],
-                log_every=settings.log_every,
-                steps_per_loop=settings.steps_per_loop,
-            )
+            with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
+                metrics = self._train_loop.train(
+                    source,
+                    until,
+                    [*evaluations, *actions, *saves, Write(writers)],
+                    log_every=settings.log_every,
+                    steps_per_loop=settings.steps_per_loop,
+                    window=window,
+                    interrupts=interrupts,
+                )
+                if self._checkpoints is not None:
+                    self._checkpoints.wait()
+                return metrics
+        except Interrupted as interrupted:
+            if self._checkpoints is not None:
+                self.save()
+            print(f"distloop: {interrupted}; the same command goes on from there.", flush=True)
+            raise SystemExit(EXIT_CODE) from None
         finally:
             for writer in writers:
                 writer.close()
+
+    def save(self) -> None:
+        """Saves a checkpoint to the workdir, and waits until it is whole.
+
+        Raises:
+            ValueError: if there is no workdir, or nothing was trained or restored.
+            OSError: if it could not be written.
+        """
+        if self._checkpoints is None:
+            raise ValueError("save needs a place: give Config(workdir=...).")
+        self._save()
+        self._checkpoints.wait()
+
+    def restore(self, path: str | None = None) -> None:
+        """Goes on from a checkpoint: weights, optimizer, averages, counts, and in the next `fit` the place in the data.
+
+        Args:
+            path: a checkpoint's directory, or a workdir, whose newest is taken; None: this run's workdir.
+
+        Raises:
+            ValueError: if there is none, it is damaged, or it is of another model or optimizer.
+        """
+        path = os.fspath(path) if path is not None else self.config.workdir
+        if os.path.exists(os.path.join(path, "manifest.json")):
+            saved: Saved | None = load(path)
+        else:
+            saved = Checkpoints(os.path.join(path, "checkpoints")).load_newest() if path else None
+        if saved is None:
+            raise ValueError(
+                f"There is no checkpoint in {path!r}: give restore the directory of one, such as "
+                "run/checkpoints/500, or a workdir that holds some."
+            )
+        self._take(saved)
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        if not self.config.resume and checkpoints.steps:
+            raise ValueError(
+                f"resume=False was given, but workdir={self.config.workdir!r} holds checkpoints, the newest of step "
+                f"{checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
+            )
+        if (saved := checkpoints.load_newest()) is not None:
+            self._take(saved)
+
+    def _take(self, saved: Saved) -> None:
+        """Takes over a checkpoint's values; of what is not built yet, when it is."""
+        self._saved, self._is_new = saved, False
+        if not self.state.is_built:
+            return
+        if different := self.state.differences(saved.values):
+            more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+            self._saved = None
+            raise ValueError(
+                f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); "
+                "nothing was restored: make the model as it was, or give another workdir."
+            )
+        self.state.restore(saved.values)
+        print(f"distloop: step {saved.step} restored from {saved.path}", flush=True)
+
+    def _save(self) -> None:
+        if self._checkpoints is None or self._train_source is None or self._train_loop is None:
+            raise ValueError("save has nothing to write before fit has run: call fit first.")
+        position, position_notes = self._train_source.save_position(self.config.input_position == "count")
+        notes = {
+            "input": position_notes,
+            "window": self._train_loop.save_window(),
+            "actions": {name: action.get_state() for name, action in self._actions_with_state().items()},
+            "replicas": self.strategy.num_replicas_in_sync,
+            "config": dataclasses.asdict(self.config),
+            "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
+        }
+        self._checkpoints.save(self.step, self.state.snapshot() | position, notes)
+
+    def _actions_with_state(self) -> dict[str, Any]:
+        """Names the actions that have something to save, by class and place."""
+        return {f"{type(a).__name__}/{i}": a for i, a in enumerate(self._actions) if hasattr(a, "get_state")}
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
         """Measures one pass over a dataset; changes nothing.
@@ -282,6 +396,8 @@ class Trainer:
         if not self.state.is_built:
             with precision.policy(self.config.precision):
                 self.state.build(source.first_rows())
+            if self._saved is not None:
+                self._take(self._saved)
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         if self._eval_loop is None:

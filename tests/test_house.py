@@ -23,6 +23,7 @@ LAYERS = {
     "writers": 1,
     "learning_rates": 1,
     "precision": 2,
+    "interrupts": 0,
     "nonfinite": 1,
     "paths": 1,
     "inputs": 2,
