@@ -1,0 +1,422 @@
+"""What is kept: whole or absent, verified, nothing old gone before the new one is there."""
+
+import json
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop import checkpoints
+from distloop.checkpoints import Checkpoints, DamagedError, load
+from tests.problems import assert_equal, classification, classifier, everything, on
+
+
+def values_of(step):
+    return {
+        "model/kernel": tf.fill([3, 4], float(step)),
+        "model/name": tf.constant("a kernel"),
+        "step": tf.constant(step, tf.int64),
+    }
+
+
+def save(directory, *steps, keep=10):
+    kept = Checkpoints(str(directory), keep)
+    for step in steps:
+        kept.save(step, values_of(step), {"replicas": 2})
+    kept.wait()
+    return kept
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    found = save(tmp_path, 500).load_newest()
+    assert found.step == 500 and found.notes == {"replicas": 2} and found.path == str(tmp_path / "500")
+    assert found.values.keys() == values_of(500).keys()
+    for name, value in values_of(500).items():
+        np.testing.assert_array_equal(found.values[name].numpy(), value.numpy())
+
+
+def test_tensorflow_reads_a_checkpoint_by_name(tmp_path):
+    save(tmp_path, 7)
+    reader = tf.train.load_checkpoint(str(tmp_path / "7" / "variables"))
+    np.testing.assert_array_equal(reader.get_tensor("model/kernel"), np.full([3, 4], 7.0))
+
+
+def test_the_manifest_tells_shapes_and_dtypes(tmp_path):
+    save(tmp_path, 7)
+    manifest = json.loads((tmp_path / "7" / "manifest.json").read_text())
+    assert manifest["entries"]["model/kernel"] == {"shape": [3, 4], "dtype": "float32"}
+    assert set(manifest["files"]) == {"variables.index", "variables.data-00000-of-00001"}
+
+
+def test_there_may_be_none(tmp_path):
+    assert Checkpoints(str(tmp_path / "none")).load_newest() is None
+
+
+def test_the_newest_are_kept(tmp_path):
+    assert save(tmp_path, 1, 2, 10, 9, keep=2).steps == [9, 10]
+    assert sorted(os.listdir(tmp_path)) == ["10", "9"]
+
+
+def test_nothing_old_goes_before_the_new_one_is_whole(tmp_path, monkeypatch):
+    kept = save(tmp_path, 1, keep=1)
+    monkeypatch.setattr(
+        checkpoints, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    kept.save(2, values_of(2), {})
+    with pytest.raises(OSError, match="The last checkpoint could not be written .*No space left on device"):
+        kept.wait()
+    assert os.listdir(tmp_path) == ["1"]
+    monkeypatch.undo()
+    kept.save(3, values_of(3), {})
+    kept.wait()
+    assert os.listdir(tmp_path) == ["3"]
+
+
+def test_a_save_that_failed_is_forgotten_when_the_next_one_succeeds(tmp_path, monkeypatch, caplog):
+    kept = Checkpoints(str(tmp_path / "file" / "x"))
+    (tmp_path / "file").write_text("in the way")
+    kept.save(1, values_of(1), {})
+    kept._join()
+    assert "The checkpoint of step 1 could not be written" in caplog.text and "training goes on" in caplog.text
+    os.remove(tmp_path / "file")
+    kept.save(2, values_of(2), {})
+    kept.wait()
+    assert kept.load_newest().step == 2
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    kept = save(tmp_path, 5)
+    kept.save(5, {"step": tf.constant(6)}, {})
+    kept.wait()
+    assert list(kept.load_newest().values) == ["step"] and os.listdir(tmp_path) == ["5"]
+
+
+def test_one_that_was_to_be_replaced_when_the_process_ended_is_found(tmp_path):
+    kept = save(tmp_path, 4, 5)
+    os.rename(tmp_path / "5", tmp_path / "5.123.old")
+    assert kept.load_newest().step == 5
+
+
+def test_leftovers_of_a_killed_process_are_removed_by_the_next_save(tmp_path):
+    save(tmp_path, 5)
+    shutil.copytree(tmp_path / "5", tmp_path / "6.123.tmp")
+    assert save(tmp_path, 7).steps == [5, 7]
+    assert sorted(os.listdir(tmp_path)) == ["5", "7"]
+
+
+DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
+
+
+def truncate(part):
+    def damage(path):
+        size = os.path.getsize(path)
+        with open(path, "r+b") as file:
+            file.truncate(int(size * part))
+
+    return damage
+
+
+def flip(place):
+    def damage(path):
+        with open(path, "r+b") as file:
+            file.seek(int((os.path.getsize(path) - 1) * place))
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 0x10]))
+
+    return damage
+
+
+def append(path):
+    with open(path, "ab") as file:
+        file.write(b"more")
+
+
+def fill(content):
+    def damage(path):
+        with open(path, "wb") as file:
+            file.write(content)
+
+    return damage
+
+
+def edit(**changes):
+    def damage(path):
+        with open(path) as file:
+            manifest = json.load(file)
+        with open(path, "w") as file:
+            json.dump({**manifest, **changes}, file)
+
+    return damage
+
+
+def make_directory(path):
+    os.remove(path)
+    os.mkdir(path)
+
+
+def zero(path):
+    with open(path, "r+b") as file:
+        file.write(bytes(os.path.getsize(path)))
+
+
+DAMAGES = {
+    **{f"{file} missing": (file, os.remove) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} empty": (file, truncate(0)) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} half": (file, truncate(0.5)) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} but its end": (file, truncate(0.98)) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} with more": (file, append) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} a directory": (file, make_directory) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} zeroed": (file, zero) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} flipped at {place}": (file, flip(place)) for file in (DATA, MANIFEST) for place in (0, 0.3, 0.6, 1)},
+    "index flipped at its start": (INDEX, flip(0)),
+    "index flipped at its end": (INDEX, flip(1)),
+    "manifest no JSON": (MANIFEST, fill(b"{")),
+    "manifest no object": (MANIFEST, fill(b"[1, 2]")),
+    "manifest no text": (MANIFEST, fill(bytes(range(256)))),
+    "manifest without entries": (MANIFEST, edit(entries={})),
+    "manifest of another step": (MANIFEST, edit(step=3)),
+    "manifest of another format": (MANIFEST, edit(format=99)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_named_and_the_one_before_it_is_used(damage, tmp_path, caplog):
+    kept = save(tmp_path, 4, 5)
+    file, do = DAMAGES[damage]
+    do(str(tmp_path / "5" / file))
+    found = kept.load_newest()
+    assert found.step == 4
+    np.testing.assert_array_equal(found.values["model/kernel"].numpy(), values_of(4)["model/kernel"].numpy())
+    assert f"The checkpoint '{tmp_path / '5'}' is damaged" in caplog.text
+    assert kept.steps == [4, 5]  # nothing is deleted
+    with pytest.raises(DamagedError) as caught:
+        load(str(tmp_path / "5"))
+    assert "\n" not in str(caught.value)
+
+
+def test_if_all_are_damaged_it_is_an_error(tmp_path):
+    kept = save(tmp_path, 4, 5)
+    for step in "45":
+        os.remove(tmp_path / step / DATA)
+    with pytest.raises(DamagedError, match="None of the 2 checkpoints .* is whole; nothing was restored"):
+        kept.load_newest()
+
+
+# With a Trainer.
+
+
+def make_trainer(workdir, replicas=2, *, steps_per_log=7, model_fn=None, **settings):
+    model_fn = model_fn or classifier(dropout=0.5, batch_norm="local", metrics=True)
+    config = on(replicas, **{"workdir": str(workdir), "log_every": steps_per_log, "average_decay": 0.9, **settings})
+    return distloop.Trainer(model_fn, config)
+
+
+def data():
+    return distloop.make_dataset(classification(67), 16, shuffle=True)
+
+
+def test_running_again_finishes_or_does_nothing(tmp_path):
+    first = make_trainer(tmp_path)
+    first.fit(data(), steps=6)
+    again = make_trainer(tmp_path)
+    assert again.fit(data(), steps=6) == {} and again.step == 6
+    assert_equal(everything(again), everything(first))
+    further = make_trainer(tmp_path)
+    further.fit(data(), steps=8)
+    assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
+
+
+def test_restore_goes_back(tmp_path):
+    trainer = make_trainer(tmp_path, checkpoint_every=3)
+    trainer.fit(data(), steps=6)
+    at_6 = everything(trainer)
+    trainer.restore(tmp_path / "checkpoints" / "3")
+    assert trainer.step == 3
+    trainer.restore()
+    assert_equal(everything(trainer), at_6)
+
+
+def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
+    class Lazy(keras.Model):
+        def __init__(self):
+            super().__init__(name="lazy")
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+    def model_fn():
+        model = Lazy()
+        loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), loss_fn)
+
+    first = make_trainer(tmp_path, model_fn=model_fn)
+    first.fit(data(), steps=6)
+    again = make_trainer("", model_fn=model_fn)
+    again.restore(tmp_path)
+    assert again.evaluate(data())["loss"] == pytest.approx(first.evaluate(data())["loss"], rel=1e-6)
+    assert again.step == 6
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(model_fn=classifier(metrics=True)), "model/net/norm/gamma is unknown"),
+        (dict(average_decay=0.0), "average/"),
+        (dict(precision="mixed_float16"), "optimizer/loss_scale is missing"),
+        (
+            dict(
+                model_fn=classifier(
+                    dropout=0.5, batch_norm="local", metrics=True, optimizer=lambda: keras.optimizers.AdamW(0.01)
+                )
+            ),
+            "optimizer/class is Adam there and AdamW here",
+        ),
+    ],
+)
+def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, says, tmp_path):
+    make_trainer(tmp_path).fit(data(), steps=6)
+    other = make_trainer(tmp_path, **change)
+    before = everything(other)
+    with pytest.raises(ValueError, match="is of another model or optimizer") as caught:
+        other.fit(data(), steps=8)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert_equal(everything(other), before)
+
+
+def test_another_shape_is_told(tmp_path):
+    def model_fn(units):
+        def make():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(units)])
+            loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0]}  # noqa: E731
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+        return make
+
+    make_trainer(tmp_path, model_fn=model_fn(2)).fit(data(), steps=2)
+    with pytest.raises(ValueError, match=r"kernel is float32\[8, 2\] there and float32\[8, 3\] here"):
+        make_trainer(tmp_path, model_fn=model_fn(3)).fit(data(), steps=4)
+
+
+def test_a_new_learning_rate_goes_before_the_saved_one(tmp_path, caplog):
+    def rate(value):
+        return classifier(optimizer=lambda: keras.optimizers.SGD(value))
+
+    first = make_trainer(tmp_path, model_fn=rate(0.1))
+    first.fit(data(), steps=2)
+    first.optimizer.learning_rate = 0.05  # an action may do that
+    first.fit(data(), steps=4)
+    same, other = make_trainer(tmp_path, model_fn=rate(0.1)), make_trainer(tmp_path, model_fn=rate(0.2))
+    assert same.fit(data(), steps=6)["learning_rate"] == pytest.approx(0.05)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    assert other.fit(data(), steps=6)["learning_rate"] == pytest.approx(0.2)
+    assert "optimizer/learning_rate stays 0.2" in caplog.text
+
+
+def test_not_resuming_keeps_what_is_there(tmp_path):
+    make_trainer(tmp_path).fit(data(), steps=2)
+    with pytest.raises(
+        ValueError, match="resume=False was given, but workdir=.* holds checkpoints, the newest of step 2"
+    ):
+        make_trainer(tmp_path, resume=False).fit(data(), steps=4)
+    assert os.listdir(tmp_path / "checkpoints") == ["2"]
+
+
+def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
+    def run(steps, stop):
+        stop.every = None
+        make_trainer(tmp_path, steps_per_log=1, model_fn=classifier()).fit(data(), steps=steps, actions=[stop])
+
+    first = distloop.StopEarly("loss", patience=100)
+    run(4, first)
+    again = distloop.StopEarly("loss", patience=100)
+    run(5, again)
+    assert again.best <= first.best and first.best < np.inf
+    fresh = distloop.StopEarly("loss", patience=100)
+    assert fresh.best == np.inf
+
+
+def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
+    def generated():
+        rows = classification(64)
+        spec = {name: tf.TensorSpec([None, *value.shape[1:]], value.dtype) for name, value in rows.items()}
+
+        def batches():
+            for start in range(0, 64, 16):
+                yield {name: value[start : start + 16] for name, value in rows.items()}
+
+        return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+    expected = make_trainer("", model_fn=classifier())
+    expected.fit(generated(), steps=7)
+    make_trainer(tmp_path, model_fn=classifier()).fit(generated(), steps=3)
+    found = make_trainer(tmp_path, model_fn=classifier())
+    found.fit(generated(), steps=7)
+    assert_equal(everything(found), everything(expected))
+    with pytest.raises(ValueError, match="input_position=iterator was given, but this dataset's state cannot be saved"):
+        make_trainer(tmp_path / "other", input_position="iterator").fit(generated(), steps=7)
+
+
+def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
+    def run(workdir, steps):
+        trainer = make_trainer(workdir, model_fn=classifier())
+        plain = distloop.make_dataset(classification(67), 16)
+        trainer.fit(trainer.strategy.experimental_distribute_dataset(plain), steps=steps)
+        return everything(trainer)
+
+    run(tmp_path, 7)
+    assert_equal(run(tmp_path, 12), run("", 12))
+
+
+def test_the_state_of_an_iterator_goes_on_at_once(tmp_path):
+    def run(workdir, steps):  # without shuffling, which TensorFlow does not always take up again as it was
+        trainer = make_trainer(workdir, model_fn=classifier(), input_position="iterator")
+        trainer.fit(distloop.make_dataset(classification(67), 16), steps=steps)
+        return everything(trainer)
+
+    run(tmp_path, 7)
+    assert_equal(run(tmp_path, 12), run("", 12))
+
+
+def test_save_needs_a_place_and_something_to_save(tmp_path):
+    with pytest.raises(ValueError, match="save needs a place"):
+        make_trainer("").save()
+    with pytest.raises(ValueError, match="call fit first"):
+        make_trainer(tmp_path).save()
+    with pytest.raises(ValueError, match="There is no checkpoint in"):
+        make_trainer(tmp_path).restore()
+
+
+def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, checkpoint_every=2, keep_checkpoints=1)
+    trainer.fit(data(), steps=2)
+    monkeypatch.setattr(
+        checkpoints, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(OSError, match="No space left on device"):
+        trainer.fit(data(), steps=7)
+    assert trainer.step == 7 and caplog.text.count("could not be written") == 3
+    assert os.listdir(tmp_path / "checkpoints") == ["2"]
+
+
+def test_portable_names_hold_where_keras_counts_on(tmp_path):
+    def model_fn():
+        layers = [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), loss_fn)
+
+    first = make_trainer(tmp_path, model_fn=model_fn)
+    first.fit(data(), steps=3)
+    again = make_trainer(tmp_path, model_fn=model_fn)  # its layers have other names
+    assert again.model.layers[0].name != first.model.layers[0].name
+    again.fit(data(), steps=3)
+    for found, expected in zip(again.model.variables, first.model.variables, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    names = [name for name, _ in tf.train.list_variables(str(tmp_path / "checkpoints" / "3" / "variables"))]
+    assert "model/sequential/dense_1/kernel" in names and "optimizer/momentum/sequential/dense/bias" in names

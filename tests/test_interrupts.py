@@ -1,0 +1,207 @@
+"""Being asked to stop, by every means there is: the same command then goes on as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.interrupts import EXIT_CODE, Interrupts
+from tests.problems import classification, classifier, on
+
+PROGRAM = """
+    import os, signal, sys, time
+    import keras, numpy as np
+    import distloop
+    from distloop import checkpoints
+    from tests import problems
+
+    workdir, replicas, how, when = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    config = distloop.Config(
+        workdir=workdir, device="cpu", num_devices=replicas, precision="mixed_float16", steps=60, log_every=7,
+        checkpoint_every=3, average_decay=0.9, clip_norm=0.5, max_secs=0.01 if how == "MAX_SECS" else 0,
+    )
+    distloop.prepare(config)
+    rate = distloop.make_schedule(0.05, 60, warmup_steps=5)
+
+    def model_fn():
+        a, b = (problems.classifier(dropout=0.5, batch_norm="local", l2=0.01)() for _ in range(2))
+        def second(batch, training):
+            logits, other = (m(batch["x"], training=training) for m in (b.model, a.model))
+            return {"loss": keras.losses.mean_squared_error(other, logits)}
+        optimizers = [
+            distloop.LossScaleOptimizer(keras.optimizers.Adam(rate), growth_steps=4) for _ in range(2)
+        ]
+        return distloop.ModelSpec({"a": a.model, "b": b.model}, updates=[
+            distloop.Update("first", a.loss_fn, optimizers[0], "^a/"),
+            distloop.Update("second", second, optimizers[1], "^b/"),
+        ])
+
+    def act(report):
+        if how.startswith("SIG") and report.step == when:
+            os.kill(os.getpid(), getattr(signal, how))
+            time.sleep(0.2)
+    act.every = 1
+
+    sync, calls = checkpoints._sync, []
+    def dying_sync(path):  # in the middle of a save
+        calls.append(path)
+        if how == "SAVE" and len(calls) == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(path)
+    checkpoints._sync = dying_sync
+
+    data = distloop.make_dataset(problems.classification(67), 16, shuffle=True)
+    trainer = distloop.Trainer(model_fn, config)
+    metrics = trainer.fit(data, actions=[act])
+    np.savez(os.path.join(workdir, "end.npz"), **problems.everything(trainer))
+    print("reached the end")
+"""
+
+
+def run(workdir, replicas, how="", when=0):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.path.join(workdir, "program.py")
+    os.makedirs(workdir, exist_ok=True)
+    with open(path, "w") as file:
+        file.write(textwrap.dedent(PROGRAM))
+    command = [sys.executable, path, str(workdir), str(replicas), how, str(when)]
+    env = {**os.environ, "PYTHONPATH": root}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_stopped_by_every_means_ends_bit_for_bit_like_one_that_was_not(replicas, tmp_path):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    result = run(straight, replicas)
+    assert result.returncode == 0, result.stderr[-3000:]
+    means = ["SIGKILL", "SIGTERM", "SAVE", "SIGINT", "SIGKILL", "MAX_SECS", "SAVE", "SIGTERM", "SIGKILL", "SAVE"]
+    draw = random.Random(replicas)
+    step = 0
+    for how in means:
+        # A save is five calls to the disk: it may die in any of them, of the first or a later save of the process.
+        when = draw.randint(1, 12) if how == "SAVE" else min(59, step + draw.randint(1, 9))
+        result = run(stopped, replicas, how, when)
+        expected = EXIT_CODE if how in ("SIGTERM", "SIGINT", "MAX_SECS") else -signal.SIGKILL
+        assert result.returncode == expected, (how, when, result.stdout[-2000:], result.stderr[-3000:])
+        assert "Traceback" not in result.stderr
+        (stopped / "checkpoints").mkdir(exist_ok=True)  # the first one may die before it saves
+        done = max((int(name) for name in os.listdir(stopped / "checkpoints") if name.isdigit()), default=0)
+        assert done >= step
+        step = done
+    result = run(stopped, replicas)
+    assert result.returncode == 0 and "reached the end" in result.stdout, result.stderr[-3000:]
+    expected, found = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
+    assert sorted(expected) == sorted(found)
+    assert not [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
+    last = [json.loads((w / "metrics.jsonl").read_text().splitlines()[-1]) for w in (straight, stopped)]
+    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait"}
+    assert {k: v for k, v in last[0].items() if k not in timed} == {k: v for k, v in last[1].items() if k not in timed}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 3, 4])
+def test_a_checkpoint_of_two_replicas_goes_on_with_any_number(replicas, tmp_path):
+    seen = []
+
+    def model_fn():
+        spec = classifier(is_weighted=True, l2=0.1)()
+
+        def loss_fn(batch, training):
+            return {**spec.loss_fn(batch, training), "row": batch["row"]}
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
+
+    def fit(workdir, replicas, steps):
+        def note(report):
+            seen.append((report.step, report.metrics["row"]))
+
+        note.every = 1
+        rows = {**classification(67), "row": np.arange(67.0)}
+        data = distloop.make_dataset(rows, 16, shuffle=True)
+        config = on(replicas, workdir=str(workdir), log_every=1, average_decay=0.9, clip_norm=0.5)
+        trainer = distloop.Trainer(model_fn, config)
+        trainer.fit(data, steps=steps, actions=[note])
+        return trainer
+
+    from tests.problems import assert_close, weights
+
+    expected = fit(tmp_path / "straight", 2, 20)
+    order, seen = seen, []
+    fit(tmp_path / "stopped", 2, 9)
+    found = fit(tmp_path / "stopped", replicas, 20)
+    assert [step for step, _ in seen] == list(range(1, 21))
+    np.testing.assert_allclose([row for _, row in seen], [row for _, row in order], rtol=1e-6)  # the mean row number
+    assert_close(weights(found), weights(expected))
+
+
+def test_the_first_signal_is_noted_and_the_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        assert interrupts.reason is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while interrupts.reason is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert interrupts.reason == "SIGTERM came"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    program = """
+        import os, signal, time
+        from distloop.interrupts import Interrupts
+        with Interrupts() as interrupts:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)
+            time.sleep(60)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 128 + signal.SIGINT
+    assert "again to leave at once" in result.stderr and "leaving at once" in result.stderr
+
+
+def test_time_is_over_after_max_secs():
+    assert Interrupts(max_secs=1000).reason is None
+    interrupts = Interrupts(max_secs=0.01)
+    time.sleep(0.02)
+    assert interrupts.reason == "0.01 seconds are over"
+
+
+def test_a_run_that_is_out_of_time_is_saved_and_left(tmp_path, capsys):
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), max_secs=1e-6, log_every=5))
+    data = distloop.make_dataset(classification(67), 16)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(data, steps=20)
+    assert caught.value.code == EXIT_CODE == 75
+    assert trainer.step == 5 and os.listdir(tmp_path / "checkpoints") == ["5"]
+    assert "1e-06 seconds are over at step 5; the same command goes on from there" in capsys.readouterr().out
+
+
+def test_without_a_workdir_signals_stay_the_users():
+    seen = []
+
+    def act(report):
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    act.every = 1
+    before = signal.getsignal(signal.SIGINT)
+    distloop.Trainer(classifier(), on(1)).fit(tf.data.Dataset.from_tensors(classification(8)), steps=1, actions=[act])
+    assert seen == [before]
+
+
+def test_max_secs_needs_a_workdir():
+    with pytest.raises(ValueError, match="max_secs=5 was given without a workdir"):
+        on(1, max_secs=5)
