@@ -4,7 +4,7 @@ trainer = distloop.Trainer(model_fn, distloop.Config(steps=1000))
 trainer.fit(dataset)
 """
 
-from distloop.actions import Action, Report, StopEarly, StopTraining
+from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining
 from distloop.cluster import prepare
 from distloop.config import Config, define_flags
 from distloop.inputs import make_dataset
@@ -21,6 +21,7 @@ __all__ = [
     "LossScaleOptimizer",
     "ModelSpec",
     "Report",
+    "SaveBest",
     "StopEarly",
     "StopTraining",
     "Trainer",

@@ -139,22 +139,78 @@ class StopEarly:
             raise StopTraining(f"{self.metric} was no better than {best:.6g} for {self.waited} {times}")
 
 
-class Save:
-    """Saves a checkpoint."""
+class SaveBest:
+    """Keeps the checkpoints of the steps where a metric was best, beside the newest; `checkpoints/best.json` says so.
 
-    def __init__(self, save: Callable[[], None], every: int = 0):
+    It is asked at every boundary where the metric was measured; the checkpoint is written then, whatever
+    `checkpoint_every` is.
+    """
+
+    every: int | None = None
+
+    def __init__(self, metric: str, mode: str = "min", keep: int = 1):
+        """Keeps the rule.
+
+        Args:
+            metric: a name in the report, such as "test/accuracy".
+            mode: "min" or "max": what is better.
+            keep: how many of the best.
+
+        Raises:
+            ValueError: for another mode, or fewer than 1.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(
+                f"mode={mode!r} was given to SaveBest; say 'min' if smaller is better, 'max' if larger is."
+            )
+        if keep < 1:
+            raise ValueError(f"keep={keep} was given to SaveBest; it keeps 1 at least.")
+        self.metric = metric
+        self.mode = mode
+        self.keep = keep
+        self.best: list[tuple[float, int]] = []  # value and step, the best first
+        self.wants_save = False
+
+    def __call__(self, report: Report) -> None:
+        """Looks at the metric; the Save that stands after it writes."""
+        value = report.metrics.get(self.metric)
+        self.wants_save = False
+        if value is None or math.isnan(value) or any(step == report.step for _, step in self.best):
+            return
+        ranked = sorted([*self.best, (value, report.step)], key=lambda pair: pair[0], reverse=self.mode == "max")
+        self.wants_save = (value, report.step) in ranked[: self.keep]
+        self.best = ranked[: self.keep]
+
+    def get_state(self) -> dict[str, Any]:
+        """Gives what a checkpoint is to hold of it."""
+        return {"best": self.best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `get_state` gave."""
+        self.best = [(value, step) for value, step in state["best"]]
+
+
+class Save:
+    """Saves a checkpoint each `every` steps; with None, whenever a `SaveBest` before it wants one."""
+
+    def __init__(self, save: Callable[[dict[str, list[int]]], None], every: int | None, bests: Sequence[SaveBest] = ()):
         """Keeps what to call.
 
         Args:
-            save: writes a checkpoint of the run.
-            every: steps; 0: only at the end.
+            save: writes a checkpoint of the run; gets the steps to keep, by metric.
+            every: steps; 0: only at the end; None: see above.
+            bests: who may want one.
         """
-        self.every: int | None = every
+        self.every = every
         self._save = save
+        self._bests = bests
 
     def __call__(self, report: Report) -> None:
         """Saves."""
-        self._save()
+        if self.every is not None or any(best.wants_save for best in self._bests):
+            self._save({best.metric: [step for _, step in best.best] for best in self._bests})
+            for best in self._bests:
+                best.wants_save = False
 
 
 class Write:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -25,7 +25,7 @@ from absl import logging
 from distloop.cluster import HOST
 
 _FORMAT = 1
-_MANIFEST, _VARIABLES = "manifest.json", "variables"
+_MANIFEST, _VARIABLES, _BEST = "manifest.json", "variables", "best.json"
 
 
 class Saved(NamedTuple):
@@ -62,12 +62,21 @@ class Checkpoints:
         names = os.listdir(self._directory) if os.path.isdir(self._directory) else []
         return sorted(int(name) for name in names if name.isdigit())
 
+    @property
+    def best_steps(self) -> dict[str, list[int]]:
+        """The steps that are kept because a metric was best there, by metric; `best.json` holds them."""
+        try:
+            with open(os.path.join(self._directory, _BEST), encoding="utf-8") as file:
+                return {str(metric): [int(step) for step in steps] for metric, steps in json.load(file).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
     def save(
         self,
         step: int,
         values: Mapping[str, tf.Tensor],
         notes: Mapping[str, Any],
-        then: Callable[[], None] | None = None,
+        best_steps: Mapping[str, list[int]] | None = None,
     ) -> None:
         """Writes a checkpoint in the background; waits for the one before it first.
 
@@ -75,7 +84,7 @@ class Checkpoints:
             step: that the values belong to; one that is there is replaced.
             values: tensors that nothing writes to any more.
             notes: what JSON can hold.
-            then: called in the background when the checkpoint is whole.
+            best_steps: as the property, to be in force when the checkpoint is whole; None: as they are.
         """
         self._join()
 
@@ -83,8 +92,8 @@ class Checkpoints:
             try:
                 _write(os.path.join(self._directory, str(step)), step, values, notes)
                 self._failure = None
-                if then is not None:
-                    then()
+                if best_steps and best_steps != self.best_steps:
+                    self._write_best(best_steps)
                 self._prune()
             except Exception as error:  # a full disk has many faces; training goes on
                 self._failure = error
@@ -141,6 +150,13 @@ class Checkpoints:
             self._writer.join()
             self._writer = None
 
+    def _write_best(self, best_steps: Mapping[str, list[int]]) -> None:
+        path = os.path.join(self._directory, _BEST)
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            json.dump(dict(best_steps), file, indent=1)
+        _sync(f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
     def _put_back(self) -> None:
         """Gives a checkpoint its name back that was to be replaced when the process ended."""
         for name in os.listdir(self._directory) if os.path.isdir(self._directory) else []:
@@ -151,8 +167,10 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Deletes what is old, and what earlier runs left half-written."""
+        best = {step for steps in self.best_steps.values() for step in steps}
         for step in self.steps[: -self._keep]:
-            _delete(os.path.join(self._directory, str(step)))
+            if step not in best:
+                _delete(os.path.join(self._directory, str(step)))
         for name in os.listdir(self._directory):
             if re.fullmatch(r"\d+\.\d+\.(tmp|old)", name):
                 shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import cluster, export, precision
-from distloop.actions import Action, Evaluate, Save, Write
+from distloop.actions import Action, Evaluate, Save, SaveBest, Write
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.config import write as write_config
@@ -175,7 +175,10 @@ class Trainer:
             for name, action in self._actions_with_state().items():
                 if name in saved.notes["actions"]:
                     action.set_state(saved.notes["actions"][name])
-        saves = [Save(self._save, settings.checkpoint_every)] if self._checkpoints is not None else []
+        saves = []
+        if self._checkpoints is not None:
+            bests = [action for action in actions if isinstance(action, SaveBest)]
+            saves = [Save(self._save, settings.checkpoint_every, bests), Save(self._save, None, bests)]
         writers = self._make_writers(until, list(sources))
         try:
             with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
@@ -209,7 +212,7 @@ class Trainer:
         """
         if self._checkpoints is None:
             raise ValueError("save needs a place: give Config(workdir=...).")
-        self._save()
+        self._save(self._checkpoints.best_steps)
         self._checkpoints.wait()
 
     def restore(self, path: str | None = None) -> None:
@@ -257,9 +260,10 @@ class Trainer:
         self.state.restore(saved.values)
         print(f"distloop: step {saved.step} restored from {saved.path}", flush=True)
 
-    def _save(self) -> None:
+    def _save(self, best_steps: dict[str, list[int]]) -> None:
         if self._checkpoints is None or self._train_source is None or self._train_loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
+        kept = self._checkpoints.best_steps | best_steps  # those of an earlier run stay
         position, position_notes = self._train_source.save_position(self.config.input_position == "count")
         notes = {
             "input": position_notes,
@@ -269,7 +273,7 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         }
-        self._checkpoints.save(self.step, self.state.snapshot() | position, notes)
+        self._checkpoints.save(self.step, self.state.snapshot() | position, notes, kept)
 
     def _actions_with_state(self) -> dict[str, Any]:
         """Names the actions that have something to save, by class and place."""

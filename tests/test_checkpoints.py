@@ -404,6 +404,39 @@ def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monk
     assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
+@pytest.mark.parametrize("mode, best", [("max", [4, 6]), ("min", [2, 8])])
+def test_the_best_are_kept_beside_the_newest(mode, best, tmp_path):
+    values = {2: 0.1, 4: 0.7, 6: 0.5, 8: 0.2, 10: 0.3, 12: 0.25}
+
+    def measure(report):
+        return {"score": values[report.step]} if report.step in values else {}
+
+    measure.every = 2
+
+    def fit(steps):
+        trainer = make_trainer(tmp_path, keep_checkpoints=1, checkpoint_every=3)
+        trainer.fit(data(), steps=steps, actions=[measure, distloop.SaveBest("score", mode, keep=2)])
+        return trainer
+
+    fit(7)
+    trainer = fit(12)
+    kept = {int(name) for name in os.listdir(tmp_path / "checkpoints") if name.isdigit()}
+    assert kept == {*best, 12}
+    assert sorted(json.loads((tmp_path / "checkpoints" / "best.json").read_text())["score"]) == best
+    make_trainer(tmp_path, keep_checkpoints=1).fit(data(), steps=13)  # without it, they stay
+    kept = {int(name) for name in os.listdir(tmp_path / "checkpoints") if name.isdigit()}
+    assert kept == {*best, 13}
+    trainer.restore(tmp_path / "checkpoints" / str(best[0]))
+    assert trainer.step == best[0]
+
+
+def test_save_best_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="mode='most' was given to SaveBest"):
+        distloop.SaveBest("loss", "most")
+    with pytest.raises(ValueError, match="keep=0 was given to SaveBest"):
+        distloop.SaveBest("loss", keep=0)
+
+
 def test_portable_names_hold_where_keras_counts_on(tmp_path):
     def model_fn():
         layers = [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
