@@ -42,6 +42,11 @@ class MovingAverage(tf.Module):
         """The averages, in the order of the variables they belong to."""
         return tuple(self._averaged[id(v)] for v in self._variables)
 
+    def start(self) -> None:
+        """Begins again from the variables' values; outside a replica's context."""
+        for variable, average in self.pairs:
+            average.assign(tf.convert_to_tensor(variable))
+
     @property
     def pairs(self) -> list[tuple[Any, tf.Variable]]:
         """Each variable with its average."""

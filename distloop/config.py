@@ -86,6 +86,12 @@ class Config:
     checkpoint_every: int = setting(0, "Steps between two checkpoints; 0: only at the end. Needs a workdir.")
     keep_checkpoints: int = setting(3, "How many of the newest checkpoints are kept.", minimum=1)
     resume: bool = setting(True, "Go on from the newest checkpoint in workdir, if there is one.")
+    init_from: str = setting(
+        "", "Start from the weights in this workdir, checkpoint, .keras or .weights.h5 file; not where a run goes on."
+    )
+    init_rename: str = setting(
+        "", "Which names of init_from to take, and what to call them here: PATTERN=>REPLACEMENT, as in re.sub."
+    )
     input_position: str = setting(
         "count",
         "How a checkpoint holds the place in the data; count: reads it again up to there; iterator: TensorFlow's own "
@@ -113,6 +119,10 @@ class Config:
             raise ValueError(
                 "locate_nonfinite=True and on_nonfinite=skip contradict each other; nothing looks at a step that is "
                 "skipped: give on_nonfinite=raise to look, or locate_nonfinite=False to skip."
+            )
+        if self.init_rename and not self.init_from:
+            raise ValueError(
+                f"init_rename={self.init_rename!r} was given without init_from, whose names it is for: add it."
             )
         if self.max_secs and not self.workdir:
             raise ValueError(

@@ -25,6 +25,7 @@ from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import EvalLoop, PredictLoop, TrainLoop
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
+from distloop.warm_start import warm_start
 from distloop.writers import Console, JsonWriter, SummaryWriter
 
 
@@ -152,7 +153,9 @@ class Trainer:
         saved, self._saved, self._is_new = self._saved, None, False
         if saved is not None:
             source.restore_position(saved.values, saved.notes["input"])
-        elif self._checkpoints is not None:
+        elif settings.init_from and self.step == 0:
+            print(f"distloop: {warm_start(self.state, settings.init_from, settings.init_rename)}", flush=True)
+        if saved is None and self._checkpoints is not None:
             source.save_position(settings.input_position == "count")  # says now if it cannot
         if self.step >= until:
             return {}

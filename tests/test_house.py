@@ -30,6 +30,7 @@ LAYERS = {
     "state": 3,
     "step": 4,
     "supervised": 4,
+    "warm_start": 4,
     "checkpoints": 2,
     "export": 5,
     "actions": 5,

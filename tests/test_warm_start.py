@@ -1,0 +1,122 @@
+"""Starting from other weights: of another run, a Keras file, a TensorFlow checkpoint; whole or in part."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import classification, on
+
+
+def net(units=4, name="net"):
+    layers = [keras.Input((8,)), keras.layers.Dense(units, name="hidden"), keras.layers.Dense(3, name="head")]
+    return keras.Sequential(layers, name=name)
+
+
+def make_trainer(replicas=2, model=net, **settings):
+    def model_fn():
+        made = model()
+        nets = list(made.values()) if isinstance(made, dict) else [made]
+
+        def loss_fn(batch, training):
+            logits = sum(n(batch["x"], training=training) for n in nets)
+            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"] % 3, logits, from_logits=True)}
+
+        return distloop.ModelSpec(made, keras.optimizers.SGD(0.0), loss_fn)
+
+    return distloop.Trainer(model_fn, on(replicas, **settings))
+
+
+def data():
+    return distloop.make_dataset(classification(16), 8)
+
+
+def arrays(model):
+    return [v.numpy() for v in model.variables]
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A workdir, and the weights that its run ended with."""
+    trainer = make_trainer(workdir=str(tmp_path / "run"))
+    for variable in trainer.model.variables:
+        variable.assign(np.random.default_rng(7).normal(size=variable.shape))
+    trainer.fit(data(), steps=2)
+    return tmp_path / "run", trainer.model
+
+
+@pytest.mark.parametrize("kind", ["workdir", "checkpoint", "keras", "h5", "tensorflow"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsys):
+    workdir, model = run
+    rename = ""
+    if kind == "keras":
+        model.save(path := tmp_path / "model.keras")
+    elif kind == "h5":
+        model.save_weights(path := tmp_path / "model.weights.h5")
+    elif kind == "tensorflow":
+        variables = {v.path.replace("/", "_"): v.value for v in model.variables}
+        path = tf.train.Checkpoint(**variables).write(str(tmp_path / "tensorflow"))
+        rename = r"^net_(hidden|head)_=>net/\1/"
+    else:
+        path = workdir if kind == "workdir" else workdir / "checkpoints" / "2"
+    trainer = make_trainer(replicas, init_from=str(path), init_rename=rename, average_decay=0.9)
+    trainer.fit(data(), steps=1)
+    assert_same(arrays(trainer.model), arrays(model))
+    for average, weight in zip(trainer.state.average.variables, arrays(trainer.model), strict=True):
+        np.testing.assert_allclose(average.numpy(), weight, rtol=1e-6)
+    assert "4 of 4 variables start from" in capsys.readouterr().out
+    assert int(trainer.optimizer.iterations.numpy()) == 1
+
+
+def test_a_part_is_taken_under_another_name_and_the_rest_is_told(run, capsys):
+    workdir, model = run
+    rename = r"^net/hidden=>a/net/hidden"
+    two = lambda: {"a": net(name="net"), "b": net(name="other")}  # noqa: E731
+    trainer = make_trainer(model=two, init_from=str(workdir), init_rename=rename)
+    head = trainer.model["a"].layers[1].kernel.numpy()
+    trainer.fit(data(), steps=1)
+    assert_same(arrays(trainer.model["a"].layers[0]), arrays(model.layers[0]))
+    np.testing.assert_array_equal(trainer.model["a"].layers[1].kernel.numpy(), head)
+    out = capsys.readouterr().out
+    assert "2 of 8 variables start from" in out and "it lacks a/net/head/kernel" in out
+
+
+def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
+    workdir, _ = run
+    first = make_trainer(workdir=str(tmp_path / "second"))
+    first.fit(data(), steps=1)
+    again = make_trainer(workdir=str(tmp_path / "second"), init_from=str(workdir))
+    again.fit(data(), steps=2)
+    assert_same(arrays(again.model), arrays(first.model))
+
+
+@pytest.mark.parametrize(
+    "settings, model, says",
+    [
+        (dict(), lambda: net(5), r"has other shapes \(net/hidden/kernel is \[8, 4\] there and \[8, 5\] here"),
+        (dict(), lambda: net(name="else"), "holds no variable of the model"),
+        (dict(init_rename="("), net, "is no regular expression"),
+        (dict(init_rename="hidden|head=>x"), net, "gives two variables of"),
+        (dict(init_from="nowhere"), net, "init_from='nowhere' cannot be read"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_taken(settings, model, says, run):
+    workdir, _ = run
+    trainer = make_trainer(model=model, **{"init_from": str(workdir), **settings})
+    before = arrays(trainer.model)
+    with pytest.raises(ValueError, match=says) as caught:
+        trainer.fit(data(), steps=1)
+    assert "\n" not in str(caught.value)
+    assert_same(arrays(trainer.model), before)
+
+
+def test_renaming_needs_something_to_rename():
+    with pytest.raises(ValueError, match="init_rename='a' was given without init_from"):
+        on(1, init_rename="a")
