@@ -74,9 +74,11 @@ def _read(path: str, model: Any) -> Mapping[str, Any]:
     try:
         if path.endswith(".keras"):
             values = {n: v.numpy() for n, v in portable_names(keras.models.load_model(path, compile=False)).items()}
-            # Keras leaves a model's own name out of the paths of one that it has loaded.
-            root = next(iter(portable_names(model))).partition("/")[0] + "/" if isinstance(model, keras.Model) else ""
-            return {name if name.startswith(root) else root + name: value for name, value in values.items()}
+            here = list(portable_names(model))
+            if not set(values) & set(here):  # Keras leaves a model's own name out of the paths of one it has loaded
+                root = here[0].partition("/")[0]
+                values = {f"{root}/{name}": value for name, value in values.items()}
+            return values
         if path.endswith(".weights.h5"):
             if not isinstance(model, keras.Model):
                 raise ValueError("a .weights.h5 file has the names of one Keras model alone")
