@@ -16,7 +16,7 @@ from absl import app, flags
 import distloop
 from experiments import datasets
 
-distloop.define_flags(steps=500, batch_size=128, eval_every=100)
+distloop.define_flags(steps=500, batch_size=128, eval_every=100, checkpoint_every=100)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of AdamW, reached after a warm-up.")
 
 
