@@ -105,11 +105,16 @@ class LossScaleOptimizer(tf.Module):
             )
         if not dynamic:
             min_scale = max_scale = initial_scale
-        if not 0 < min_scale <= initial_scale <= max_scale or growth_steps < 1:
+        largest = tf.float32.max
+        if (
+            not 0 < min_scale <= initial_scale <= max_scale <= largest
+            or growth_steps != int(growth_steps)
+            or growth_steps < 1
+        ):
             raise ValueError(
                 f"LossScaleOptimizer was given initial_scale={initial_scale}, min_scale={min_scale}, max_scale="
-                f"{max_scale} and growth_steps={growth_steps}; it needs 0 < min_scale <= initial_scale <= max_scale "
-                "and growth_steps of 1 or more."
+                f"{max_scale} and growth_steps={growth_steps}; it needs 0 < min_scale <= initial_scale <= max_scale, "
+                "all finite in float32, and a whole number of growth_steps, 1 or more."
             )
         self.inner_optimizer = inner_optimizer
         self.growth_steps = growth_steps

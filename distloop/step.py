@@ -211,7 +211,11 @@ class TrainStep:
             sums, of_gradients, diagnosis = np.split(diagnosis, sizes)
             values = metrics.means(names, sums)
             paths = [self._state.paths[id(trace.variables[i])] for i in trace.packing.find_nonfinite(of_gradients)]
-            if not np.isfinite(values["loss"] + values[GRADIENT_NORM]):
+            if trace.loss_scaler is None:
+                is_to_blame = not self._skip_nonfinite
+            else:
+                is_to_blame = trace.loss_scaler.streak.numpy() <= -MAX_OVERFLOWS_AT_FLOOR
+            if is_to_blame and not np.isfinite(values["loss"] + values[GRADIENT_NORM]):
                 break
         if paths:
             del values[GRADIENT_NORM]  # what follows says it better

@@ -84,11 +84,14 @@ def weights(trainer):
 
 
 def everything(trainer):
-    """Copies of all that training changes, on every replica."""
+    """Copies of all that training changes, on every replica; under float16 also `loss_scale/...` and `streak/...`."""
     state = trainer.state
     found = dict(_named(trainer))
-    for update in state.spec.updates:
-        found |= {f"optimizer/{update.name}/{i}": v for i, v in enumerate(update.optimizer.variables)}
+    for name, optimizer in state.optimizers.items():
+        if isinstance(optimizer, distloop.LossScaleOptimizer):
+            found |= {f"loss_scale/{name}": optimizer.loss_scale, f"streak/{name}": optimizer.streak}
+            optimizer = optimizer.inner_optimizer
+        found |= {f"optimizer/{name}/{i}": v for i, v in enumerate(optimizer.variables)}
     if state.average is not None:
         found |= {f"average/{i}": v for i, v in enumerate(state.average.variables)}
     found |= {"step": state.step, "skipped_steps": state.skipped_steps}

@@ -40,6 +40,15 @@ def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
     assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
 
 
+@pytest.mark.slow
+def test_digits_reaches_the_accuracy_of_float32_in_float16_on_two_replicas():
+    def accuracy(precision):
+        flags = ["--device=cpu", "--num_devices=2", "--steps=200", "--eval_every=0", f"--precision={precision}"]
+        return float(run("-m", "experiments.digits", *flags).split("test accuracy")[1].split()[0])
+
+    assert accuracy("mixed_float16") == pytest.approx(accuracy("float32"), abs=0.01)
+
+
 PROGRAM = '''
 """Digits with a small convnet."""
 import keras
@@ -89,4 +98,5 @@ def test_the_promised_program_runs_as_written(tmp_path):
         print(served(image=tf.zeros([3, 8, 8, 1]))["output"].shape, "distloop" in sys.modules)
     """
     assert run("-c", textwrap.dedent(loads), cwd=tmp_path).split("\n")[0] == "(3, 10) False"
-    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "flags.txt", "metrics.jsonl", "summaries"]
+    files = ["checkpoints", "config.json", "flags.txt", "metrics.jsonl", "summaries"]
+    assert sorted(os.listdir(tmp_path / "run")) == files

@@ -1,5 +1,7 @@
 """The laws: what must hold on any number of replicas, however a run is cut."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 import distloop
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
+from tests.test_bad_input import refused
 
 
 def fast(chosen, *others):
@@ -155,6 +158,53 @@ def test_a_distributed_dataset_trains_the_same(replicas):
     np.testing.assert_array_equal(trainer.predict(split), trainer.predict(data))
 
 
+# The unit roundoffs of the two.
+ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
+
+
+@pytest.mark.parametrize("precision", fast(*ROUNDOFF))
+@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (4, 1), (1, 2), (1, 3), (2, 3), (4, 4)))
+@pytest.mark.parametrize("case", fast("plain", "all together"))
+def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision, replicas, microbatches, case):
+    # Rows are computed alike wherever they lie; what differs is into how many parts a sum over rows is cut. Each part
+    # of a weight's gradient is rounded once to half precision, by 1 unit roundoff at most on either side of the
+    # comparison, and the parts are added in float32. Seen, in roundoffs: 0.3 to 0.8 for kernels, 0.1 to 1.0 for biases
+    # in float16, up to 1.9 in bfloat16, whose bias gradients TensorFlow's CPU kernel (BiasAddGrad) adds up in bfloat16:
+    # with 64 rows instead of 16 they come to 4, with 4096 to 140.
+    settings = {} if case == "plain" else dict(is_weighted=True, l2=0.1)
+    model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.1), **settings)
+
+    def change(config):
+        trainer = distloop.Trainer(model_fn, config)
+        first = weights(trainer)
+        assert trainer.fit(batches(16), steps=5)["skipped_steps"] == 0  # an odd last batch among them
+        return {path: value - first[path] for path, value in weights(trainer).items()}
+
+    expected = change(on(1, precision=precision))
+    found = change(on(replicas, precision=precision, microbatches=microbatches))
+    assert_close(found, expected, 4 * ROUNDOFF[precision])
+    assert any(not np.array_equal(found[path], expected[path]) for path in expected)  # else it was no half precision
+
+
+@pytest.mark.parametrize("replicas", fast(2, 1))
+@pytest.mark.parametrize("scale", fast(2.0**15, 1.0, 2.0**24))
+def test_a_loss_scale_changes_nothing_that_float32_can_hold(replicas, scale):
+    def model_fn(optimizer):
+        return classifier(optimizer=optimizer, is_weighted=True, l2=0.1)
+
+    def scaled():
+        return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), scale, dynamic=False)
+
+    config = on(replicas, clip_norm=0.5, average_decay=0.9)
+    expected = distloop.Trainer(model_fn(None), config)
+    trainer = distloop.Trainer(model_fn(scaled), config)
+    plain_numbers, numbers = (t.fit(batches(16), steps=12) for t in (expected, trainer))
+    assert_close(weights(trainer), weights(expected))
+    assert numbers["loss_scale"] == scale and "loss_scale" not in plain_numbers
+    for name in ("loss", "accuracy", "regularization", "gradient_norm", "clipped_share"):
+        assert numbers[name] == pytest.approx(plain_numbers[name], rel=1e-6)
+
+
 # microbatches -----------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +260,34 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas):
     assert metrics["gradient_norm"] == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipped(precision, replicas):
+    dtypes = []
+
+    def model_fn():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        layer.build((None, 1))
+
+        def loss_fn(batch, training):
+            output = layer(batch[:, tf.newaxis])[:, 0]
+            dtypes.append(output.dtype)
+            return {"loss": output}
+
+        optimizer = keras.optimizers.SGD(1.0)
+        if precision == "mixed_float16":  # 20 * 2^15 / 2 is more than float16 holds
+            optimizer = distloop.LossScaleOptimizer(optimizer, 1024.0)
+        return distloop.ModelSpec(layer, optimizer, loss_fn)
+
+    data = tf.data.Dataset.from_tensors([20.0, -16.0])  # as above; every number on the way is exact in both
+    trainer = distloop.Trainer(model_fn, on(replicas, clip_norm=1.0, precision=precision))
+    metrics = trainer.fit(data, steps=1)
+    assert set(dtypes) == {tf.as_dtype(precision.removeprefix("mixed_"))}
+    assert trainer.model.kernel.numpy().item() == -1.0
+    assert metrics["gradient_norm"] == 2.0
+    assert metrics["skipped_steps"] == 0
+
+
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,29 +317,10 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
 @pytest.mark.parametrize("culprit", fast("second", "first"))
 @pytest.mark.parametrize("replicas", fast(2, 1))
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
-    def model_fn():
-        a, b = (
-            keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)], name=n)
-            for n in "ab"
-        )
-
-        def loss(model, name):
-            def loss_fn(batch, training):
-                bad = tf.where(batch["label"] == (-1 if name == culprit else -2), np.float32(np.inf), 1.0)
-                return {"loss": model(batch["x"], training=training)[:, 0] * bad}
-
-            return loss_fn
-
-        updates = [
-            distloop.Update("first", loss(a, "first"), keras.optimizers.Adam(0.1), "^a/"),
-            distloop.Update("second", loss(b, "second"), keras.optimizers.Adam(0.1), "^b/"),
-        ]
-        return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
-
     rows = classification(16)
     rows["label"][13] = -1
     data = distloop.make_dataset(rows, 8)
-    trainer = distloop.Trainer(model_fn, on(replicas, on_nonfinite="skip", average_decay=0.9))
+    trainer = distloop.Trainer(two_models(culprit), on(replicas, on_nonfinite="skip", average_decay=0.9))
     trainer.fit(data, steps=1)
     before = everything(trainer)
     metrics = trainer.fit(data, steps=2)
@@ -271,6 +330,227 @@ def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas
         if not path.startswith(("step", "skipped_steps")):
             assert after[path].tobytes() == before[path].tobytes(), path
     assert np.isnan(metrics["first/loss"]) and np.isnan(metrics["second/loss"])  # nothing was measured in this window
+
+
+def two_models(culprits, *, optimizers=lambda: (keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.1))):
+    """A `model_fn` with updates "first" and "second"; the culprits' losses are infinite where a label is -1."""
+
+    def model_fn():
+        a, b = (
+            keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)], name=n)
+            for n in "ab"
+        )
+
+        def loss(model, name):
+            def loss_fn(batch, training):
+                bad = tf.where(batch["label"] == (-1 if name in culprits else -2), np.float32(np.inf), 1.0)
+                return {"loss": tf.cast(model(batch["x"], training=training)[:, 0], tf.float32) * bad}
+
+            return loss_fn
+
+        of_first, of_second = optimizers()
+        updates = [
+            distloop.Update("first", loss(a, "first"), of_first, "^a/"),
+            distloop.Update("second", loss(b, "second"), of_second, "^b/"),
+        ]
+        return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
+
+    return model_fn
+
+
+# overflow under mixed_float16 -------------------------------------------------------------------------------------
+
+
+def float16(replicas, **settings):
+    return on(replicas, precision="mixed_float16", **settings)
+
+
+def after_each_step(trainer, data, steps):
+    """Trains in one `fit`, and gives copies after each step of all that may change: Keras metrics and the rate too."""
+    seen = []
+
+    def look(report):
+        found = everything(trainer)
+        for name, metric in trainer.state.train_metrics.items():
+            for i, variable in enumerate(metric.variables):
+                values = problems.local_values(trainer, variable)
+                found |= {f"metric/{name}/{i}@{replica}": value for replica, value in enumerate(values)}
+        seen.append(found | {name: np.float64(v) for name, v in report.metrics.items() if "learning_rate" in name})
+
+    look.every = 1
+    trainer.fit(data, steps=steps, actions=[look])
+    return seen
+
+
+def assert_skipped(before, after, culprits=("",)):
+    """Checks that a step changed not one bit but the counts, and the loss scales of the updates that overflowed."""
+    expected = dict(before)
+    for path, value in before.items():
+        kind, _, of = path.rpartition("@")[0].partition("/")
+        if kind in ("step", "skipped_steps"):
+            expected[path] = value + 1
+        elif kind == "loss_scale" and of in culprits:
+            expected[path] = value / 2
+        elif kind == "streak" and of in culprits:
+            expected[path] = np.zeros_like(value)
+    assert_equal(after, expected)
+
+
+@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 1), (4, 1), (1, 4), (2, 2), (4, 2)))
+def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(replicas, microbatches):
+    size = max(8, 2 * replicas * microbatches)
+    kinds = [(value, row) for value in (np.nan, np.inf, 1e5) for row in range(size)]  # 1e5 is infinite in float16 alone
+    rows = classification(size * (2 * len(kinds) + 1))  # good and bad batches by turns
+    for i, (value, row) in enumerate(kinds):
+        rows["x"][size * (2 * i + 1) + row, 0] = value
+
+    def optimizer():  # every good step doubles the scale again, so that it never comes to the smallest
+        rate = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)
+        return distloop.LossScaleOptimizer(keras.optimizers.Adam(rate), 2.0**12, growth_steps=1, max_scale=2.0**12)
+
+    config = float16(replicas, microbatches=microbatches, average_decay=0.9, clip_norm=0.1)
+    model_fn = classifier(optimizer=optimizer, batch_norm="local", dropout=0.5, l2=0.1, metrics=True)
+    trainer = distloop.Trainer(model_fn, config)
+    seen = after_each_step(trainer, distloop.make_dataset(rows, size), 2 * len(kinds) + 1)
+    for before, after in zip(seen[0:-1:2], seen[1::2], strict=True):
+        assert_skipped(before, after)
+    for before, after in zip(seen[1::2], seen[2::2], strict=True):
+        assert not any(np.array_equal(before[path], after[path]) for path in before if path.startswith("net/hidden"))
+    assert int(trainer.state.skipped_steps) == len(kinds)
+    assert trainer.optimizer.iterations.numpy() == len(kinds) + 1
+
+
+@pytest.mark.parametrize("culprits", fast("second", "first", "first second"))
+@pytest.mark.parametrize("replicas", fast(2, 1, 4))
+def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
+    rows = classification(24)
+    rows["label"][13] = -1  # in the second batch
+    trainer = distloop.Trainer(two_models(culprits), float16(replicas, average_decay=0.9))
+    first, second, third = after_each_step(trainer, distloop.make_dataset(rows, 8), 3)
+    assert_skipped(first, second, culprits.split())
+    scales = {name: float(scale.numpy()) for name, scale in trainer.state.loss_scale.items()}
+    assert scales == {name: 2.0**14 if name in culprits else 2.0**15 for name in ("first", "second")}
+    moving = [path for path in second if "/bias" in path or "/beta" in path or path.startswith("step")]
+    assert moving and not any(np.array_equal(second[path], third[path]) for path in moving)
+
+
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit(replicas):
+    optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**24)  # noqa: E731
+    trainer = distloop.Trainer(classifier(optimizer=optimizer), float16(replicas))
+    seen = after_each_step(trainer, batches(16, 64), 14)
+    skipped = int(trainer.state.skipped_steps)
+    assert 1 < skipped < 14
+    for before, after in itertools.pairwise(seen):
+        if after["skipped_steps@0"] > before["skipped_steps@0"]:
+            assert_skipped(before, after)
+    assert trainer.state.loss_scale.numpy() == 2.0 ** (24 - skipped)
+    assert trainer.optimizer.iterations.numpy() == 14 - skipped
+
+
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow(replicas):
+    rows = classification(40)
+    bad = {name: np.concatenate([value[:8], value[:8], value[8:]]) for name, value in rows.items()}
+    bad["x"][8 + 5] = np.inf
+
+    def run(rows, steps):
+        # A scale that does not change, so that what follows is rounded alike.
+        optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 512.0, dynamic=False)  # noqa: E731
+        model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
+        trainer = train(model_fn, float16(replicas, average_decay=0.9), distloop.make_dataset(rows, 8), steps)
+        counts = ("step@", "skipped_steps@", "streak/")
+        return {path: value for path, value in everything(trainer).items() if not path.startswith(counts)}
+
+    assert_equal(run(bad, 6), run(rows, 5))
+
+
+def at_the_floor(pattern, replicas, **settings):
+    """Makes a trainer whose scale starts at 4 and ends at 1, and a `fit` on a batch for each sign: "-" is all NaN."""
+    rows = classification(8 * len(pattern))
+    rows["x"].reshape([-1, 8, 8])[[sign == "-" for sign in pattern]] = np.nan
+    optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, min_scale=1.0)  # noqa: E731
+    trainer = distloop.Trainer(classifier(optimizer=optimizer, batch_norm="local"), float16(replicas, **settings))
+    return trainer, lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=len(pattern))
+
+
+EITHER_WAY = pytest.mark.parametrize("on_nonfinite", fast("raise", "skip"))
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(replicas, on_nonfinite):
+    trainer, fit = at_the_floor("-" * 20, replicas, on_nonfinite=on_nonfinite)
+    before = everything(trainer)
+    message = refused(
+        fit,
+        "Step 12 is number 10 in a row",  # after the two that halved the scale
+        "smallest loss scale, 1:",
+        "loss is nan",
+        "net/hidden/kernel",
+        "precision=mixed_bfloat16",
+        kind=FloatingPointError,
+    )
+    assert "skip" not in message
+    assert trainer.step == int(trainer.state.skipped_steps) == 12
+    for path, value in everything(trainer).items():
+        if not path.startswith(("step", "skipped_steps", "loss_scale", "streak")):
+            assert value.tobytes() == before[path].tobytes(), path
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("overflows", fast(9, 1, 0))
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replicas, overflows, on_nonfinite):
+    trainer, fit = at_the_floor("--" + "-" * overflows, replicas, on_nonfinite=on_nonfinite)
+    before = weights(trainer)
+    assert np.isnan(fit()["loss"])  # nothing was measured
+    assert int(trainer.state.skipped_steps) == 2 + overflows
+    assert trainer.state.loss_scale.numpy() == 1.0
+    assert_equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("on_nonfinite", fast("skip", "raise"))
+def test_float16_a_good_step_starts_the_count_of_overflows_again(on_nonfinite):
+    trainer, fit = at_the_floor("-----------+---------+----------", 2, on_nonfinite=on_nonfinite)
+    with pytest.raises(FloatingPointError, match="Step 32 is number 10 in a row"):
+        fit()
+    assert trainer.optimizer.iterations.numpy() == 2
+
+
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale(replicas):
+    def optimizers():  # both overflow in each step, the second at its smallest scale
+        first = distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+        return first, distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, min_scale=1.0)
+
+    rows = classification(8)
+    rows["label"][:] = -1
+    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), float16(replicas))
+    refused(
+        lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
+        "Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1:",
+        "second",
+        "b/dense",
+        kind=FloatingPointError,
+    )
+
+
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_the_error_is_about_the_update_that_has_no_loss_scale(replicas):
+    def optimizers():  # both are not finite, which is no error yet for the first
+        return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01)), keras.optimizers.Adam(0.01)
+
+    rows = classification(8)
+    rows["label"][:] = -1
+    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), on(replicas))
+    refused(
+        lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
+        "Step 1 is the first that was not finite",
+        "second",
+        "b/dense",
+        kind=FloatingPointError,
+    )
 
 
 # boundaries -------------------------------------------------------------------------------------------------------
@@ -301,6 +581,27 @@ def test_how_a_run_is_cut_changes_no_bit(replicas):
         return everything(trainer)
 
     expected = run()
+    for cut in CUTS:
+        assert_equal(run(**cut), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale(replicas):
+    def optimizer():
+        return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**14, growth_steps=3)
+
+    def run(**cut):
+        model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
+        trainer = distloop.Trainer(model_fn, float16(replicas, average_decay=0.9, **cut))
+        data = batches(16, shuffle=True)
+        trainer.fit(data, steps=23, evals={"test": batches(16)})
+        trainer.fit(data, steps=53)
+        return everything(trainer)
+
+    expected = run()
+    assert expected["skipped_steps@0"] > 0  # the scale went up until the gradients overflowed, and down again
+    assert expected["loss_scale/@0"] != 2.0**14
     for cut in CUTS:
         assert_equal(run(**cut), expected)
 

@@ -384,7 +384,7 @@ def test_weight_decay_belongs_to_the_optimizer():
 
 def test_a_loss_scale_optimizer_is_refused():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="A LossScaleOptimizer was given, .*: give the optimizer inside it"):
+    with pytest.raises(ValueError, match="A Keras LossScaleOptimizer was given, .*: give the optimizer inside it"):
         spec_of(two_layers(), optimizer)
 
 

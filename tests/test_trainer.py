@@ -131,6 +131,53 @@ def test_reports_hold_the_standard_names():
     assert found["regularization"] == pytest.approx(0.1 * (kernel**2).sum(), rel=0.2)
 
 
+def steps_of_norms(*norms):
+    """A `model_fn`, and a dataset whose batches' gradients have these norms."""
+
+    def model_fn():
+        weight = tf.Variable(0.0)
+        return distloop.ModelSpec(
+            {"weight": weight}, keras.optimizers.SGD(1.0), lambda batch, training: {"loss": weight * batch}
+        )
+
+    return model_fn, tf.data.Dataset.from_tensor_slices(np.repeat(np.float32(norms), 2)).batch(2)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_clipped_share_is_the_share_of_applied_steps_that_were_clipped_since_the_last_log(replicas, precision):
+    model_fn, data = steps_of_norms(1.0, 3.0, 2.0, np.nan, 5.0, 0.5, 1.0, -1.0, 2.0, 3.0, np.inf, 4.0)
+    settings = dict(clip_norm=2.0, log_every=3, steps_per_loop=2, on_nonfinite="skip", precision=precision)
+    trainer = distloop.Trainer(model_fn, on(replicas, **settings))
+    seen = []
+    look = lambda report: seen.append(report.metrics["clipped_share"])  # noqa: E731
+    look.every = 3
+    trainer.fit(data, steps=12, actions=[look])
+    assert seen == pytest.approx([1 / 3, 1 / 2, 0.0, 1.0])
+    assert float(trainer.model["weight"].numpy()) == pytest.approx(-(1 + 2 + 2) - (2 + 0.5) - (1 - 1 + 2) - (2 + 2))
+
+
+def test_nothing_is_clipped_without_a_norm():
+    model_fn, data = steps_of_norms(1.0, 300.0)
+    trainer = distloop.Trainer(model_fn, on(1))
+    assert "clipped_share" not in trainer.fit(data, steps=2)
+    assert float(trainer.model["weight"].numpy()) == -301.0
+
+
+def test_several_updates_report_a_clipped_share_each():
+    def model_fn():
+        a, b = tf.Variable(0.0), tf.Variable(0.0)
+        updates = [
+            distloop.Update("a", lambda batch, training: {"loss": a * batch}, keras.optimizers.SGD(1.0), [a]),
+            distloop.Update("b", lambda batch, training: {"loss": 2.0 * b * batch}, keras.optimizers.SGD(1.0), [b]),
+        ]
+        return distloop.ModelSpec([a, b], updates=updates)
+
+    found = distloop.Trainer(model_fn, on(2, clip_norm=1.5)).fit(steps_of_norms(1.0, 2.0)[1], steps=2)
+    assert (found["a/clipped_share"], found["b/clipped_share"]) == (0.5, 1.0)
+    assert "clipped_share" not in found
+
+
 def test_actions_hand_numbers_on_in_order_and_can_stop_the_run():
     calls = []
 
@@ -159,7 +206,8 @@ def test_a_run_leaves_its_files(tmp_path):
     trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
-    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "flags.txt", "metrics.jsonl", "summaries"]
+    files = ["checkpoints", "config.json", "flags.txt", "metrics.jsonl", "summaries"]
+    assert sorted(os.listdir(tmp_path / "run")) == files
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert "test/accuracy" in rows[-1] and "test/accuracy" not in rows[0]
