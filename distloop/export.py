@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -30,7 +31,8 @@ def export(
         keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
 
     Raises:
-        ValueError: if two entries of a batch would get the same name, or something that is no SavedModel is in the way.
+        ValueError: if two entries of a batch would get the same name, something that is no SavedModel is in the way, or
+            what was written, read back, gives other outputs.
     """
     is_free = not os.path.exists(path) or (os.path.isdir(path) and not os.listdir(path))
     if not is_free and not os.path.exists(os.path.join(path, "saved_model.pb")):
@@ -52,6 +54,7 @@ def export(
     try:
         with state.averaged(), _quiet():
             tf.saved_model.save(module, aside, signatures={"serving_default": signature})
+            _compare(aside, signature, {name: specs[name] for name in read})
         if os.path.exists(path):
             old = f"{os.path.normpath(path)}.{os.getpid()}.old"
             os.replace(path, old)
@@ -61,6 +64,30 @@ def export(
             os.replace(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _compare(path: str, signature: Any, specs: dict[str, Any]) -> None:
+    """Reads a SavedModel back and checks that it answers as the model does, on two rows of ones."""
+    rows = {name: _ones(spec) for name, spec in specs.items()}
+    served = tf.saved_model.load(path).signatures["serving_default"](**rows)
+    for name, expected in signature(**rows).items():
+        if not isinstance(expected, tf.Tensor) or not expected.dtype.is_floating:
+            continue
+        found, expected = (tf.cast(value, tf.float32).numpy() for value in (served[name], expected))
+        if not np.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise ValueError(
+                f"What was exported gives {name!r} otherwise than predict_fn does, by up to "
+                f"{np.abs(found - expected).max():.3g}: compute from the batch and from variables of the model alone."
+            )
+
+
+def _ones(spec: Any) -> Any:
+    """Makes two rows."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.ones([2, *(size or 1 for size in spec.shape[2:])], spec.dtype)
+        return tf.RaggedTensor.from_row_splits(values, tf.constant([0, 1, 2], spec.row_splits_dtype))
+    shape = [2, *(size or 1 for size in spec.shape[1:])]
+    return tf.fill(shape, "1") if spec.dtype == tf.string else tf.ones(shape, spec.dtype)
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ class Source:
                     "The position in the dataset does not fit this one (%s).", (error.message or "").partition("\n")[0]
                 )
         if self.batches_taken:
-            logging.warning("Reading the dataset up to batch %d.", self.batches_taken)
+            logging.info("Reading the dataset up to batch %d.", self.batches_taken)
         if self.layout.is_split:
             left = self.start_loop()
             self._iterator = iter(self._dataset)

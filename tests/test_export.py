@@ -156,6 +156,43 @@ def test_half_precision_outputs_stay_as_they_are_on_request(precision, tmp_path)
     assert serve(x=tf.constant(ROWS["x"]))["output"].dtype == half.dtype
 
 
+def test_tensorflows_own_command_runs_what_was_exported(tmp_path):
+    trainer = make_trainer()
+    predictions, _ = exported(trainer, tmp_path / "model")
+    np.save(tmp_path / "x.npy", ROWS["x"])
+    command = os.path.join(os.path.dirname(sys.executable), "saved_model_cli")
+    arguments = ["run", "--dir", tmp_path / "model", "--tag_set", "serve", "--signature_def", "serving_default"]
+    arguments += ["--inputs", f"x={tmp_path / 'x.npy'}", "--outdir", tmp_path / "out"]
+    subprocess.run([command, *map(str, arguments)], check=True, capture_output=True, cwd=tmp_path, timeout=120)
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "output.npy"), predictions, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_exported_converts_to_tflite(tmp_path):
+    predictions, _ = exported(make_trainer(), tmp_path / "model")
+    flat = tf.lite.TFLiteConverter.from_saved_model(str(tmp_path / "model")).convert()
+    runner = tf.lite.Interpreter(model_content=flat).get_signature_runner("serving_default")
+    np.testing.assert_allclose(runner(x=ROWS["x"])["output"], predictions, rtol=1e-4, atol=1e-5)
+
+
+def test_an_export_that_answers_otherwise_never_takes_its_name(tmp_path, monkeypatch):
+    trainer = make_trainer()
+    trainer.predict(dataset())
+    save = tf.saved_model.save
+
+    def save_another(module, path, signatures):
+        weights = [v for v in module.variables_served if v.dtype == tf.float32]
+        for weight in weights:
+            weight.assign(weight + 1.0)
+        save(module, path, signatures=signatures)
+        for weight in weights:
+            weight.assign(weight - 1.0)
+
+    monkeypatch.setattr(tf.saved_model, "save", save_another)
+    with pytest.raises(ValueError, match="What was exported gives 'output' otherwise than predict_fn does"):
+        trainer.export(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
 def test_half_precision_outputs_are_served_as_float32(tmp_path):
     predictions, serve = exported(make_trainer(precision="mixed_bfloat16"), tmp_path / "model")
     found = serve(x=tf.constant(ROWS["x"]))["output"]
