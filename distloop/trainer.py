@@ -418,8 +418,8 @@ class Trainer:
             try:
                 summaries = os.path.join(workdir, "summaries")
                 os.makedirs(summaries, exist_ok=True)
-                writers.append(SummaryWriter(summaries, evals))
-                writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl")))
+                writers.append(SummaryWriter(summaries, evals, self.step))
+                writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl"), self.step))
             except OSError as error:
                 raise ValueError(
                     f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "

@@ -20,7 +20,7 @@ from typing import TextIO
 
 import rich.console
 import rich.progress
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 # Numbers about the run, not the model: the files have them, on the screen they would hide the others.
@@ -36,14 +36,16 @@ class SummaryWriter:
     that is called `train` keeps its prefix. Files are made at the first number for them.
     """
 
-    def __init__(self, directory: str, evals: Sequence[str]):
+    def __init__(self, directory: str, evals: Sequence[str], start: int = 0):
         """Remembers where; writes nothing.
 
         Args:
             directory: under which the directories are made.
             evals: names of the evaluations.
+            start: the global step that the run starts from: TensorBoard is told to forget what comes after it.
         """
         self._directory = directory
+        self._start = start
         self._evals = frozenset(evals) - {"train"}
         self._files: dict[str, EventFileWriter] = {}
         self._flushed = -math.inf  # when; seconds of the monotonic clock
@@ -82,6 +84,9 @@ class SummaryWriter:
             directory = os.path.join(self._directory, run)
             os.makedirs(directory, exist_ok=True)  # raises OSError; TensorFlow has errors of its own
             self._files[run] = EventFileWriter(directory)
+            if self._start:
+                begin = SessionLog(status=SessionLog.START)
+                self._files[run].add_event(Event(wall_time=time.time(), step=self._start + 1, session_log=begin))
         return self._files[run]
 
 
@@ -92,16 +97,20 @@ class JsonWriter:
     NaN). TensorBoard's files tell which of them it was.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, start: int = 0):
         """Opens the file, and makes its directory if it is missing.
 
         Args:
             path: of the file; rows that it holds stay.
+            start: the global step that the run starts from; rows after it, of a run that was cut off there, are left
+                out. 0: all stay.
 
         Raises:
             OSError: if it cannot be written.
         """
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        if start:
+            _drop_rows(path, start)
         self._file = open(path, "ab+")
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
@@ -123,6 +132,26 @@ class JsonWriter:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _drop_rows(path: str, after: int) -> None:
+    """Leaves out the rows after a step, and half a row; the file is whole at every moment."""
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as file:
+        lines = file.read().splitlines(keepends=True)
+    kept = [line for line in lines if _is_kept(line, after)]
+    if len(kept) < len(lines):
+        with open(f"{path}.tmp", "wb") as file:
+            file.writelines(kept)
+        os.replace(f"{path}.tmp", path)
+
+
+def _is_kept(line: bytes, after: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= after
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 class Console:

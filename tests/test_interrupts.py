@@ -103,9 +103,11 @@ def test_a_run_stopped_by_every_means_ends_bit_for_bit_like_one_that_was_not(rep
     expected, found = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
     assert sorted(expected) == sorted(found)
     assert not [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
-    last = [json.loads((w / "metrics.jsonl").read_text().splitlines()[-1]) for w in (straight, stopped)]
     timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait"}
-    assert {k: v for k, v in last[0].items() if k not in timed} == {k: v for k, v in last[1].items() if k not in timed}
+    rows = [[json.loads(line) for line in (w / "metrics.jsonl").read_text().splitlines()] for w in (straight, stopped)]
+    assert [row["step"] for row in rows[1]] == list(range(1, 61))
+    for row, other in zip(*rows, strict=True):
+        assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rich.console
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distloop.writers import Console, JsonWriter, SummaryWriter
 
@@ -34,7 +35,37 @@ def read_rows(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
+def steps_in_tensorboard(directory, tag):
+    """Returns the steps that TensorBoard shows of a tag."""
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    if tag in events.Tags()["scalars"]:
+        return [event.step for event in events.Scalars(tag)]
+    return [event.step for event in events.Tensors(tag)]
+
+
 # TensorBoard.
+
+
+def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
+    for start, end in ((0, 11), (5, 9), (6, 12)):  # cut off at 11, restored at 5; cut off at 9, restored at 6
+        summaries, rows = SummaryWriter(str(tmp_path), [], start), JsonWriter(str(tmp_path / "m.jsonl"), start)
+        for step in range(start + 1, end + 1):
+            summaries.write(step, {"loss": 1.0 / step})
+            rows.write(step, {"loss": 1.0 / step})
+        summaries.close()
+        rows.close()
+        time.sleep(1.1)  # files are read in the order of their seconds
+    assert steps_in_tensorboard(tmp_path / "train", "loss") == list(range(1, 13))
+    assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == list(range(1, 13))
+
+
+def test_rows_of_a_run_from_the_beginning_stay(tmp_path):
+    for _ in range(2):
+        writer = JsonWriter(str(tmp_path / "m.jsonl"))
+        writer.write(3, {"loss": 1.0})
+        writer.close()
+    assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == [3, 3]
 
 
 def test_evaluations_have_a_directory_of_their_own_and_the_tags_of_training(tmp_path):
