@@ -11,6 +11,7 @@ Each writer has `write(step, metrics)` and `close()`; it does not know when it i
 A name is `loss`, `<update>/loss` or `<eval>/loss`.
 """
 
+import itertools
 import json
 import math
 import os
@@ -36,13 +37,14 @@ class SummaryWriter:
     that is called `train` keeps its prefix. Files are made at the first number for them.
     """
 
-    def __init__(self, directory: str, evals: Sequence[str], start: int = 0):
+    def __init__(self, directory: str, evals: Sequence[str], start: int | None = None):
         """Remembers where; writes nothing.
 
         Args:
             directory: under which the directories are made.
             evals: names of the evaluations.
-            start: the global step that the run starts from: TensorBoard is told to forget what comes after it.
+            start: the global step that the run starts from; TensorBoard is told to forget what comes after it. None:
+                it is not.
         """
         self._directory = directory
         self._start = start
@@ -84,7 +86,7 @@ class SummaryWriter:
             directory = os.path.join(self._directory, run)
             os.makedirs(directory, exist_ok=True)  # raises OSError; TensorFlow has errors of its own
             self._files[run] = EventFileWriter(directory)
-            if self._start:
+            if self._start is not None:
                 begin = SessionLog(status=SessionLog.START)
                 self._files[run].add_event(Event(wall_time=time.time(), step=self._start + 1, session_log=begin))
         return self._files[run]
@@ -97,20 +99,23 @@ class JsonWriter:
     NaN). TensorBoard's files tell which of them it was.
     """
 
-    def __init__(self, path: str, start: int = 0):
+    def __init__(self, path: str, start: int | None = None):
         """Opens the file, and makes its directory if it is missing.
 
         Args:
-            path: of the file; rows that it holds stay.
-            start: the global step that the run starts from; rows after it, of a run that was cut off there, are left
-                out. 0: all stay.
+            path: of the file.
+            start: the global step that the run starts from; rows after it, of a run that was cut off, are left out. 0:
+                the file of an earlier run is renamed, with a number at its end. None: all rows stay.
 
         Raises:
             OSError: if it cannot be written.
         """
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if start:
-            _drop_rows(path, start)
+        if start is not None and os.path.exists(path):
+            if start:
+                _drop_rows(path, start)
+            elif os.path.getsize(path):
+                os.replace(path, next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}")))
         self._file = open(path, "ab+")
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
@@ -136,8 +141,6 @@ class JsonWriter:
 
 def _drop_rows(path: str, after: int) -> None:
     """Leaves out the rows after a step, and half a row; the file is whole at every moment."""
-    if not os.path.exists(path):
-        return
     with open(path, "rb") as file:
         lines = file.read().splitlines(keepends=True)
     kept = [line for line in lines if _is_kept(line, after)]

@@ -60,12 +60,13 @@ def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == list(range(1, 13))
 
 
-def test_rows_of_a_run_from_the_beginning_stay(tmp_path):
-    for _ in range(2):
-        writer = JsonWriter(str(tmp_path / "m.jsonl"))
-        writer.write(3, {"loss": 1.0})
+def test_rows_of_an_earlier_run_are_kept_aside(tmp_path):
+    for run in range(3):
+        writer = JsonWriter(str(tmp_path / "m.jsonl"), start=0)
+        writer.write(run, {"loss": 1.0})
         writer.close()
-    assert [row["step"] for row in read_rows(tmp_path / "m.jsonl")] == [3, 3]
+    rows = {name: [row["step"] for row in read_rows(tmp_path / name)] for name in sorted(os.listdir(tmp_path))}
+    assert rows == {"m.jsonl": [2], "m.jsonl.1": [0], "m.jsonl.2": [1]}
 
 
 def test_evaluations_have_a_directory_of_their_own_and_the_tags_of_training(tmp_path):
