@@ -111,7 +111,7 @@ class JsonWriter:
             OSError: if it cannot be written.
         """
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if start is not None and os.path.exists(path):
+        if start is not None and os.path.isfile(path):
             if start:
                 _drop_rows(path, start)
             elif os.path.getsize(path):

@@ -231,6 +231,7 @@ def test_running_again_finishes_or_does_nothing(tmp_path):
     assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
 
 
+@pytest.mark.slow
 def test_restore_goes_back(tmp_path):
     trainer = make_trainer(tmp_path, checkpoint_every=3)
     trainer.fit(data(), steps=6)
@@ -241,6 +242,7 @@ def test_restore_goes_back(tmp_path):
     assert_equal(everything(trainer), at_6)
 
 
+@pytest.mark.slow
 def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
     class Lazy(keras.Model):
         def __init__(self):
@@ -263,6 +265,7 @@ def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
     assert again.step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, says",
     [
@@ -303,6 +306,7 @@ def test_another_shape_is_told(tmp_path):
         make_trainer(tmp_path, model_fn=model_fn(3)).fit(data(), steps=4)
 
 
+@pytest.mark.slow
 def test_a_new_learning_rate_goes_before_the_saved_one(tmp_path, caplog):
     def rate(value):
         return classifier(optimizer=lambda: keras.optimizers.SGD(value))
@@ -327,6 +331,7 @@ def test_not_resuming_keeps_what_is_there(tmp_path):
     assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
+@pytest.mark.slow
 def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
     def run(steps, stop):
         stop.every = None
@@ -341,6 +346,7 @@ def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
     assert fresh.best == np.inf
 
 
+@pytest.mark.slow
 def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
     def generated():
         rows = classification(64)
@@ -362,6 +368,7 @@ def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
         make_trainer(tmp_path / "other", input_position="iterator").fit(generated(), steps=7)
 
 
+@pytest.mark.slow
 def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
     def run(workdir, steps):
         trainer = make_trainer(workdir, model_fn=classifier())
@@ -373,6 +380,7 @@ def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
     assert_equal(run(tmp_path, 12), run("", 12))
 
 
+@pytest.mark.slow
 def test_the_state_of_an_iterator_goes_on_at_once(tmp_path):
     def run(workdir, steps):  # without shuffling, which TensorFlow does not always take up again as it was
         trainer = make_trainer(workdir, model_fn=classifier(), input_position="iterator")
@@ -392,6 +400,7 @@ def test_save_needs_a_place_and_something_to_save(tmp_path):
         make_trainer(tmp_path).restore()
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):
     trainer = make_trainer(tmp_path, checkpoint_every=2, keep_checkpoints=1)
     trainer.fit(data(), steps=2)
@@ -404,6 +413,7 @@ def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monk
     assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, best", [("max", [4, 6]), ("min", [2, 8])])
 def test_the_best_are_kept_beside_the_newest(mode, best, tmp_path):
     values = {2: 0.1, 4: 0.7, 6: 0.5, 8: 0.2, 10: 0.3, 12: 0.25}
@@ -437,6 +447,7 @@ def test_save_best_refuses_what_it_cannot_do():
         distloop.SaveBest("loss", keep=0)
 
 
+@pytest.mark.slow
 def test_portable_names_hold_where_keras_counts_on(tmp_path):
     def model_fn():
         layers = [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]

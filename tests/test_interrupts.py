@@ -158,6 +158,7 @@ def test_the_first_signal_is_noted_and_the_handlers_come_back():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once():
     program = """
         import os, signal, time

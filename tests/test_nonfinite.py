@@ -73,6 +73,7 @@ def line_of(how):
     return inspect.getsourcelines(getattr(Faulty, how))[1] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas, microbatches", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize(
     "how, op, direction",
@@ -94,6 +95,7 @@ def test_an_infinity_that_harms_nobody_is_not_the_culprit():
     assert f"came from Exp in layer net/faulty in the forward pass (test_nonfinite.py:{line_of('exp')})" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_entry_of_the_batch_and_its_row_are_named(replicas):
     rows = classification(32)
@@ -110,6 +112,7 @@ def test_a_variable_is_named(replicas):
     assert "the variable net/dense" in failure(trainer, data_with([]))
 
 
+@pytest.mark.slow
 def test_a_second_update_is_looked_at_with_what_the_first_one_changed():
     def model_fn():
         a, b = (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab")
@@ -133,6 +136,7 @@ def test_a_second_update_is_looked_at_with_what_the_first_one_changed():
     assert message.startswith("Step 1 ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_looking_changes_nothing_and_a_step_that_failed_neither(replicas):
     def model_fn():
@@ -164,6 +168,7 @@ def test_looking_changes_nothing_and_a_step_that_failed_neither(replicas):
     )
 
 
+@pytest.mark.slow
 def test_ragged_rows_and_strings_can_be_looked_at_again():
     table = tf.ragged.constant([[1.0], [2.0, 3.0], [0.0], [4.0]])
     data = tf.data.Dataset.from_tensor_slices({"x": table, "name": ["a", "b", "c", "d"]}).batch(2)
@@ -177,12 +182,14 @@ def test_ragged_rows_and_strings_can_be_looked_at_again():
     assert message.startswith("Step 2 ") and "came from Log in the forward pass" in message
 
 
+@pytest.mark.slow
 def test_a_distributed_dataset_can_be_looked_at_again():
     trainer = make_trainer("exp", 2)
     data = trainer.strategy.experimental_distribute_dataset(data_with([21]))
     assert "came from Exp in layer net/faulty" in failure(trainer, data)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_too_large_has_no_culprit():
     def model_fn():
         weight = tf.Variable(1.0)

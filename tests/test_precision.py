@@ -91,6 +91,7 @@ def test_a_trainer_leaves_no_policy_behind(name):
     assert keras.config.dtype_policy().name == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("model_class", [None, Lazy], ids=["built", "lazy"])
 @EACH_HALF
@@ -111,6 +112,7 @@ def test_float32_is_float32():
     assert set(dtypes) == {tf.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @EACH_HALF
 def test_half_precision_trains_about_as_float32_does(name, num_devices):
@@ -134,6 +136,7 @@ def test_predictions_are_float32(name, num_devices):
     assert outputs.dtype == np.float32 and outputs.shape == (24, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @EACH_HALF
 def test_values_that_half_precision_cannot_add_up_are_averaged_in_float32(name, num_devices):
@@ -211,6 +214,7 @@ def test_several_updates_have_optimizers_and_loss_scales_by_name():
     assert all(isinstance(o, keras.optimizers.SGD) for o in distloop.Trainer(two_updates, on(2)).optimizer.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_loss_scale_and_skipped_steps_are_reported(num_devices):
     rows = classification(16)
@@ -224,6 +228,7 @@ def test_the_loss_scale_and_skipped_steps_are_reported(num_devices):
     assert np.isfinite(found["loss"])
 
 
+@pytest.mark.slow
 def test_several_updates_report_a_loss_scale_each():
     trainer = distloop.Trainer(two_updates, on(2, precision="mixed_float16"))
     found = trainer.fit(tf.data.Dataset.from_tensors(np.float32([1.0, np.inf])), steps=3)
@@ -232,6 +237,7 @@ def test_several_updates_report_a_loss_scale_each():
     assert "loss_scale" not in found
 
 
+@pytest.mark.slow
 def test_trainers_of_different_precisions_keep_their_own_side_by_side():
     data = distloop.make_dataset(classification(40), 16)
     names = ["mixed_float16", "float32", "mixed_bfloat16"]
@@ -252,6 +258,7 @@ def test_trainers_of_different_precisions_keep_their_own_side_by_side():
         assert_equal(everything(trainer), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_evaluating_and_predicting_do_not_touch_the_loss_scale(num_devices):
     rows = classification(40)
@@ -384,6 +391,7 @@ def test_a_gradient_that_overflows_when_it_is_scaled_skips_the_step(replicas):
     assert loop.scale() == 2.0**14
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_steps_in_a_loop_within_one_function_skip_each_on_its_own(replicas):
     loop, expected = Loop(scaling("Adam"), replicas), Loop(scaling("Adam"), replicas)
@@ -404,6 +412,7 @@ def test_a_keras_loss_scale_optimizer_keeps_weights_finite():
     assert_equal(loop.everything(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 2.0**15, 2.0**24])
 @REPLICAS
 @EACH_OPTIMIZER
@@ -549,6 +558,7 @@ def test_a_schedule_of_the_inner_optimizer_does_not_see_skipped_steps(replicas):
     assert float(loop.optimizer.learning_rate) == 0.25
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_the_inner_optimizer_clips_the_summed_and_unscaled_gradient(replicas):
     loop = Loop(lambda: distloop.LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=0.5)), replicas)
@@ -641,6 +651,7 @@ def test_what_is_no_plain_optimizer_is_refused(inner):
     )
 
 
+@pytest.mark.slow
 def test_the_example_of_its_docstring_runs():
     strategy = cluster.make_strategy(on(2))
     BATCH_SIZE = 16

@@ -37,6 +37,7 @@ def calls_compiled(trainer):
     return any("_XlaMustCompile" in node.attr for f in graph.as_graph_def().library.function for node in f.node_def)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_compiled_step_draws_and_measures(replicas):
     trainer = distloop.Trainer(classifier(dropout=0.5, metrics=True), on(replicas, jit_compile=True))
@@ -85,6 +86,7 @@ def test_what_xla_cannot_compile_is_said_in_one_sentence():
     assert "\n" not in str(caught.value) and str(caught.value).endswith("use jit_compile=False.")
 
 
+@pytest.mark.slow
 def test_float16_layers_without_a_loss_scale_are_named(caplog):
     def model_fn():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, dtype="mixed_float16", name="half")])

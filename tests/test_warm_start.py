@@ -51,6 +51,7 @@ def run(tmp_path):
     return tmp_path / "run", trainer.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["workdir", "checkpoint", "keras", "h5", "tensorflow"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsys):
@@ -88,6 +89,7 @@ def test_a_part_is_taken_under_another_name_and_the_rest_is_told(run, capsys):
     assert "2 of 8 variables start from" in out and "it lacks a/net/head/kernel" in out
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
     workdir, _ = run
     first = make_trainer(workdir=str(tmp_path / "second"))
@@ -97,6 +99,7 @@ def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
     assert_same(arrays(again.model), arrays(first.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings, model, says",
     [
