@@ -111,6 +111,7 @@ def two_updates():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 1, 4))
 def test_rows_of_nested_ragged_data_train_the_same(replicas):
     rows = [[1], [2, 3], [], [4, 1, 1], [2], [3, 3, 3, 3], [1, 2]]
@@ -144,6 +145,7 @@ def test_rows_of_nested_ragged_data_train_the_same(replicas):
     assert_close(weights(trainer), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 3))
 def test_a_distributed_dataset_trains_the_same(replicas):
     data = tf.data.Dataset.from_tensor_slices(classification(30)).batch(8)
@@ -186,6 +188,7 @@ def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision
     assert any(not np.array_equal(found[path], expected[path]) for path in expected)  # else it was no half precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 1))
 @pytest.mark.parametrize("scale", fast(2.0**15, 1.0, 2.0**24))
 def test_a_loss_scale_changes_nothing_that_float32_can_hold(replicas, scale):
@@ -448,6 +451,7 @@ def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit(replica
     assert trainer.optimizer.iterations.numpy() == 14 - skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 1))
 def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow(replicas):
     rows = classification(40)
@@ -518,6 +522,7 @@ def test_float16_a_good_step_starts_the_count_of_overflows_again(on_nonfinite):
     assert trainer.optimizer.iterations.numpy() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 1))
 def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale(replicas):
     def optimizers():  # both overflow in each step, the second at its smallest scale
@@ -536,6 +541,7 @@ def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale(rep
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 1))
 def test_the_error_is_about_the_update_that_has_no_loss_scale(replicas):
     def optimizers():  # both are not finite, which is no error yet for the first
@@ -622,6 +628,7 @@ def test_a_run_with_odd_batches_traces_its_step_once(replicas):
 # state ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boundary():
     trainer = distloop.Trainer(classifier(batch_norm="local"), on(3))
     norm = trainer.model.layers[1]
@@ -639,6 +646,7 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
     assert len(seen) == 8 and not np.allclose(seen[0], seen[2])
 
 
+@pytest.mark.slow
 def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
     data = batches(10, 30)
     expected = None

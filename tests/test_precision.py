@@ -84,6 +84,7 @@ def test_a_policy_that_the_user_set_is_put_back():
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.slow
 @EACH_HALF
 def test_a_trainer_leaves_no_policy_behind(name):
     trainer, _ = make_trainer(name)
@@ -347,6 +348,7 @@ def bad(replicas=1, on_replica=0, value=np.nan, place=1):
     return gradients
 
 
+@pytest.mark.slow
 @REPLICAS
 @EACH_OPTIMIZER
 def test_inf_on_any_replica_changes_no_bit_on_any_replica(optimizer, replicas):
@@ -494,6 +496,7 @@ def test_a_scale_that_is_not_dynamic_never_changes_and_still_skips(replicas):
     assert loop.optimizer.iterations.numpy() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_gradients_too_small_for_float16_arrive_with_the_scale(replicas, scale):

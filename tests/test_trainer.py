@@ -222,6 +222,7 @@ def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_several_trainers_work_side_by_side():
     alone = distloop.Trainer(classifier(), on(2))
     alone.fit(batches(), steps=4)
@@ -262,6 +263,7 @@ def test_a_function_of_the_input_context_gives_the_data():
     assert_equal(weights(trainer), weights(expected))
 
 
+@pytest.mark.slow
 def test_a_model_without_input_shape_is_built_from_the_data():
     class Net(keras.Model):
         def __init__(self):
@@ -304,6 +306,7 @@ def test_trainable_picks_what_trains_by_path():
     assert changed == {path for path in before if "logits" in path}
 
 
+@pytest.mark.slow
 def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread():
     program = """
         import time, tensorflow as tf

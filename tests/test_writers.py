@@ -47,6 +47,7 @@ def steps_in_tensorboard(directory, tag):
 # TensorBoard.
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
     for start, end in ((0, 11), (5, 9), (6, 12)):  # cut off at 11, restored at 5; cut off at 9, restored at 6
         summaries, rows = SummaryWriter(str(tmp_path), [], start), JsonWriter(str(tmp_path / "m.jsonl"), start)
