@@ -190,6 +190,8 @@ class _Window:
         return {"tallies": np.asarray(self.tallies).tolist(), "sums": sums}
 
     def add(self, result: dict[str, Any]) -> None:
+        if np.shape(self.tallies) not in ((), np.shape(result["tallies"])):  # saved when loss_fn gave other values
+            self.tallies, self.steps, self.examples, self.seconds, self.waited = 0.0, 0.0, 0.0, 0.0, 0.0
         self.tallies = self.tallies + result["tallies"]
         self.steps += float(result["steps"])
         self.examples += float(result["examples"].sum())

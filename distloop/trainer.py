@@ -255,7 +255,7 @@ class Trainer:
             return
         if different := self.state.differences(saved.values):
             more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-            self._saved = None
+            self._saved, self._is_new = None, True  # another try is refused again
             raise ValueError(
                 f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); "
                 "nothing was restored: make the model as it was, or give another workdir."

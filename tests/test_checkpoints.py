@@ -290,6 +290,21 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, s
         other.fit(data(), steps=8)
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert_equal(everything(other), before)
+    with pytest.raises(ValueError, match="is of another model or optimizer"):
+        other.fit(data(), steps=8)
+    assert os.listdir(tmp_path / "checkpoints") == ["6"]
+
+
+@pytest.mark.slow
+def test_a_run_may_go_on_with_other_metrics(tmp_path):
+    make_trainer(tmp_path, model_fn=classifier()).fit(data(), steps=3)  # in the middle of a log window
+
+    def more():
+        spec = classifier()()
+        loss_fn = lambda batch, training: {**spec.loss_fn(batch, training), "one": tf.ones_like(batch["weight"])}  # noqa: E731
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
+
+    assert make_trainer(tmp_path, model_fn=more).fit(data(), steps=7)["one"] == 1.0
 
 
 def test_another_shape_is_told(tmp_path):
