@@ -27,12 +27,14 @@ class Report:
         until: the last step of the run.
         metrics: name -> number: training values are means since the last log, evaluations stand as `test/accuracy`.
         state: everything that training changes, a `TrainState`.
+        stop_reason: why an action before this one ended the run here; None: it did not.
     """
 
     step: int
     until: int
     metrics: Mapping[str, float]
     state: Any
+    stop_reason: str | None = None
 
 
 class Action(Protocol):
@@ -120,8 +122,7 @@ class StopEarly:
         """
         if self.metric not in report.metrics:
             # A run that another action ends between two evaluations never measured it, and that is no mistake.
-            could_be_there = "/" not in self.metric or any("/" in name for name in report.metrics)
-            if report.step >= report.until and self.best == math.inf and could_be_there:
+            if report.step >= report.until and report.stop_reason is None and self.best == math.inf:
                 raise ValueError(
                     f"StopEarly was given the metric {self.metric!r}; there are {sorted(report.metrics)}: "
                     "name one of them."
@@ -193,11 +194,16 @@ class SaveBest:
 class Save:
     """Saves a checkpoint each `every` steps; with None, whenever a `SaveBest` before it wants one."""
 
-    def __init__(self, save: Callable[[dict[str, list[int]]], None], every: int | None, bests: Sequence[SaveBest] = ()):
+    def __init__(
+        self,
+        save: Callable[[Report, dict[str, list[int]]], None],
+        every: int | None,
+        bests: Sequence[SaveBest] = (),
+    ):
         """Keeps what to call.
 
         Args:
-            save: writes a checkpoint of the run; gets the steps to keep, by metric.
+            save: writes a checkpoint of the run; gets the report, and the steps to keep by metric.
             every: steps; 0: only at the end; None: see above.
             bests: who may want one.
         """
@@ -208,7 +214,7 @@ class Save:
     def __call__(self, report: Report) -> None:
         """Saves."""
         if self.every is not None or any(best.wants_save for best in self._bests):
-            self._save({best.metric: [step for _, step in best.best] for best in self._bests})
+            self._save(report, {best.metric: [step for _, step in best.best] for best in self._bests})
             for best in self._bests:
                 best.wants_save = False
 
@@ -243,5 +249,5 @@ def run(actions: Sequence[Action], report: Report) -> tuple[dict[str, float], st
             metrics.update(action(replace(report, metrics=dict(metrics))) or {})
         except StopTraining as stop:
             reason = reason or stop.reason
-            report = replace(report, until=report.step)
+            report = replace(report, until=report.step, stop_reason=reason)
     return metrics, reason

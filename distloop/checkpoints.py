@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -120,11 +120,15 @@ class Checkpoints:
                 "or give a directory that you may write to, and run the same command again from the one before it."
             ) from failure
 
-    def load_newest(self) -> Saved | None:
+    def load_newest(self, is_wanted: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
         """Loads the newest checkpoint that is whole; names those that are not in the log.
 
+        Args:
+            is_wanted: looks at each; those after the one it wants are set aside, as `<step>.diverged`, until there is a
+                newer one.
+
         Returns:
-            None if there is none at all.
+            None if there is none at all, or none is wanted.
 
         Raises:
             DamagedError: if there are some, but none is whole.
@@ -132,13 +136,19 @@ class Checkpoints:
         self._join()
         self._put_back()
         steps = self.steps
+        num_whole = 0
         for step in reversed(steps):
             path = os.path.join(self._directory, str(step))
             try:
-                return load(path)
+                saved = load(path)
             except DamagedError as error:
                 logging.error("%s Trying the one before it.", error)
-        if steps:
+                continue
+            num_whole += 1
+            if is_wanted(saved):
+                return saved
+            os.rename(path, f"{path}.diverged")
+        if steps and not num_whole:
             raise DamagedError(
                 f"None of the {len(steps)} checkpoints in {self._directory!r} is whole; nothing was restored: give "
                 "another workdir to start anew, or put a copy of one there."
@@ -172,7 +182,7 @@ class Checkpoints:
             if step not in best:
                 _delete(os.path.join(self._directory, str(step)))
         for name in os.listdir(self._directory):
-            if re.fullmatch(r"\d+\.\d+\.(tmp|old)", name):
+            if re.fullmatch(r"\d+\.(\d+\.(tmp|old)|diverged)", name):
                 shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)
 
 

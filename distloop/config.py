@@ -76,6 +76,18 @@ class Config:
     on_nonfinite: str = setting(
         "raise", "What to do when a gradient is inf or NaN: stop, or skip the step.", choices=("raise", "skip")
     )
+    on_divergence: str = setting(
+        "none",
+        "What to do when a loss is not finite, or jumps; rollback: go back to the last checkpoint and on without the "
+        "batch. Needs a workdir.",
+        choices=("none", "rollback"),
+    )
+    loss_jump: float = setting(
+        10.0,
+        "With on_divergence=rollback: a loss jumps when it exceeds its mean over the last 100 steps by this many times "
+        "its deviation and the mean's size together.",
+    )
+    max_rollbacks: int = setting(3, "How often a run may go back without coming further.", minimum=1)
     locate_nonfinite: bool = setting(
         False, "Where a loss or gradient that is not finite is an error, find the operation it came from; slower."
     )
@@ -119,6 +131,11 @@ class Config:
             raise ValueError(
                 "locate_nonfinite=True and on_nonfinite=skip contradict each other; nothing looks at a step that is "
                 "skipped: give on_nonfinite=raise to look, or locate_nonfinite=False to skip."
+            )
+        if self.on_divergence == "rollback" and not self.workdir:
+            raise ValueError(
+                "on_divergence=rollback was given without a workdir, so there is no checkpoint to go back to: give a "
+                "workdir too."
             )
         if self.init_rename and not self.init_from:
             raise ValueError(

@@ -28,7 +28,8 @@ Data: TypeAlias = (
 )
 
 ITERATOR = "input/iterator"  # the name of its state in a checkpoint
-_FAIL_ON_EXTERNAL_STATE = 2  # of tf.data's policies: to warn, to ignore, to fail
+_IGNORE_EXTERNAL_STATE, _FAIL_ON_EXTERNAL_STATE = 1, 2  # tf.data's policies; 0 warns
+_SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}  # which input is the stream of seeds
 
 _EMPTY = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
 
@@ -50,7 +51,15 @@ class Layout(NamedTuple):
 class Source:
     """Data of the user, repeated or not, with one iterator and the number of batches it gave."""
 
-    def __init__(self, data: Data, strategy: tf.distribute.Strategy, *, microbatches: int = 1, repeat: bool = True):
+    def __init__(
+        self,
+        data: Data,
+        strategy: tf.distribute.Strategy,
+        *,
+        microbatches: int = 1,
+        repeat: bool = True,
+        may_go_back: bool = False,
+    ):
         """Checks the data and plans the pipeline; reads nothing yet.
 
         Args:
@@ -59,12 +68,15 @@ class Source:
             strategy: who takes part.
             microbatches: into how many parts a replica cuts its share.
             repeat: whether finite data starts again at its end.
+            may_go_back: whether a position is to be restored after the data was read; it is copied then, so that each
+                time it is shuffled alike.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
         self.data = data  # what the user gave, to know it again
         self.batches_taken = 0
+        self.skipped_batches: set[int] = set()  # numbers, from 0, of those that nobody trains on
         self._microbatches = microbatches
         self._repeat = repeat
         self._iterator: Any = None
@@ -78,6 +90,7 @@ class Source:
                 "makes one from NumPy arrays."
             )
         self._dataset = data
+        self._may_go_back = may_go_back and not is_split
         self.element_spec = data.element_spec
         if not is_split:
             _require_batched(self.element_spec)
@@ -116,7 +129,11 @@ class Source:
         Raises:
             ValueError: if the pipeline's state cannot be saved, as where a Python function makes the data.
         """
-        notes = {"batches": self.batches_taken, "padded_to": self._least if self.layout.is_padded else 0}
+        notes = {
+            "batches": self.batches_taken,
+            "skipped": sorted(self.skipped_batches),
+            "padded_to": self._least if self.layout.is_padded else 0,
+        }
         if by_count or self.layout.is_split:
             return {}, notes
         try:
@@ -133,7 +150,9 @@ class Source:
 
     def restore_position(self, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
         """Goes to where `save_position` was called, in the same data, on any number of replicas."""
+        self._may_go_back |= self._iterator is not None and not self.layout.is_split
         self.batches_taken = notes["batches"]
+        self.skipped_batches = set(notes["skipped"])
         padded_to = self._least if self.layout.is_padded else 0
         if ITERATOR in values and notes["padded_to"] == padded_to:
             self._iterator = self.new_iterator()
@@ -149,7 +168,7 @@ class Source:
         if self.batches_taken:
             logging.info("Reading the dataset up to batch %d.", self.batches_taken)
         if self.layout.is_split:
-            left = self.start_loop()
+            left = self._left_of_pass()
             self._iterator = iter(self._dataset)
             for _ in range(self.batches_taken if left is None else int(_cardinality(self._dataset) or 0) - left):
                 next(self._iterator)
@@ -158,14 +177,16 @@ class Source:
             self._iterator = iter(self._pipeline(skip=self.batches_taken))
 
     def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
-        dataset = self._dataset.repeat() if self._repeat else self._dataset
+        dataset = _copy(self._dataset) if self._may_go_back else self._dataset
+        if self._repeat:
+            dataset = dataset.repeat()
         if skip:
             dataset = dataset.skip(skip)
         if len(tf.nest.flatten(self.element_spec)) > 1 and static_batch_size(self.element_spec) is None:
             dataset = dataset.map(lambda *batch: _check_rows(_undo_unpacking(batch, self.element_spec)))
         if self.layout.is_padded:
             dataset = dataset.map(lambda *batch: _pad(_undo_unpacking(batch, self.element_spec), self._least))
-        return _own_threads(dataset.prefetch(tf.data.AUTOTUNE))
+        return _own_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
 
     def first_rows(self) -> Any:
         """Reads the first batch, for a model that does not know its input shapes; of a split one, the first part.
@@ -180,11 +201,21 @@ class Source:
         raise ValueError(_EMPTY)
 
     def start_loop(self) -> int | None:
-        """Makes ready for a loop: what TensorFlow has split cannot be repeated within one, and starts again here.
+        """Makes ready for a loop: drops the batches to skip that stand here.
 
         Returns:
             How many batches the loop may take at most; None: any number.
         """
+        left = self._left_of_pass()
+        while self.batches_taken in self.skipped_batches:
+            next(self.iterator())
+            self.batches_taken += 1
+            left = self._left_of_pass()
+        ahead = [batch - self.batches_taken for batch in self.skipped_batches if batch > self.batches_taken]
+        return min([*ahead, *([] if left is None else [left])], default=None)
+
+    def _left_of_pass(self) -> int | None:
+        """Counts what is left of a pass over what TensorFlow has split, which cannot be repeated within a loop."""
         if not self.layout.is_split:
             return None
         length = _cardinality(self._dataset)
@@ -435,10 +466,38 @@ def _pad(rows: Any, least: int) -> Batch:
     return Batch(tf.cond(is_small, repeated, lambda: tf.nest.map_structure(tf.identity, rows)), size)
 
 
-def _own_threads(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def _copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Copies a dataset as it was before anybody read it.
+
+    All iterators over one dataset draw the seeds of its shuffles from one stream, so a second one shuffles otherwise;
+    those of a copy draw from their own.
+    """
+    try:
+        serialized = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=dataset._variant_tensor, external_state_policy=_IGNORE_EXTERNAL_STATE
+        )
+        graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+        shuffles = [node for node in graph.node if node.op in _SEEDS_INPUT]
+        if not shuffles:
+            return dataset
+        graph.node.add(name="seeds_of_its_own", op="DummySeedGenerator")
+        for node in shuffles:
+            node.input[_SEEDS_INPUT[node.op]] = "seeds_of_its_own"
+        copy = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    except (tf.errors.OpError, ValueError) as error:  # 2 GB is the largest graph
+        what = error.message if isinstance(error, tf.errors.OpError) else str(error)
+        logging.warning(
+            "The dataset cannot be copied (%s), so it will be shuffled otherwise than before.",
+            (what or "").partition("\n")[0][:150],
+        )
+        return dataset
+    return tf.data.experimental.from_variant(copy, dataset.element_spec)
+
+
+def _own_threads(dataset: tf.data.Dataset, options_given: tf.data.Options) -> tf.data.Dataset:
     """Gives a pipeline a thread pool of its own, unless the user did."""
     options = tf.data.Options()
-    if dataset.options().threading.private_threadpool_size is None:
+    if options_given.threading.private_threadpool_size is None:
         options.threading.private_threadpool_size = os.cpu_count() or 1
     return dataset.with_options(options)
 

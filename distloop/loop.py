@@ -23,6 +23,21 @@ from distloop.step import EvalStep, PredictStep, TrainStep
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 
 
+class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from before
+    """A step whose loss or gradients are not finite, or whose loss jumped.
+
+    Attributes:
+        step: its number.
+        batch: the number of its batch in the stream of data, from 0.
+    """
+
+    def __init__(self, explanation: str, step: int, batch: int):
+        """Keeps them."""
+        super().__init__(explanation)
+        self.step = step
+        self.batch = batch
+
+
 class TrainLoop:
     """Trains; traced once for each kind of data."""
 
@@ -62,7 +77,7 @@ class TrainLoop:
 
         Raises:
             Interrupted: if the run is to be saved and left.
-            FloatingPointError: at the first step that is not finite, unless the step skips those.
+            Diverged: at the first step that is an error.
             ValueError: if the data gives out, or changes.
         """
         step = int(self._state.step)
@@ -81,7 +96,7 @@ class TrainLoop:
             source.batches_taken += int(result["steps"])
             if result["failed"]:
                 last = None if self._last_batch is None else (self._last_batch.get(), source.layout)
-                raise FloatingPointError(self._step.explain(step, result["diagnosis"], last))
+                raise Diverged(self._step.explain(step, result["diagnosis"], last), step, source.batches_taken - 1)
             is_log_due = schedule.is_due(step, log_every, until)
             if is_log_due or any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
                 report = Report(step, until, self._window.metrics(self._step.names), self._state)

@@ -22,6 +22,7 @@ from absl import logging
 from distloop import gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
+from distloop.divergence import LossWatch
 from distloop.paths import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 from distloop.precision import LossScaleOptimizer
 
@@ -122,6 +123,7 @@ class TrainState(tf.Module):
         skipped_steps: how many of those changed nothing, a scalar int64.
         spec: what `model_fn` returned.
         optimizers: by update; a `LossScaleOptimizer` where the loss is scaled.
+        loss_watch: what the losses of the updates usually are, where somebody asks.
         average: the moving average of the weights, or None.
     """
 
@@ -140,6 +142,7 @@ class TrainState(tf.Module):
         with tf.device(HOST):  # plain variables: a number for people, not for replicas
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
+        self.loss_watch = LossWatch(len(spec.updates))
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
         self._created = created
@@ -286,8 +289,8 @@ class TrainState(tf.Module):
 
         Returns:
             `model/<path>`, `optimizer/<slot>/<path>` (of several updates `optimizer/<update>/...`), `average/<path>`,
-            `metrics/<name>/<i>` with a value per replica, `step`, `skipped_steps`. Of random streams, the first
-            replica's: the others are `SEED_STRIDE` apart. Nothing writes to these tensors any more.
+            `metrics/<name>/<i>` with a value per replica, `step`, `skipped_steps`, `loss_statistics`. Of random
+            streams, the first replica's: the others are `SEED_STRIDE` apart. Nothing writes to these tensors any more.
         """
         with tf.device(HOST):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in self._saved_variables().items()}
@@ -356,7 +359,8 @@ class TrainState(tf.Module):
                 saved |= {f"{prefix}/loss_scale": scaler.loss_scale, f"{prefix}/streak": scaler.streak}
         if self.average is not None:
             saved |= {f"average/{names[id(v)]}": a for v, a in self.average.pairs}
-        return saved | {"step": self.step, "skipped_steps": self.skipped_steps}
+        counts = {"step": self.step, "skipped_steps": self.skipped_steps}
+        return saved | counts | {"loss_statistics": self.loss_watch.statistics}
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
         """Tells what an optimizer's variables do not: its class, and the learning rate it was given."""

@@ -26,6 +26,7 @@ import tensorflow as tf
 from absl import logging
 
 from distloop import gradients, inputs, metrics, nonfinite
+from distloop.cluster import HOST
 from distloop.inputs import Batch
 from distloop.paths import named_variables, tensorflow_variable
 from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
@@ -93,6 +94,7 @@ class TrainStep:
         skip_nonfinite: bool = False,
         jit_compile: bool = False,
         locate_nonfinite: bool = False,
+        loss_jump: float | None = None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -104,6 +106,9 @@ class TrainStep:
             jit_compile: whether XLA compiles the forward and backward pass.
             locate_nonfinite: whether a step that is an error leaves every bit unchanged, so that `explain` can look at
                 it again.
+            loss_jump: by how much a loss must exceed what it usually is for the step to be an error, as for
+                `LossWatch.check`; where it is given, so is a loss that is not finite, even if the loss is scaled; None:
+                nobody looks.
         """
         self._state = state
         self._strategy = state.strategy
@@ -115,7 +120,8 @@ class TrainStep:
         self._own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clip_norm else [GRADIENT_NORM]
         self.locate_nonfinite = locate_nonfinite
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
-        self.may_fail = not skip_nonfinite or bool(state.loss_scalers)
+        self._loss_jump = loss_jump
+        self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
 
     @property
     def names(self) -> list[str]:
@@ -128,11 +134,13 @@ class TrainStep:
         examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
         each_finite: list[tf.Tensor] = []
         all_tallies: list[tf.Tensor] = []
+        losses: list[tf.Tensor] = []  # total and weight of each update's
         diagnoses: list[tf.Tensor] = []
         undo: list[tuple[list[Any], Any]] = []  # variables, and per replica what to put back
         for trace in self._traces:
             forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
             tallies = self._first(forward.tallies)
+            losses.append(tallies[:2])
             each_finite.append(self._first(forward.finite))
             finite &= each_finite[-1]
             if self.may_fail:
@@ -154,7 +162,18 @@ class TrainStep:
         if self.may_skip and len(self._traces) > 1:
             tallies = tf.where(finite, tallies, 0.0)  # those of an update that went well count only with the others
         failed = self._rescale(each_finite, finite)
+        if self._loss_jump is not None:
+            failed |= self._has_diverged(tf.stack(losses), self._loss_jump)
         return Outcome(finite, failed, tallies, tf.concat(diagnoses or [tf.zeros([0])], 0))
+
+    def _has_diverged(self, losses: tf.Tensor, jump: float) -> tf.Tensor:
+        """Judges the losses of a step: totals and weights, `[U, 2]`."""
+        totals, weights = tf.unstack(losses, axis=1)
+        means = tf.math.divide_no_nan(totals, weights)
+        with tf.device(HOST):
+            has_diverged = self._state.loss_watch.check(means, weights > 0, jump)
+        # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
+        return has_diverged if self._skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
 
     def _rescale(self, each_finite: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
         """Adapts the loss scales; says whether the step is an error. With a loss scale, one overflow is none."""
@@ -205,18 +224,21 @@ class TrainStep:
             diagnosis: its `Outcome.diagnosis`.
             last: its batch, to look at again with `locate_nonfinite`.
         """
+        losses: list[tuple[str, float]] = []
         for trace in self._traces:
             names = [*trace.names, *self._own_names]
             sizes = np.cumsum([2 * len(names), trace.packing.diagnosis_size])
             sums, of_gradients, diagnosis = np.split(diagnosis, sizes)
             values = metrics.means(names, sums)
+            losses.append((trace.full_name("loss"), values["loss"]))
             paths = [self._state.paths[id(trace.variables[i])] for i in trace.packing.find_nonfinite(of_gradients)]
-            if trace.loss_scaler is None:
-                is_to_blame = not self._skip_nonfinite
-            else:
-                is_to_blame = trace.loss_scaler.streak.numpy() <= -MAX_OVERFLOWS_AT_FLOOR
+            is_at_floor = trace.loss_scaler is not None and trace.loss_scaler.streak.numpy() <= -MAX_OVERFLOWS_AT_FLOOR
+            is_loss_bad = self._loss_jump is not None and not np.isfinite(values["loss"])
+            is_to_blame = is_at_floor or (not self._skip_nonfinite and (is_loss_bad or trace.loss_scaler is None))
             if is_to_blame and not np.isfinite(values["loss"] + values[GRADIENT_NORM]):
                 break
+        else:
+            return self._explain_jump(step, losses)
         if paths:
             del values[GRADIENT_NORM]  # what follows says it better
         found = [f"{trace.full_name(name)} is {value}" for name, value in values.items() if not np.isfinite(value)]
@@ -228,14 +250,28 @@ class TrainStep:
             cause = _likely_cause(step, is_loss_finite=bool(np.isfinite(values["loss"])), has_paths=bool(paths))
         else:
             cause = self._locate(*last)
-        if trace.loss_scaler is None:
+        if not is_at_floor:
             since = f"Step {step} is the first that was not finite"
             advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
         else:
+            assert trace.loss_scaler is not None
             scale, count = trace.loss_scaler.loss_scale.numpy(), -trace.loss_scaler.streak.numpy()
             since = f"Step {step} is number {count} in a row that was not finite at the smallest loss scale, {scale:g}"
             advice = "keep large numbers in float32 layers, lower the learning rate, or use precision=mixed_bfloat16"
         return f"{since}: {', '.join(found)}; {cause}: {advice}."
+
+    def _explain_jump(self, step: int, losses: Sequence[tuple[str, float]]) -> str:
+        """Says which loss jumped, and from where."""
+        statistics = self._state.loss_watch.statistics.numpy()
+        found = [
+            f"{name} jumped to {loss:.6g} from {mean:.6g} (mean of the steps before; deviation {variance**0.5:.3g})"
+            for (name, loss), (_, mean, variance) in zip(losses, statistics, strict=True)
+            if loss - mean > (self._loss_jump or 0.0) * (variance**0.5 + abs(mean))
+        ]
+        return (
+            f"At step {step} {', '.join(found)}; the batch is of another kind, or the learning rate too high for this "
+            "part of the way: look at the batch, lower the learning rate, set clip_norm, or raise loss_jump."
+        )
 
     def _locate(self, batch: Batch, layout: inputs.Layout) -> str:
         """Takes a step that failed again, update by update, and says where the first bad number came from."""

@@ -5,7 +5,6 @@ trainer.fit(train_dataset, evals={"test": test_dataset})
 outputs = trainer.predict(test_dataset)
 """
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,12 @@ import tensorflow as tf
 
 from distloop import cluster, export, precision
 from distloop.actions import Action, Evaluate, Save, SaveBest, Write
-from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
-from distloop.loop import EvalLoop, PredictLoop, TrainLoop
+from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop
+from distloop.progress import Progress
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
 from distloop.warm_start import warm_start
@@ -70,12 +69,7 @@ class Trainer:
                 config.average_decay,
                 is_loss_scaled=precision.needs_loss_scale(config.precision),
             )
-        self._checkpoints: Checkpoints | None = None
-        if config.workdir:
-            self._checkpoints = Checkpoints(os.path.join(config.workdir, "checkpoints"), config.keep_checkpoints)
-        self._saved: Saved | None = None  # what is still to be taken over from a checkpoint
-        self._is_new = True  # neither trained nor restored
-        self._actions: Sequence[Action] = ()
+        self._progress = Progress(self.state, config)
         self._train_source: Source | None = None
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None
@@ -129,8 +123,14 @@ class Trainer:
             SystemExit: with code 75, if the run was interrupted and saved.
         """
         settings = self.config
+        settings = self.config
         if self._train_source is None or self._train_source.data is not train:
-            self._train_source = Source(train, self.strategy, microbatches=settings.microbatches)
+            self._train_source = Source(
+                train,
+                self.strategy,
+                microbatches=settings.microbatches,
+                may_go_back=settings.on_divergence == "rollback",
+            )
         source = self._train_source
         until = self._until(source, steps, epochs)
         for action in actions:
@@ -148,63 +148,81 @@ class Trainer:
             Evaluate(name, functools.partial(self._evaluate, s), settings.eval_every) for name, s in sources.items()
         ]
         self._build(source)
-        if self._checkpoints is not None and self._is_new:
-            self._resume(self._checkpoints)
-        saved, self._saved, self._is_new = self._saved, None, False
-        if saved is not None:
-            source.restore_position(saved.values, saved.notes["input"])
-        elif settings.init_from and self.step == 0:
+        self._progress.resume()
+        if settings.init_from and self._progress.is_new:
             print(f"distloop: {warm_start(self.state, settings.init_from, settings.init_rename)}", flush=True)
-        if saved is None and self._checkpoints is not None:
-            source.save_position(settings.input_position == "count")  # says now if it cannot
-        if self.step >= until:
-            return {}
+        if reason := self._progress.stop_reason(until):
+            print(f"distloop: this run stopped at step {self.step} ({reason}); other steps make it go on.", flush=True)
         if self._train_loop is None:
-            step = TrainStep(
-                self.state,
-                microbatches=settings.microbatches,
-                clip_norm=settings.clip_norm,
-                skip_nonfinite=settings.on_nonfinite == "skip",
-                jit_compile=settings.jit_compile,
-                locate_nonfinite=settings.locate_nonfinite,
-            )
-            self._train_loop = TrainLoop(self.state, step)
+            self._train_loop = self._make_train_loop()
+        window = self._progress.attach(source, self._train_loop, actions, until)
+        if self.step >= until or reason:
+            return {}
         write_config(settings, settings.workdir)
         print(self._describe(), flush=True)
-        self._actions = actions
-        window = None
-        if saved is not None:
-            window = saved.notes["window"] if saved.notes["window"]["sums"][0] else None
-            for name, action in self._actions_with_state().items():
-                if name in saved.notes["actions"]:
-                    action.set_state(saved.notes["actions"][name])
-        saves = []
-        if self._checkpoints is not None:
+        saves: list[Action] = []
+        if settings.workdir:
             bests = [action for action in actions if isinstance(action, SaveBest)]
-            saves = [Save(self._save, settings.checkpoint_every, bests), Save(self._save, None, bests)]
-        writers = self._make_writers(until, list(sources))
+            saves = [Save(self._progress.save, every, bests) for every in (settings.checkpoint_every, None)]
+        may_roll_back = settings.on_divergence == "rollback"
+        if may_roll_back and not self._progress.has_checkpoint():
+            self._progress.save()
+        to_do = [*evaluations, *actions, *saves]
+        with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
+            while True:
+                try:
+                    return self._train(source, until, to_do, list(sources), window, interrupts)
+                except Diverged as diverged:
+                    if not may_roll_back:
+                        raise
+                    self._progress.roll_back(diverged)
+                    window = self._progress.attach(source, self._train_loop, actions, until)
+                except Interrupted as interrupted:
+                    if settings.workdir:
+                        self.save()
+                    print(f"distloop: {interrupted}; the same command goes on from there.", flush=True)
+                    raise SystemExit(EXIT_CODE) from None
+
+    def _train(
+        self,
+        source: Source,
+        until: int,
+        to_do: Sequence[Action],
+        evals: Sequence[str],
+        window: Mapping[str, Any] | None,
+        interrupts: Interrupts,
+    ) -> dict[str, float]:
+        """Trains from where the run is, with files of its own, and waits until the last save is whole."""
+        assert self._train_loop is not None
+        writers = self._make_writers(until, evals)
         try:
-            with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
-                metrics = self._train_loop.train(
-                    source,
-                    until,
-                    [*evaluations, *actions, *saves, Write(writers)],
-                    log_every=settings.log_every,
-                    steps_per_loop=settings.steps_per_loop,
-                    window=window,
-                    interrupts=interrupts,
-                )
-                if self._checkpoints is not None:
-                    self._checkpoints.wait()
-                return metrics
-        except Interrupted as interrupted:
-            if self._checkpoints is not None:
-                self.save()
-            print(f"distloop: {interrupted}; the same command goes on from there.", flush=True)
-            raise SystemExit(EXIT_CODE) from None
+            metrics = self._train_loop.train(
+                source,
+                until,
+                [*to_do, Write(writers)],
+                log_every=self.config.log_every,
+                steps_per_loop=self.config.steps_per_loop,
+                window=window,
+                interrupts=interrupts,
+            )
+            self._progress.wait()
+            return metrics
         finally:
             for writer in writers:
                 writer.close()
+
+    def _make_train_loop(self) -> TrainLoop:
+        settings = self.config
+        step = TrainStep(
+            self.state,
+            microbatches=settings.microbatches,
+            clip_norm=settings.clip_norm,
+            skip_nonfinite=settings.on_nonfinite == "skip",
+            jit_compile=settings.jit_compile,
+            locate_nonfinite=settings.locate_nonfinite,
+            loss_jump=settings.loss_jump if settings.on_divergence == "rollback" else None,
+        )
+        return TrainLoop(self.state, step)
 
     def save(self) -> None:
         """Saves a checkpoint to the workdir, and waits until it is whole.
@@ -213,10 +231,8 @@ class Trainer:
             ValueError: if there is no workdir, or nothing was trained or restored.
             OSError: if it could not be written.
         """
-        if self._checkpoints is None:
-            raise ValueError("save needs a place: give Config(workdir=...).")
-        self._save(self._checkpoints.best_steps)
-        self._checkpoints.wait()
+        self._progress.save()
+        self._progress.wait()
 
     def restore(self, path: str | None = None) -> None:
         """Goes on from a checkpoint: weights, optimizer, averages, counts, and in the next `fit` the place in the data.
@@ -227,60 +243,7 @@ class Trainer:
         Raises:
             ValueError: if there is none, it is damaged, or it is of another model or optimizer.
         """
-        path = os.fspath(path) if path is not None else self.config.workdir
-        if os.path.exists(os.path.join(path, "manifest.json")):
-            saved: Saved | None = load(path)
-        else:
-            saved = Checkpoints(os.path.join(path, "checkpoints")).load_newest() if path else None
-        if saved is None:
-            raise ValueError(
-                f"There is no checkpoint in {path!r}: give restore the directory of one, such as "
-                "run/checkpoints/500, or a workdir that holds some."
-            )
-        self._take(saved)
-
-    def _resume(self, checkpoints: Checkpoints) -> None:
-        if not self.config.resume and checkpoints.steps:
-            raise ValueError(
-                f"resume=False was given, but workdir={self.config.workdir!r} holds checkpoints, the newest of step "
-                f"{checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
-            )
-        if (saved := checkpoints.load_newest()) is not None:
-            self._take(saved)
-
-    def _take(self, saved: Saved) -> None:
-        """Takes over a checkpoint's values; of what is not built yet, when it is."""
-        self._saved, self._is_new = saved, False
-        if not self.state.is_built:
-            return
-        if different := self.state.differences(saved.values):
-            more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-            self._saved, self._is_new = None, True  # another try is refused again
-            raise ValueError(
-                f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); "
-                "nothing was restored: make the model as it was, or give another workdir."
-            )
-        self.state.restore(saved.values)
-        print(f"distloop: step {saved.step} restored from {saved.path}", flush=True)
-
-    def _save(self, best_steps: dict[str, list[int]]) -> None:
-        if self._checkpoints is None or self._train_source is None or self._train_loop is None:
-            raise ValueError("save has nothing to write before fit has run: call fit first.")
-        kept = self._checkpoints.best_steps | best_steps  # those of an earlier run stay
-        position, position_notes = self._train_source.save_position(self.config.input_position == "count")
-        notes = {
-            "input": position_notes,
-            "window": self._train_loop.save_window(),
-            "actions": {name: action.get_state() for name, action in self._actions_with_state().items()},
-            "replicas": self.strategy.num_replicas_in_sync,
-            "config": dataclasses.asdict(self.config),
-            "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
-        }
-        self._checkpoints.save(self.step, self.state.snapshot() | position, notes, kept)
-
-    def _actions_with_state(self) -> dict[str, Any]:
-        """Names the actions that have something to save, by class and place."""
-        return {f"{type(a).__name__}/{i}": a for i, a in enumerate(self._actions) if hasattr(a, "get_state")}
+        self._progress.restore(path)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
         """Measures one pass over a dataset; changes nothing.
@@ -403,8 +366,7 @@ class Trainer:
         if not self.state.is_built:
             with precision.policy(self.config.precision):
                 self.state.build(source.first_rows())
-            if self._saved is not None:
-                self._take(self._saved)
+            self._progress.take_over()
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         if self._eval_loop is None:

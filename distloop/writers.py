@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import rich.console
 import rich.progress
@@ -129,14 +129,31 @@ class JsonWriter:
             step: that the numbers belong to.
             metrics: name -> number.
         """
-        row: dict[str, float | None] = {"step": int(step), "time": time.time()}
-        row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(_line({"step": int(step), "time": time.time(), **row}))
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def append_row(path: str, row: Mapping[str, Any]) -> None:
+    """Appends one JSON object to a file, with the `time` (Unix, seconds).
+
+    Args:
+        path: of the file, which is made if it is missing.
+        row: what JSON can hold.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with open(path, "ab") as file:
+        file.write(_line({"time": time.time(), **row}))
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def _drop_rows(path: str, after: int) -> None:

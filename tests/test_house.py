@@ -26,6 +26,7 @@ LAYERS = {
     "interrupts": 0,
     "nonfinite": 1,
     "paths": 1,
+    "divergence": 2,
     "inputs": 2,
     "state": 3,
     "step": 4,
@@ -35,8 +36,9 @@ LAYERS = {
     "export": 5,
     "actions": 5,
     "loop": 6,
-    "trainer": 7,
-    "__init__": 8,
+    "progress": 7,
+    "trainer": 8,
+    "__init__": 9,
 }
 WITHOUT_TENSORFLOW = ["schedule", "config"]
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
