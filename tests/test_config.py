@@ -27,6 +27,9 @@ OTHER_VALUES = {
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
     "on_nonfinite": "skip",
+    "on_divergence": "rollback",
+    "loss_jump": 2.5,
+    "max_rollbacks": 2,
     "jit_compile": True,
     "steps_per_loop": 5,
     "log_every": 6,
@@ -357,3 +360,8 @@ def test_flagfile_repeats_a_run(tmp_path):
     assert verbosity == 1  # no flag of the program, but given
     assert not has_tensorflow
     assert "--unset" not in (tmp_path / "run" / "flags.txt").read_text()
+
+
+def test_a_rollback_needs_a_workdir():
+    with pytest.raises(ValueError, match="on_divergence=rollback was given without a workdir"):
+        Config(on_divergence="rollback")

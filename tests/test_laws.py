@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.loop import Diverged
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
 from tests.test_bad_input import refused
@@ -493,7 +494,7 @@ def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(repli
         "loss is nan",
         "net/hidden/kernel",
         "precision=mixed_bfloat16",
-        kind=FloatingPointError,
+        kind=Diverged,
     )
     assert "skip" not in message
     assert trainer.step == int(trainer.state.skipped_steps) == 12
@@ -537,7 +538,7 @@ def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale(rep
         "Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1:",
         "second",
         "b/dense",
-        kind=FloatingPointError,
+        kind=Diverged,
     )
 
 
@@ -555,7 +556,7 @@ def test_the_error_is_about_the_update_that_has_no_loss_scale(replicas):
         "Step 1 is the first that was not finite",
         "second",
         "b/dense",
-        kind=FloatingPointError,
+        kind=Diverged,
     )
 
 
