@@ -219,6 +219,30 @@ class Save:
                 best.wants_save = False
 
 
+class Agree:
+    """Ends the run on every worker when an action ended it on one; stands behind the user's actions."""
+
+    every: int | None = None
+
+    def __init__(self, gather: Callable[[float], Any]):
+        """Keeps what to call.
+
+        Args:
+            gather: collects a number of every worker, on every worker.
+        """
+        self._gather = gather
+
+    def __call__(self, report: Report) -> None:
+        """Asks all.
+
+        Raises:
+            StopTraining: where another worker stops.
+        """
+        stops = self._gather(report.stop_reason is not None)
+        if report.stop_reason is None and any(stops):
+            raise StopTraining(f"an action on worker {list(stops).index(1)} ended the run")
+
+
 class Write:
     """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary."""
 

@@ -155,6 +155,20 @@ class Checkpoints:
             )
         return None
 
+    def load(self, step: int) -> Saved:
+        """Loads the checkpoint of a step, which another process has verified.
+
+        Raises:
+            DamagedError: if it is not there, or not what was written.
+        """
+        path = os.path.join(self._directory, str(step))
+        if not os.path.isdir(path):
+            raise DamagedError(
+                f"The checkpoint {path!r} is not there, but the chief has it: give a workdir on a disk that all "
+                "workers share."
+            )
+        return load(path)
+
     def _join(self) -> None:
         if self._writer is not None:
             self._writer.join()

@@ -1,35 +1,62 @@
-"""Owns *where*: devices, memory growth, virtual CPUs, seeds of the process, and the strategy.
+"""Owns *where*: devices, memory growth, virtual CPUs, seeds of the process, the strategy, and the other workers.
 
 The only module that names a strategy class. It does not know what runs on the devices.
 
     cluster.prepare(config)                     # before the first tensor
     strategy = cluster.make_strategy(config)
+    values = cluster.gather(strategy, 1.0)      # of every worker, on every worker
 """
 
+import contextlib
+import dataclasses
 import functools
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.distribute import collective_all_reduce_strategy
 
-from distloop.config import Config
+from distloop.config import Config, facts
+from distloop.peers import Peers
 
 HOST = "/CPU:0"  # where iterators, loop counters and the numbers for people live
+_PEERS = "_distloop_peers"  # the attribute of a strategy that holds its Peers
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """The processes that take part in a run."""
+
+    addresses: tuple[str, ...]  # host:port, the chief's first
+    index: int  # which of them this one is
 
 
 def prepare(config: Config) -> None:
-    """Makes virtual CPUs, sets memory growth on GPUs, and seeds Python, NumPy, Keras and TensorFlow.
+    """Makes virtual CPUs, sets memory growth on GPUs, seeds Python, NumPy, Keras and TensorFlow, and meets the workers.
 
     The Trainer calls it; a script that makes tensors, datasets or models before its Trainer calls it first. Calling it
     again does no harm beyond seeding again.
 
     Args:
-        config: `device`, `num_devices`, `seed` and `deterministic` are read.
+        config: `strategy`, `device`, `num_devices`, `seed`, `deterministic`, `start_timeout` and `hang_timeout` are
+            read.
 
     Raises:
-        ValueError: if Keras runs on another backend or under a `keras.distribution`, if there is no such device, or if
-            virtual CPUs are needed and TensorFlow has already started.
+        ValueError: if Keras runs on another backend or under a `keras.distribution`, if there is no such device, if
+            virtual CPUs or other workers are needed and TensorFlow has already started, or if a worker does not come.
     """
+    prepare_process(config)
+    if _strategy_name(config) == "multi_worker":
+        make_strategy(config)  # TensorFlow takes workers only before it starts
+
+
+def prepare_process(config: Config) -> None:
+    """Does the part of `prepare` that is about this process alone."""
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
             f"Keras runs on the {keras.backend.backend()!r} backend; distloop needs 'tensorflow': "
@@ -58,14 +85,17 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     devices would start the same collective keys again and clash.
 
     Args:
-        config: `strategy`, `device` and `num_devices` are read.
+        config: as for `prepare`.
 
     Returns:
-        TensorFlow's default strategy, or a `MirroredStrategy`.
+        TensorFlow's default strategy, a `MirroredStrategy` or a `MultiWorkerMirroredStrategy`.
 
     Raises:
-        ValueError: if more devices are asked for than there are.
+        ValueError: if more devices are asked for than there are, or as for `prepare`.
     """
+    name = _strategy_name(config)
+    if name == "multi_worker":
+        return _make_multi_worker(_find_workers(), config)
     device_type = _device_type(config)
     devices = tf.config.list_logical_devices(device_type)
     num_devices = config.num_devices or len(devices)
@@ -74,10 +104,7 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
             f"num_devices={config.num_devices} of device={device_type.lower()} were asked for, but there are "
             f"{len(devices)}: ask for at most that many, or for virtual CPUs with device=cpu."
         )
-    name = config.strategy
-    if name == "auto":
-        name = "mirrored" if num_devices > 1 else "none"
-    if name == "none":
+    if name == "none" or (name == "auto" and num_devices == 1):
         return tf.distribute.get_strategy()
     return _make_mirrored(tuple(f"{device_type}:{i}" for i in range(num_devices)))
 
@@ -101,6 +128,58 @@ def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
     return strategy
 
 
+def num_workers(strategy: tf.distribute.Strategy) -> int:
+    """Counts the processes that take part."""
+    return int(getattr(strategy.extended, "_num_workers", 1))
+
+
+def worker_index(strategy: tf.distribute.Strategy) -> int:
+    """Says which worker this process is, from 0; worker 0 is the chief."""
+    return int(getattr(strategy.extended, "_id_in_cluster", 0)) if num_workers(strategy) > 1 else 0
+
+
+def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Counts the replicas of this worker."""
+    return strategy.num_replicas_in_sync // num_workers(strategy)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Says whether this process owns the files of the run."""
+    return worker_index(strategy) == 0
+
+
+def peers(strategy: tf.distribute.Strategy) -> Peers | None:
+    """Gives the other workers' reports; None where there are none, or the user made the strategy."""
+    found: Peers | None = getattr(strategy, _PEERS, None)
+    return found
+
+
+def gather(strategy: tf.distribute.Strategy, value: float) -> np.ndarray:
+    """Collects a number of every worker, on every worker: `[W]`, float64. All must call it."""
+    if num_workers(strategy) == 1:
+        return np.array([value], np.float64)
+    found: np.ndarray = _gatherer(strategy)(tf.constant(value, tf.float64)).numpy()
+    return found
+
+
+@functools.cache
+def _gatherer(strategy: tf.distribute.Strategy) -> Any:
+    place = np.eye(num_workers(strategy))[worker_index(strategy)]
+    return tf.function(lambda value: sum_over_workers(strategy, place * value), autograph=False)
+
+
+def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+    """Adds up a tensor of every worker; in a `tf.function`, outside `strategy.run`. All must come to it."""
+    local = num_local_replicas(strategy)
+
+    def of_replica(value: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        is_first = tf.equal(context.replica_id_in_sync_group % local, 0)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(is_first, value, tf.zeros_like(value)))
+
+    return strategy.experimental_local_results(strategy.run(of_replica, args=(value,)))[0]
+
+
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Says how many replicas of what, as in `2 replicas (CPU:0, CPU:1)`."""
     count = strategy.num_replicas_in_sync
@@ -108,7 +187,8 @@ def describe(strategy: tf.distribute.Strategy) -> str:
         names = [":".join(device.split(":")[-2:]) for device in strategy.extended.worker_devices]
     else:  # TensorFlow's default strategy does not know its device
         names = ["GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"]
-    return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(names)})"
+    of_workers = f" on each of {num_workers(strategy)} workers" if num_workers(strategy) > 1 else ""
+    return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(names)}{of_workers})"
 
 
 @functools.cache
@@ -119,6 +199,115 @@ def _make_mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(
         list(devices), cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None
     )
+
+
+def _strategy_name(config: Config) -> str:
+    if config.strategy == "auto" and _find_workers() is not None:
+        return "multi_worker"
+    return config.strategy
+
+
+def _find_workers() -> Workers | None:
+    """Reads from the environment who takes part: TF_CONFIG, or the variables of a Slurm step with several tasks.
+
+    Raises:
+        ValueError: if TF_CONFIG is not as TensorFlow defines it.
+    """
+    if text := os.environ.get("TF_CONFIG"):
+        try:
+            found = json.loads(text)
+            cluster, task = found.get("cluster") or {}, found.get("task") or {}
+            addresses = [*cluster.get("chief", []), *cluster.get("worker", [])]
+            if "ps" in cluster or task.get("type", "worker") not in ("chief", "worker"):
+                raise KeyError("distloop knows the jobs chief and worker")
+            index = int(task.get("index", 0))
+            if task.get("type") == "worker":
+                index += len(cluster.get("chief", []))
+            if addresses and not 0 <= index < len(addresses):
+                raise KeyError(f"task {index} of {len(addresses)}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"TF_CONFIG={text[:200]!r} was given, which is no cluster that distloop can join ({error}): it looks "
+                'like {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}; '
+                "distloop.launch makes it."
+            ) from None
+        return Workers(tuple(addresses), index) if len(addresses) > 1 else None
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        # Ports follow the job's number, so that two jobs on one node do not meet.
+        port = 20_000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20_000
+        gpus = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if _has_gpus() else 0
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+            port_base=port, gpus_per_node=gpus, auto_set_gpu=False
+        )
+        return Workers(tuple(resolver.cluster_spec().as_dict()["worker"]), int(os.environ["SLURM_PROCID"]))
+    return None
+
+
+def _has_gpus() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+_multi_worker: dict[Workers, tf.distribute.Strategy] = {}  # a process can be part of one cluster
+
+
+def _make_multi_worker(workers: Workers | None, config: Config) -> tf.distribute.Strategy:
+    """Meets the other workers, joins them, and checks that numbers come through."""
+    if workers is None:
+        raise ValueError(
+            "strategy=multi_worker was given, but the environment tells of no other workers: start the program with "
+            "python -m distloop.launch --workers=2 -m ..., or set TF_CONFIG."
+        )
+    if workers in _multi_worker:
+        return _multi_worker[workers]
+    of_process = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(workers.addresses)}
+    others = Peers(workers.addresses, workers.index, of_process | facts(config))
+    try:
+        others.meet(config.start_timeout)
+    except ValueError as error:
+        others.fail(str(error))
+        raise
+    device_type = _device_type(config)
+    timeout = {"timeout_seconds": config.hang_timeout} if config.hang_timeout else {}
+    options = tf.distribute.experimental.CommunicationOptions(**timeout)
+    cluster = tf.train.ClusterSpec({"worker": workers.addresses})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="worker", task_id=workers.index, rpc_layer="grpc"
+    )
+    count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
+    try:
+        with _local_devices(device_type, count):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Worker {workers.index} cannot join the others, because TensorFlow has already started ({error}): call "
+            "distloop.prepare(config) before the first tensor, dataset or model."
+        ) from None
+    setattr(strategy, _PEERS, others)
+    _multi_worker[workers] = strategy
+    others.watch(config.hang_timeout)
+    found = gather(strategy, workers.index + 1)
+    if found.tolist() != list(range(1, len(workers.addresses) + 1)):
+        raise ValueError(
+            f"The workers' numbers came back as {found.tolist()}; the network or the collective library gives wrong "
+            "sums: try other CommunicationOptions, or fewer devices."
+        )
+    return strategy
+
+
+@contextlib.contextmanager
+def _local_devices(device_type: str, count: int) -> Iterator[None]:
+    """Gives the strategy that is made meanwhile so many devices: TensorFlow gives a worker one CPU, or every GPU."""
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    original = extended._initialize_local_devices
+
+    def chosen(self: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker_device}/device:{device_type}:{i}" for i in range(count)), device_type
+
+    extended._initialize_local_devices = chosen
+    try:
+        yield
+    finally:
+        extended._initialize_local_devices = original
 
 
 def _device_type(config: Config) -> str:

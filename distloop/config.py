@@ -57,8 +57,9 @@ class Config:
     workdir: str = setting("", "Local directory for everything that the run writes; empty: nothing is written.")
     strategy: str = setting(
         "auto",
-        "How to distribute; auto: mirrored with several devices, else none.",
-        choices=("auto", "none", "mirrored"),
+        "How to distribute; auto: multi_worker where the environment tells of several workers (TF_CONFIG, Slurm), "
+        "mirrored with several devices, else none.",
+        choices=("auto", "none", "mirrored", "multi_worker"),
     )
     device: str = setting("auto", "What to run on; auto: gpu if any, else cpu.", choices=("auto", "cpu", "gpu"))
     num_devices: int = setting(0, "Devices per worker; 0: all. With device=cpu, that many virtual CPUs.")
@@ -111,6 +112,10 @@ class Config:
         choices=("count", "iterator"),
     )
     max_secs: float = setting(0.0, "After so many seconds save and leave, with exit code 75; 0: never.")
+    start_timeout: float = setting(300.0, "How long workers wait for each other at the start, in seconds.", minimum=1)
+    hang_timeout: float = setting(
+        600.0, "How long, in seconds, a worker may be silent or a step take before the others give up; 0: for ever."
+    )
     seed: int = setting(0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
 
@@ -232,6 +237,14 @@ def write(config: Config, workdir: str) -> None:
             f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
             "leave workdir empty to write nothing."
         ) from error
+
+
+def facts(config: Config) -> dict[str, str]:
+    """Tells, by name, what must be alike on all workers: every setting, and the flags that `flags.txt` would hold."""
+    lines = [line.partition("=") for line in _flag_lines(config) if line.startswith("--")]
+    return {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()} | {
+        name: value for name, _, value in lines
+    }
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:

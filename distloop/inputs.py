@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from distloop import cluster
 from distloop.cluster import HOST
 from distloop.metrics import USER_ERROR, require
 
@@ -46,6 +47,7 @@ class Layout(NamedTuple):
 
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
     is_padded: bool  # whether elements are pairs of rows and how many of them count
+    is_share: bool = False  # whether each worker has rows of its own
 
 
 class Source:
@@ -80,8 +82,11 @@ class Source:
         self._microbatches = microbatches
         self._repeat = repeat
         self._iterator: Any = None
+        is_share = False
         if callable(data) and not isinstance(data, tf.data.Dataset):
-            data = data(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
+            workers, index = cluster.num_workers(strategy), cluster.worker_index(strategy)
+            data = data(tf.distribute.InputContext(workers, index, strategy.num_replicas_in_sync))
+            is_share = workers > 1
         is_split = isinstance(data, tf.distribute.DistributedDataset)
         if not isinstance(data, tf.data.Dataset) and not is_split:
             raise ValueError(
@@ -98,9 +103,58 @@ class Source:
         if length == 0:
             raise ValueError(_EMPTY)
         self.is_endless = length == np.inf
-        self._least = strategy.num_replicas_in_sync * microbatches  # rows, so that every microbatch has one
+        replicas = cluster.num_local_replicas(strategy) if is_share else strategy.num_replicas_in_sync
+        self._least = replicas * microbatches  # rows, so that every microbatch has one
         static = static_batch_size(self.element_spec) if not is_split else None
-        self.layout = Layout(is_split, not is_split and self._least > 1 and (static is None or static < self._least))
+        is_padded = not is_split and self._least > 1 and (static is None or static < self._least)
+        self._share_length, self._missing = None, 0
+        self._strategy = strategy
+        if is_share:
+            self._share_length, self._missing, is_padded = self._agree_on_length(strategy, is_padded)
+        self.layout = Layout(is_split, is_padded, is_share)
+
+    def describe(self) -> str:
+        """Says what this worker reads and which part of it its replicas take."""
+        workers, index = cluster.num_workers(self._strategy), cluster.worker_index(self._strategy)
+        local, replicas = cluster.num_local_replicas(self._strategy), self._strategy.num_replicas_in_sync
+        worker = f"worker {index} of {workers}"
+        if self.layout.is_share:
+            batches = "endless batches" if self._share_length is None else f"{self._share_length} batches a pass"
+            lacking = f", {self._missing} of which are other workers' alone" if self._missing else ""
+            return f"{worker} reads its own share, {batches}{lacking}."
+        if self.layout.is_split:
+            return f"{worker} reads what TensorFlow's DistributedDataset gives it."
+        first, last = index * local, (index + 1) * local - 1
+        which = f"share {first}" if local == 1 else f"shares {first} to {last}"
+        return f"{worker} reads every batch and trains on {which} of {replicas} of its rows."
+
+    def _agree_on_length(self, strategy: tf.distribute.Strategy, is_padded: bool) -> tuple[int | None, int, bool]:
+        """Compares the shares of all workers.
+
+        Returns:
+            The batches of the longest (None: endless), how many this one lacks, and whether any is padded.
+        """
+        own = -1.0 if self.is_endless else self._count_batches()
+        lengths = cluster.gather(strategy, own)
+        if lengths.min() < 0 < lengths.max():
+            raise ValueError(
+                f"The function of InputContext gave shares of {lengths.tolist()} batches, where -1 is endless; the "
+                "workers' shares are all endless or all finite: call repeat() on all of them or on none."
+            )
+        if 0 in lengths:
+            raise ValueError(
+                f"The function of InputContext gave shares of {lengths.astype(int).tolist()} batches; every worker "
+                "needs one batch at least: shard by examples, or make as many files as there are workers."
+            )
+        is_padded = bool(cluster.gather(strategy, is_padded).any()) or lengths.min() < lengths.max()
+        return (None if own < 0 else int(lengths.max())), int(lengths.max() - own), is_padded
+
+    def _count_batches(self) -> int:
+        length = _cardinality(self._dataset)
+        if length is None:
+            logging.info("The dataset does not know its length: reading it once to count its batches.")
+            length = int(self._dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+        return int(length)
 
     def iterator(self) -> Any:
         """Gives the iterator, at the place where the last loop left it."""
@@ -178,14 +232,17 @@ class Source:
 
     def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
         dataset = _copy(self._dataset) if self._may_go_back else self._dataset
-        if self._repeat:
-            dataset = dataset.repeat()
-        if skip:
-            dataset = dataset.skip(skip)
         if len(tf.nest.flatten(self.element_spec)) > 1 and static_batch_size(self.element_spec) is None:
             dataset = dataset.map(lambda *batch: _check_rows(_undo_unpacking(batch, self.element_spec)))
         if self.layout.is_padded:
             dataset = dataset.map(lambda *batch: _pad(_undo_unpacking(batch, self.element_spec), self._least))
+        if self._missing:  # other workers have more: their last steps see rows of this one that do not count
+            filler = next(iter(dataset))._replace(size=tf.constant(0))
+            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(self._missing))
+        if self._repeat:
+            dataset = dataset.repeat()
+        if skip:
+            dataset = dataset.skip(skip)
         return _own_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
 
     def first_rows(self) -> Any:
@@ -237,10 +294,9 @@ class Source:
         Raises:
             ValueError: if it is endless.
         """
-        length = _cardinality(self._dataset)
+        length = _cardinality(self._dataset) if self._share_length is None else self._share_length
         if length is None and not self.layout.is_split:
-            logging.info("The dataset does not know its length: reading it once to count its batches.")
-            length = int(self._dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+            length = self._count_batches()
             if not length:
                 raise ValueError(_EMPTY)
         if length is None or length == np.inf:
@@ -307,7 +363,10 @@ def _as_batch(element: Any, layout: Layout) -> Batch:
 
 
 def count_examples(batch: Batch, strategy: tf.distribute.Strategy) -> tf.Tensor:
-    """Counts the rows of a batch that are no padding: a scalar int32; in a `tf.function`, outside `strategy.run`."""
+    """Counts the rows of a batch that are no padding: a scalar int32; in a `tf.function`, outside `strategy.run`.
+
+    Where each worker has rows of its own, those of this one alone.
+    """
     if batch.size is not None:
         return batch.size
     first = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
@@ -330,11 +389,16 @@ def take_share(
         all count.
     """
     context = tf.distribute.get_replica_context()
-    replicas, replica = (1, 0) if layout.is_split else (context.num_replicas_in_sync, context.replica_id_in_sync_group)
+    replicas, replica = context.num_replicas_in_sync, context.replica_id_in_sync_group
+    if layout.is_split:
+        replicas, replica = 1, 0
+    elif layout.is_share:
+        replicas = cluster.num_local_replicas(context.strategy)
+        replica = replica % replicas
     rows, size = batch
     if layout.is_split and microbatches > 1:
         rows, size = _pad(rows, microbatches)
-    if replicas * microbatches == 1:
+    if replicas * microbatches == 1 and size is None:
         return rows, None
     total = batch_size(rows)
     share = replica * total // replicas, (replica + 1) * total // replicas

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import actions, inputs, metrics, schedule
+from distloop import actions, cluster, inputs, metrics, schedule
 from distloop.actions import Action, Report
 from distloop.cluster import HOST
 from distloop.inputs import Layout, Source
@@ -106,9 +106,15 @@ class TrainLoop:
                 if reason:
                     logging.warning("Stopped at step %d: %s.", step, reason)  # seen without flags, too
                     break
-            if interrupts is not None and step < until and interrupts.reason:
-                raise Interrupted(f"{interrupts.reason} at step {step}")
+            if interrupts is not None and step < until and (reason := self._interruption(interrupts)):
+                raise Interrupted(f"{reason} at step {step}")
         return reported
+
+    def _interruption(self, interrupts: Interrupts) -> str | None:
+        """Says why the run is to be left, if any worker has a reason to."""
+        reason = interrupts.reason
+        which = np.flatnonzero(cluster.gather(self._state.strategy, reason is not None))
+        return reason or (f"worker {which[0]} was asked to stop" if len(which) else None)
 
     def save_window(self) -> dict[str, Any]:
         """Gives the sums since the last log, as JSON can hold them."""
@@ -166,11 +172,14 @@ class TrainLoop:
                 (tf.constant(0, tf.int64), tf.constant(False), none, tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
+        examples = sums[-2:-1]
+        if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
+            examples = cluster.sum_over_workers(self._state.strategy, examples)
         return {
             "steps": done,
             "failed": failed,
             "tallies": sums[:-2],
-            "examples": sums[-2:-1],
+            "examples": examples,
             "waited": sums[-1:],
             "diagnosis": diagnosis,
             "skipped_steps": self._state.skipped_steps.read_value(),

@@ -10,12 +10,13 @@ It does not know how a part makes or reads what is saved of it.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from distloop import cluster
 from distloop.actions import Action, Report
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
@@ -44,6 +45,7 @@ class Progress:
         self._checkpoints: Checkpoints | None = None
         if config.workdir:
             self._checkpoints = Checkpoints(os.path.join(config.workdir, "checkpoints"), config.keep_checkpoints)
+        self._is_chief = cluster.is_chief(state.strategy)
         self.is_new = True
         self._saved: Saved | None = None  # what parts that are not there yet have still to take over
         self._source: Source | None = None
@@ -66,7 +68,7 @@ class Progress:
                 f"resume=False was given, but workdir={self._config.workdir!r} holds checkpoints, the newest of step "
                 f"{self._checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
             )
-        if (saved := self._checkpoints.load_newest()) is not None:
+        if (saved := self._load_newest(self._checkpoints)) is not None:
             self._take(saved)
 
     def restore(self, path: str | None) -> None:
@@ -82,7 +84,7 @@ class Progress:
         if os.path.exists(os.path.join(path, "manifest.json")):
             saved: Saved | None = load(path)
         else:
-            saved = Checkpoints(os.path.join(path, "checkpoints")).load_newest() if path else None
+            saved = self._load_newest(Checkpoints(os.path.join(path, "checkpoints"))) if path else None
         if saved is None:
             raise ValueError(
                 f"There is no checkpoint in {path!r}: give restore the directory of one, such as "
@@ -155,7 +157,9 @@ class Progress:
             "config": dataclasses.asdict(self._config),
             "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         }
-        self._checkpoints.save(int(self._state.step), self._state.snapshot() | position, notes, kept)
+        values = self._state.snapshot() | position
+        if self._is_chief:
+            self._checkpoints.save(int(self._state.step), values, notes, kept)
 
     def wait(self) -> None:
         """Waits until the last save is whole.
@@ -193,7 +197,9 @@ class Progress:
         may_try = len(self._blamed) < self._config.max_rollbacks
         self._blamed.append(left_out)
         incident = {"step": diverged.step, "batch": diverged.batch, "reason": str(diverged)}
-        saved = self._checkpoints.load_newest(lambda s: s.notes["input"]["batches"] <= left_out) if may_try else None
+        saved = None
+        if may_try:
+            saved = self._load_newest(self._checkpoints, lambda s: s.notes["input"]["batches"] <= left_out)
         if saved is None:
             self._note({**incident, "action": "raise"})
             tries = f"{len(self._blamed) - 1} times" if len(self._blamed) > 1 else "not once"
@@ -204,14 +210,21 @@ class Progress:
                 diverged.batch,
             ) from diverged
         self._note({**incident, "action": "rollback", "checkpoint": saved.step, "left_out": left_out})
-        print(
-            f"distloop: {diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).",
-            flush=True,
-        )
+        self._say(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
         saved.notes["input"]["skipped"] = sorted({*skipped, left_out})
         self._take(saved)
 
+    def _load_newest(
+        self, checkpoints: Checkpoints, is_wanted: Callable[[Saved], bool] = lambda saved: True
+    ) -> Saved | None:
+        """Loads a checkpoint; the chief says which one."""
+        saved = checkpoints.load_newest(is_wanted) if self._is_chief else None
+        step = int(cluster.gather(self._state.strategy, -1 if saved is None else saved.step)[0])
+        return saved if self._is_chief or step < 0 else checkpoints.load(step)
+
     def _note(self, incident: Mapping[str, Any]) -> None:
+        if not self._is_chief:
+            return
         append_row(os.path.join(self._config.workdir, "incidents.jsonl"), incident)
 
     def _take(self, saved: Saved) -> None:
@@ -227,4 +240,8 @@ class Progress:
                 "nothing was restored: make the model as it was, or give another workdir."
             )
         self._state.restore(saved.values)
-        print(f"distloop: step {saved.step} restored from {saved.path}", flush=True)
+        self._say(f"step {saved.step} restored from {saved.path}")
+
+    def _say(self, text: str) -> None:
+        if self._is_chief:
+            print(f"distloop: {text}", flush=True)

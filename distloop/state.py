@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from distloop import gradients
+from distloop import cluster, gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
 from distloop.divergence import LossWatch
@@ -295,7 +295,7 @@ class TrainState(tf.Module):
         with tf.device(HOST):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in self._saved_variables().items()}
             for name, variable in self._metric_variables().items():
-                values[name] = tf.stack([tf.identity(part) for part in self._parts(variable)])
+                values[name] = self._all_parts(variable)
             return values | self._optimizer_facts()
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
@@ -330,19 +330,19 @@ class TrainState(tf.Module):
                         "%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy())
                     )
                 elif id(variable) in seeds:
-                    for replica, part in enumerate(self._parts(variable)):
+                    for replica, part in enumerate(self._parts(variable), self._first_replica):
                         part.assign(values[name] + tf.constant([replica * SEED_STRIDE, 0], part.dtype))
                 else:
                     tensorflow_variable(variable).assign(values[name])
             for name, variable in self._metric_variables().items():
-                parts = self._parts(variable)
+                parts, replicas = self._parts(variable), self.strategy.num_replicas_in_sync
                 saved = values.get(name)
                 if saved is None:
                     saved = tf.zeros([1, *variable.shape], variable.dtype)
-                if len(saved) != len(parts):  # one holds the sum of all
+                if len(saved) != replicas:  # one holds the sum of all
                     total = tf.reduce_sum(saved, 0)
-                    saved = tf.stack([total, *[tf.zeros_like(total)] * (len(parts) - 1)])
-                for part, value in zip(parts, tf.unstack(saved), strict=True):
+                    saved = tf.stack([total, *[tf.zeros_like(total)] * (replicas - 1)])
+                for part, value in zip(parts, tf.unstack(saved)[self._first_replica :], strict=False):
                     part.assign(value)
 
     def _saved_variables(self) -> dict[str, Any]:
@@ -380,8 +380,23 @@ class TrainState(tf.Module):
         }
 
     def _parts(self, variable: Any) -> tuple[Any, ...]:
-        """Gives the variable of each replica."""
+        """Gives the variable of each replica of this worker."""
         return self.strategy.experimental_local_results(tensorflow_variable(variable))
+
+    @property
+    def _first_replica(self) -> int:
+        """The number, among all, of this worker's first replica."""
+        return cluster.worker_index(self.strategy) * cluster.num_local_replicas(self.strategy)
+
+    def _all_parts(self, variable: Any) -> tf.Tensor:
+        """Reads what each replica of each worker holds of a variable: `[R, ...]`."""
+        if cluster.num_workers(self.strategy) == 1:
+            return tf.stack([tf.identity(part) for part in self._parts(variable)])
+
+        def read() -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_gather(tf.identity(variable)[None], axis=0)
+
+        return self.strategy.experimental_local_results(tf.function(lambda: self.strategy.run(read))())[0]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

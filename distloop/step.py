@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import gradients, inputs, metrics, nonfinite
+from distloop import cluster, gradients, inputs, metrics, nonfinite
 from distloop.cluster import HOST
 from distloop.inputs import Batch
 from distloop.paths import named_variables, tensorflow_variable
@@ -131,7 +131,7 @@ class TrainStep:
     def __call__(self, batch: Batch, layout: inputs.Layout) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         finite = tf.constant(True)
-        examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+        examples = self._count_examples(batch, layout)
         each_finite: list[tf.Tensor] = []
         all_tallies: list[tf.Tensor] = []
         losses: list[tf.Tensor] = []  # total and weight of each update's
@@ -165,6 +165,14 @@ class TrainStep:
         if self._loss_jump is not None:
             failed |= self._has_diverged(tf.stack(losses), self._loss_jump)
         return Outcome(finite, failed, tallies, tf.concat(diagnoses or [tf.zeros([0])], 0))
+
+    def _count_examples(self, batch: Batch, layout: inputs.Layout) -> tf.Tensor:
+        """Counts the rows of a step; those of this worker alone where it has rows of its own and nobody asks."""
+        examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+        is_local = (layout.is_share or layout.is_split) and cluster.num_workers(self._strategy) > 1
+        if is_local and self._state.loss_scalers:  # a loss is scaled alike on all workers
+            return cluster.sum_over_workers(self._strategy, examples)
+        return examples
 
     def _has_diverged(self, losses: tf.Tensor, jump: float) -> tf.Tensor:
         """Judges the losses of a step: totals and weights, `[U, 2]`."""
@@ -285,7 +293,7 @@ class TrainStep:
             self._strategy.run(functools.partial(_assign, changed), args=(values,))
 
         def advance(trace: _UpdateTrace) -> None:
-            examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+            examples = self._count_examples(batch, layout)
             forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
             self._strategy.run(functools.partial(self._settle, trace), args=(True, forward.before, forward.after))
             self._strategy.run(functools.partial(self._apply, trace), args=(forward.segments, forward.scale))
@@ -296,8 +304,10 @@ class TrainStep:
             for trace in self._traces:
                 before = read()
                 for microbatch in range(self._microbatches):
-                    if where := self._look(trace, batch, layout, microbatch):
-                        return where
+                    where = self._look(trace, batch, layout, microbatch)
+                    seen_by = np.flatnonzero(cluster.gather(self._strategy, where is not None))
+                    if len(seen_by):
+                        return where or f"worker {seen_by[0]} tells where they came from"
                 write(before)
                 tf.function(functools.partial(advance, trace), autograph=False)()
         finally:
@@ -318,7 +328,7 @@ class TrainStep:
 
         @tf.function(autograph=False)
         def look(batch: Batch) -> tf.Tensor:
-            examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
+            examples = self._count_examples(batch, layout)
             found = self._strategy.run(replica, args=(batch, examples))
             results[:] = [t for part in tf.nest.flatten(found) for t in self._strategy.experimental_local_results(part)]
             looked_at[:] = nonfinite.tensors(tf.compat.v1.get_default_graph())
@@ -592,15 +602,34 @@ class PredictStep:
 
         def joined(value: Any) -> tf.Tensor:
             pieces = self._strategy.experimental_local_results(value)
+            if cluster.num_workers(self._strategy) > 1:
+                return pieces[0]  # all there is, on each replica
             whole = tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
             return whole if batch.size is None else whole[: batch.size]
 
         return tf.nest.map_structure(joined, per_replica)
 
     def _forward(self, layout: inputs.Layout, batch: Batch) -> Any:
-        rows, _ = inputs.take_share(batch, layout)
+        rows, weights = inputs.take_share(batch, layout)
         with _writes_undone(self._state):
-            return check_outputs(self._predict_fn(rows), inputs.batch_size(rows), self._keep_dtypes)
+            outputs = check_outputs(self._predict_fn(rows), inputs.batch_size(rows), self._keep_dtypes)
+        if cluster.num_workers(self._strategy) == 1:
+            return outputs
+        count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
+        return tf.nest.map_structure(lambda output: _gather_rows(output[:count]), outputs)
+
+
+def _gather_rows(output: Any) -> tf.Tensor:
+    """Joins the rows of all replicas on all workers, in their order; in a replica's context."""
+    if isinstance(output, tf.RaggedTensor) or not (output.dtype.is_numeric or output.dtype.is_bool):
+        raise ValueError(
+            f"predict_fn returned a {'ragged tensor' if isinstance(output, tf.RaggedTensor) else 'string tensor'}, "
+            "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
+        )
+    dtype, sent = output.dtype, output
+    if dtype.is_integer or dtype.is_bool:  # the collectives know few types of numbers
+        sent = tf.cast(output, tf.int64)
+    return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis=0), dtype)
 
 
 def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool = False) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import cluster, export, precision
-from distloop.actions import Action, Evaluate, Save, SaveBest, Write
+from distloop.actions import Action, Agree, Evaluate, Save, SaveBest, Write
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.inputs import Data, Source
@@ -60,7 +60,7 @@ class Trainer:
                 "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
             )
         self.config = config
-        cluster.prepare(config)
+        cluster.prepare_process(config)
         self.strategy = cluster.check_strategy(strategy) if strategy is not None else cluster.make_strategy(config)
         with precision.policy(config.precision):
             self.state = TrainState.make(
@@ -69,6 +69,7 @@ class Trainer:
                 config.average_decay,
                 is_loss_scaled=precision.needs_loss_scale(config.precision),
             )
+        self._is_chief = cluster.is_chief(self.strategy)
         self._progress = Progress(self.state, config)
         self._train_source: Source | None = None
         self._element_spec: Any = None
@@ -150,16 +151,19 @@ class Trainer:
         self._build(source)
         self._progress.resume()
         if settings.init_from and self._progress.is_new:
-            print(f"distloop: {warm_start(self.state, settings.init_from, settings.init_rename)}", flush=True)
+            self._say(warm_start(self.state, settings.init_from, settings.init_rename))
         if reason := self._progress.stop_reason(until):
-            print(f"distloop: this run stopped at step {self.step} ({reason}); other steps make it go on.", flush=True)
+            self._say(f"this run stopped at step {self.step} ({reason}); other steps make it go on.")
         if self._train_loop is None:
             self._train_loop = self._make_train_loop()
         window = self._progress.attach(source, self._train_loop, actions, until)
         if self.step >= until or reason:
             return {}
-        write_config(settings, settings.workdir)
-        print(self._describe(), flush=True)
+        if self._is_chief:
+            write_config(settings, settings.workdir)
+        self._say(self._describe())
+        if cluster.num_workers(self.strategy) > 1:
+            print(f"distloop: {source.describe()}", flush=True)
         saves: list[Action] = []
         if settings.workdir:
             bests = [action for action in actions if isinstance(action, SaveBest)]
@@ -167,7 +171,8 @@ class Trainer:
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
-        to_do = [*evaluations, *actions, *saves]
+        agree = Agree(functools.partial(cluster.gather, self.strategy))
+        to_do = [*evaluations, *actions, *([agree] if cluster.num_workers(self.strategy) > 1 else []), *saves]
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
@@ -180,7 +185,7 @@ class Trainer:
                 except Interrupted as interrupted:
                     if settings.workdir:
                         self.save()
-                    print(f"distloop: {interrupted}; the same command goes on from there.", flush=True)
+                    self._say(f"{interrupted}; the same command goes on from there.")
                     raise SystemExit(EXIT_CODE) from None
 
     def _train(
@@ -374,6 +379,8 @@ class Trainer:
         return self._eval_loop.evaluate(source)
 
     def _make_writers(self, until: int, evals: Sequence[str]) -> list[Any]:
+        if not self._is_chief:
+            return []
         writers: list[Any] = [Console(until, self.step, evals=evals)]
         workdir = self.config.workdir
         if workdir:
@@ -395,4 +402,9 @@ class Trainer:
             parts.append(f"{self.config.microbatches} microbatches")
         if self.config.workdir:
             parts.append(f"tensorboard --logdir {self.config.workdir}")
-        return "distloop: " + ", ".join(parts)
+        return ", ".join(parts)
+
+    def _say(self, text: str) -> None:
+        """Tells the user; once, where there are several workers."""
+        if self._is_chief:
+            print(f"distloop: {text}", flush=True)
