@@ -146,7 +146,7 @@ class Source:
                 f"The function of InputContext gave shares of {lengths.astype(int).tolist()} batches; every worker "
                 "needs one batch at least: shard by examples, or make as many files as there are workers."
             )
-        is_padded = bool(cluster.gather(strategy, is_padded).any()) or lengths.min() < lengths.max()
+        is_padded = bool(cluster.gather(strategy, is_padded).any() or lengths.min() < lengths.max())
         return (None if own < 0 else int(lengths.max())), int(lengths.max() - own), is_padded
 
     def _count_batches(self) -> int:

@@ -174,7 +174,7 @@ class TrainLoop:
             )
         examples = sums[-2:-1]
         if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
-            examples = cluster.sum_over_workers(self._state.strategy, examples)
+            examples = cluster.sum_over_workers(self._state.strategy, tf.ensure_shape(examples, [1]))
         return {
             "steps": done,
             "failed": failed,

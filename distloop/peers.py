@@ -126,7 +126,7 @@ class Peers:
 
     def fail(self, error: str) -> None:
         """Tells the others that this worker failed."""
-        self._state, self._error = "failed", error.strip()[:1000]
+        self._state, self._error = "failed", _in_short(error)
         self._is_watching = False
         for _ in range(3):
             self._send()
@@ -190,8 +190,7 @@ class Peers:
             heard = self._heard[failed[0]]
             self._end(f"worker {failed[0]} failed at step {heard['step']} ({heard['phase']}): {heard['error']}")
         silent = [i for i in self._others() if self._silent_secs(i) > _SILENT_SECS]
-        first_line = (str(error).strip().splitlines() or [""])[0][:200]
-        self._end(f"{'; '.join(map(self._describe, silent))}, and the work cannot go on without it ({first_line})")
+        self._end(f"{'; '.join(map(self._describe, silent))}; nothing can go on without it ({_in_short(str(error))})")
 
     def _end(self, reason: str, *, with_stacks: bool = False) -> None:
         """Leaves at once: the main thread may hang in a collective that nobody ends."""
@@ -268,6 +267,12 @@ class Peers:
     def _list(self, workers: Sequence[int]) -> str:
         names = ", ".join(f"{i} ({self._addresses[i]})" for i in workers)
         return f"worker{'s' if len(workers) > 1 else ''} {names}"
+
+
+def _in_short(error: str) -> str:
+    """Gives the first line of an error, or the most of it."""
+    line = (error.strip().splitlines() or [""])[0]
+    return (line if len(line) <= 500 else f"{line[:500]}...").rstrip(" .")
 
 
 def _is_of_the_cluster(error: BaseException) -> bool:

@@ -261,6 +261,7 @@ class TrainState(tf.Module):
                 seed.assign(value)
 
         self._read_seeds = tf.function(lambda: self.strategy.run(read), autograph=False)
+        self._read_metrics = tf.function(lambda: self.strategy.run(self._gather_metrics), autograph=False)
         self._write_seeds = tf.function(lambda values: self.strategy.run(write, args=(values,)), autograph=False)
         self.is_built = True
 
@@ -295,7 +296,9 @@ class TrainState(tf.Module):
         with tf.device(HOST):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in self._saved_variables().items()}
             for name, variable in self._metric_variables().items():
-                values[name] = self._all_parts(variable)
+                values[name] = tf.stack([tf.identity(part) for part in self._parts(variable)])
+            if self.train_metrics and cluster.num_workers(self.strategy) > 1:
+                values |= self.strategy.experimental_local_results(self._read_metrics())[0]
             return values | self._optimizer_facts()
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
@@ -388,15 +391,11 @@ class TrainState(tf.Module):
         """The number, among all, of this worker's first replica."""
         return cluster.worker_index(self.strategy) * cluster.num_local_replicas(self.strategy)
 
-    def _all_parts(self, variable: Any) -> tf.Tensor:
-        """Reads what each replica of each worker holds of a variable: `[R, ...]`."""
-        if cluster.num_workers(self.strategy) == 1:
-            return tf.stack([tf.identity(part) for part in self._parts(variable)])
-
-        def read() -> tf.Tensor:
-            return tf.distribute.get_replica_context().all_gather(tf.identity(variable)[None], axis=0)
-
-        return self.strategy.experimental_local_results(tf.function(lambda: self.strategy.run(read))())[0]
+    def _gather_metrics(self) -> dict[str, tf.Tensor]:
+        """Reads what each replica of each worker holds of Keras metrics, `[R, ...]`; in a replica's context."""
+        context = tf.distribute.get_replica_context()
+        variables = self._metric_variables().items()
+        return {name: context.all_gather(tf.identity(variable)[None], axis=0) for name, variable in variables}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
