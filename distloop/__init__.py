@@ -4,16 +4,23 @@ trainer = distloop.Trainer(model_fn, distloop.Config(steps=1000))
 trainer.fit(dataset)
 """
 
-from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining
-from distloop.cluster import prepare
-from distloop.config import Config, define_flags
-from distloop.inputs import make_dataset
-from distloop.learning_rates import make_schedule, scale_learning_rate
-from distloop.metrics import weighted
-from distloop.precision import LossScaleOptimizer
-from distloop.state import ModelSpec, Update
-from distloop.supervised import from_keras, supervised
-from distloop.trainer import Trainer
+import importlib
+import importlib.util
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining
+    from distloop.cluster import prepare
+    from distloop.config import Config, define_flags
+    from distloop.inputs import make_dataset
+    from distloop.learning_rates import make_schedule, scale_learning_rate
+    from distloop.metrics import weighted
+    from distloop.precision import LossScaleOptimizer
+    from distloop.state import ModelSpec, Update
+    from distloop.supervised import from_keras, supervised
+    from distloop.trainer import Trainer
 
 __all__ = [
     "Action",
@@ -35,3 +42,54 @@ __all__ = [
     "supervised",
     "weighted",
 ]
+
+# Which module each name is in. Names are looked up when they are first used, so that what needs no TensorFlow, such as
+# the launcher, starts at once. tests/test_house.py holds the three lists together.
+_MODULES = {
+    "Action": "actions",
+    "Config": "config",
+    "LossScaleOptimizer": "precision",
+    "ModelSpec": "state",
+    "Report": "actions",
+    "SaveBest": "actions",
+    "StopEarly": "actions",
+    "StopTraining": "actions",
+    "Trainer": "trainer",
+    "Update": "state",
+    "define_flags": "config",
+    "from_keras": "supervised",
+    "make_dataset": "inputs",
+    "make_schedule": "learning_rates",
+    "prepare": "cluster",
+    "scale_learning_rate": "learning_rates",
+    "supervised": "supervised",
+    "weighted": "metrics",
+}
+
+if not TYPE_CHECKING:  # type checkers would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Looks a public name or a submodule up when it is first used."""
+        if name in _MODULES:
+            value = getattr(importlib.import_module(f"distloop.{_MODULES[name]}"), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"distloop.{name}"):
+            value = importlib.import_module(f"distloop.{name}")
+        else:
+            raise AttributeError(f"module 'distloop' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+    """Keeps `distloop.supervised` the function, where Python's import would set the submodule of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _MODULES and isinstance(value, types.ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -154,6 +154,12 @@ def peers(strategy: tf.distribute.Strategy) -> Peers | None:
     return found
 
 
+def report(strategy: tf.distribute.Strategy, phase: str) -> None:
+    """Tells the other workers what this one is doing."""
+    if (others := peers(strategy)) is not None:
+        others.phase = phase
+
+
 def gather(strategy: tf.distribute.Strategy, value: float) -> np.ndarray:
     """Collects a number of every worker, on every worker: `[W]`, float64. All must call it."""
     if num_workers(strategy) == 1:

@@ -4,10 +4,11 @@
         while not interrupts.reason:
             ...                       # a loop; then save, and leave with EXIT_CODE
 
-The first signal is noted and the loop in flight ends; the second ends the process at once. It does not know what is
-saved.
+The first signal is noted and the loop in flight ends; the second ends the process at once. Signals within a second are
+one: schedulers send theirs to every process, and a launcher passes its own on. It does not know what is saved.
 """
 
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
+_ONE_SIGNAL_SECS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -69,11 +71,15 @@ class Interrupts:
             self._before = {}
 
     def _watch(self, read_end: int) -> None:
+        came = -math.inf  # the last one, on the monotonic clock
         with os.fdopen(read_end, "rb", buffering=0) as pipe:
             while byte := pipe.read(1):
                 if byte[0] not in _SIGNALS:
                     continue
                 name = signal.Signals(byte[0]).name
+                if self._signal is not None and time.monotonic() - came < _ONE_SIGNAL_SECS:
+                    continue
+                came = time.monotonic()
                 if self._signal is not None:
                     print(f"distloop: {name} again, leaving at once.", file=sys.stderr, flush=True)
                     os._exit(128 + byte[0])

@@ -126,10 +126,12 @@ class TrainLoop:
                 if self._step.locate_nonfinite:
                     self._last_batch = inputs.LastBatch(source.iterator())
                 # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
+                cluster.report(self._state.strategy, "tracing the step")
                 self._run(source.iterator(), source.layout, tf.constant(0, tf.int64))
                 self._step.warn()
                 self._prepared_for = source
             start = time.perf_counter()
+            cluster.report(self._state.strategy, "training")
             result = self._run(source.iterator(), source.layout, tf.constant(count, tf.int64))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
         except tf.errors.OpError as error:
@@ -137,6 +139,7 @@ class TrainLoop:
             if explained is None:
                 raise
             raise explained from error
+        cluster.report(self._state.strategy, "between two loops")
         return {**result, "seconds": time.perf_counter() - start}
 
     def _steps(self, iterator: Any, layout: Layout, count: tf.Tensor) -> dict[str, Any]:
@@ -172,9 +175,9 @@ class TrainLoop:
                 (tf.constant(0, tf.int64), tf.constant(False), none, tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
-        examples = sums[-2:-1]
+        examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
         if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
-            examples = cluster.sum_over_workers(self._state.strategy, tf.ensure_shape(examples, [1]))
+            examples = cluster.sum_over_workers(self._state.strategy, examples)
         return {
             "steps": done,
             "failed": failed,
@@ -218,7 +221,7 @@ class _Window:
             self.tallies, self.steps, self.examples, self.seconds, self.waited = 0.0, 0.0, 0.0, 0.0, 0.0
         self.tallies = self.tallies + result["tallies"]
         self.steps += float(result["steps"])
-        self.examples += float(result["examples"].sum())
+        self.examples += float(result["examples"])
         self.seconds += result["seconds"]
         self.waited += float(result["waited"].sum())
         self.last = result
@@ -255,6 +258,7 @@ class EvalLoop:
         Raises:
             ValueError: if the data is empty.
         """
+        cluster.report(self._state.strategy, "evaluating")
         for metric in self._state.eval_metrics.values():
             metric.reset_state()
         with self._state.averaged(), self._state.seeds_kept():
@@ -304,6 +308,7 @@ class PredictLoop:
         Args:
             source: data that ends.
         """
+        cluster.report(self._state.strategy, "predicting")
         iterator = source.new_iterator()
         streams = self._state.read_seeds()
         while True:

@@ -145,6 +145,7 @@ class Progress:
             raise ValueError("save needs a place: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
+        cluster.report(self._state.strategy, "saving")
         kept = self._checkpoints.best_steps | dict(best_steps or {})  # those of an earlier run stay
         position, position_notes = self._source.save_position(self._config.input_position == "count")
         notes = {
@@ -168,6 +169,7 @@ class Progress:
             OSError: if it could not be written.
         """
         if self._checkpoints is not None:
+            cluster.report(self._state.strategy, "waiting for the last save")
             self._checkpoints.wait()
 
     def has_checkpoint(self) -> bool:

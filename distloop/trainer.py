@@ -71,6 +71,9 @@ class Trainer:
             )
         self._is_chief = cluster.is_chief(self.strategy)
         self._progress = Progress(self.state, config)
+        if (others := cluster.peers(self.strategy)) is not None:
+            others.step = lambda: self.step
+            others.phase = "starting"
         self._train_source: Source | None = None
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None

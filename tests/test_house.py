@@ -1,8 +1,11 @@
 """The rules of the house, read from the source: layers, names, and who may name what."""
 
 import ast
+import importlib
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +19,8 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 LAYERS = {
     "schedule": 0,
     "config": 0,
+    "interrupts": 0,
+    "launch": 1,
     "cluster": 1,
     "metrics": 1,
     "gradients": 1,
@@ -23,8 +28,8 @@ LAYERS = {
     "writers": 1,
     "learning_rates": 1,
     "precision": 2,
-    "interrupts": 0,
     "nonfinite": 1,
+    "peers": 0,
     "paths": 1,
     "divergence": 2,
     "inputs": 2,
@@ -40,7 +45,7 @@ LAYERS = {
     "trainer": 8,
     "__init__": 9,
 }
-WITHOUT_TENSORFLOW = ["schedule", "config"]
+WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "launch", "__init__"]
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)
@@ -99,6 +104,35 @@ def test_whatever_the_package_offers_is_there():
     assert all(hasattr(distloop, name) for name in distloop.__all__)
 
 
+def test_the_package_knows_each_name_three_times_alike():
+    imported = {}  # under TYPE_CHECKING
+    for node in ast.walk(tree_of(MODULES["__init__"])):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("distloop."):
+            imported.update({alias.name: node.module.partition(".")[2] for alias in node.names})
+    assert imported == distloop._MODULES
+    assert sorted(imported) == distloop.__all__ and set(distloop.__all__) <= set(dir(distloop))
+
+
+def test_submodules_are_there_without_being_imported():
+    program = (
+        "import distloop; assert distloop.schedule.is_due(3, 3, 9); from distloop import config; print(config.Config())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith("Config("), result.stderr
+
+
+def test_a_function_stays_one_when_the_module_of_its_name_is_imported():
+    for name in [name for name in distloop.__all__ if name in MODULES]:
+        module = importlib.import_module(f"distloop.{name}")
+        setattr(distloop, name, module)  # as Python does when it imports the module for the first time
+        assert getattr(distloop, name) is getattr(module, name)
+
+
+def test_names_that_are_not_there_are_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'distloop' has no attribute 'Trainr'"):
+        distloop.Trainr  # noqa: B018
+
+
 def test_no_module_is_a_junk_drawer():
     files = [*MODULES.values(), *EXPERIMENTS, *(ROOT / "tests").glob("*.py")]
     assert not [path.name for path in files if JUNK_DRAWERS & set(path.stem.split("_"))]
@@ -128,7 +162,7 @@ def test_only_step_has_a_tape(module):
 
 
 @pytest.mark.parametrize("module", WITHOUT_TENSORFLOW)
-def test_layer_0_needs_no_tensorflow(module):
+def test_what_starts_at_once_needs_no_tensorflow(module):
     packages = {name.partition(".")[0] for name in imports_of(MODULES[module])}
     assert not packages & {"tensorflow", "keras", "numpy", "tf_keras"}
     assert not names_of(MODULES[module]) & {"tf", "keras"}

@@ -158,6 +158,14 @@ def test_the_first_signal_is_noted_and_the_handlers_come_back():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_signals_at_once_are_one():
+    with Interrupts() as interrupts:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+        assert interrupts.reason == "SIGTERM came"
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once():
     program = """
@@ -166,7 +174,7 @@ def test_a_second_signal_ends_the_process_at_once():
         with Interrupts() as interrupts:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.5)
+                time.sleep(1.2)
             time.sleep(60)
     """
     result = subprocess.run(
