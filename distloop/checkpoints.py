@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -168,6 +169,50 @@ class Checkpoints:
                 "workers share."
             )
         return load(path)
+
+    def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
+        """Yields each checkpoint that another process writes, until the one that ends its run.
+
+        Those that are gone before they were read are left out: the run keeps its newest.
+
+        Args:
+            done: steps to leave out.
+            poll_secs: how often to look.
+            timeout_secs: how long to wait for the next one; 0: for ever.
+
+        Raises:
+            TimeoutError: if none came for so long.
+        """
+        seen = set(done)
+        came = time.monotonic()
+        while True:
+            new = [step for step in self.steps if step not in seen]
+            for step in new:
+                seen.add(step)
+                came = time.monotonic()
+                try:
+                    yield load(os.path.join(self._directory, str(step)))
+                except DamagedError as error:
+                    if step in self.steps:
+                        logging.error("%s It is left out.", error)
+            if not new:
+                if self._is_complete():
+                    return
+                if timeout_secs and time.monotonic() - came > timeout_secs:
+                    raise TimeoutError(
+                        f"No checkpoint came to {self._directory!r} for {timeout_secs:g} seconds, and the newest is "
+                        "not the last of its run: has that ended? Wait longer with timeout_secs."
+                    )
+                time.sleep(poll_secs)
+
+    def _is_complete(self) -> bool:
+        """Says whether the newest checkpoint is the last of its run."""
+        try:
+            newest = self.steps[-1]
+            notes = _read_manifest(os.path.join(self._directory, str(newest)))["notes"]
+        except (IndexError, OSError, ValueError, KeyError):
+            return False
+        return bool(notes["stop_reason"]) or newest >= notes["until"]
 
     def _join(self) -> None:
         if self._writer is not None:

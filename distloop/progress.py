@@ -10,7 +10,7 @@ It does not know how a part makes or reads what is saved of it.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -91,6 +91,19 @@ class Progress:
                 "run/checkpoints/500, or a workdir that holds some."
             )
         self._take(saved)
+
+    def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
+        """Takes over each checkpoint that another process writes, as for `Checkpoints.follow`; yields its step.
+
+        Raises:
+            ValueError: if there is no workdir, or a checkpoint is of another model or optimizer.
+            TimeoutError: as for `Checkpoints.follow`.
+        """
+        if self._checkpoints is None:
+            raise ValueError("There are no checkpoints to follow: give Config(workdir=...) the run's workdir.")
+        for saved in self._checkpoints.follow(done, poll_secs, timeout_secs):
+            self._take(saved)
+            yield saved.step
 
     def take_over(self) -> None:
         """Gives the model, which has just been built, what a checkpoint that was restored before holds of it."""

@@ -25,7 +25,7 @@ from distloop.progress import Progress
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
 from distloop.warm_start import warm_start
-from distloop.writers import Console, JsonWriter, SummaryWriter
+from distloop.writers import Console, JsonWriter, SummaryWriter, read_steps
 
 
 class Trainer:
@@ -268,6 +268,45 @@ class Trainer:
         source = self._finite_source(dataset)
         self._build(source)
         return self._evaluate(source)
+
+    def evaluate_checkpoints(
+        self, dataset: Data, *, name: str = "test", poll_secs: float = 5.0, timeout_secs: float = 0.0
+    ) -> dict[int, dict[str, float]]:
+        """Measures each checkpoint of a run that another process trains, once, until that run is complete.
+
+        The run's workdir gets `evaluations/<name>.jsonl`, and `summaries/<name>` for TensorBoard; called again, it goes
+        on with the checkpoints that have no row yet. Give the run `keep_checkpoints` enough that none is gone before
+        its turn.
+
+        Args:
+            dataset: as for `fit`; finite.
+            name: of the evaluation.
+            poll_secs: how often to look for a new checkpoint.
+            timeout_secs: how long to wait for one; 0: for ever.
+
+        Returns:
+            Step -> name -> number, of the checkpoints measured now.
+
+        Raises:
+            ValueError: if there is no workdir, the data breaks a rule, or a checkpoint is of another model.
+            TimeoutError: if no checkpoint came for so long.
+        """
+        source = self._finite_source(dataset)
+        self._build(source)
+        path = os.path.join(self.config.workdir, "evaluations", f"{name}.jsonl")
+        found: dict[int, dict[str, float]] = {}
+        writers: list[Any] = []
+        try:
+            for step in self._progress.follow(read_steps(path), poll_secs, timeout_secs):
+                found[step] = self._evaluate(source)
+                if not writers:
+                    writers = [SummaryWriter(os.path.join(self.config.workdir, "summaries"), [name]), JsonWriter(path)]
+                for writer in writers:
+                    writer.write(step, {f"{name}/{key}": value for key, value in found[step].items()})
+        finally:
+            for writer in writers:
+                writer.close()
+        return found
 
     def predict(self, dataset: Data, *, keep_dtypes: bool = False) -> Any:
         """Predicts for every row of a dataset, in its order.

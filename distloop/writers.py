@@ -138,6 +138,15 @@ class JsonWriter:
         self._file.close()
 
 
+def read_steps(path: str) -> set[int]:
+    """Finds the steps that a JsonWriter's file has rows of; none where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            return {json.loads(line)["step"] for line in file if line.endswith(b"\n")}
+    except FileNotFoundError:
+        return set()
+
+
 def append_row(path: str, row: Mapping[str, Any]) -> None:
     """Appends one JSON object to a file, with the `time` (Unix, seconds).
 

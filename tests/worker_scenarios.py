@@ -1,0 +1,339 @@
+"""What tests/test_workers.py runs, on several workers and in one process alike: `python -m tests.worker_scenarios OUT`.
+
+Each gives arrays by name, which are to be the same everywhere; names that begin with `own/` are a worker's own.
+"""
+
+import json
+import os
+import sys
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import distloop
+from distloop import cluster
+from tests.problems import classification, classifier, everything, weights
+
+ROWS = 67
+
+
+def batches(size=16, rows=ROWS, **arguments):
+    return distloop.make_dataset(classification(rows), size, **arguments)
+
+
+def is_worker(trainer, index):
+    return cluster.worker_index(trainer.strategy) == min(index, cluster.num_workers(trainer.strategy) - 1)
+
+
+def replicas(make, workdir):
+    """Weights, L2 terms, clipping, averages, an odd last batch."""
+    trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, average_decay=0.9)
+    metrics = trainer.fit(batches(), steps=12)
+    with trainer.state.averaged():
+        averages = {f"average/{path}": value for path, value in weights(trainer).items()}
+    return weights(trainer) | averages | numbers(metrics)
+
+
+def small_batches(make, workdir):
+    trainer = make(classifier())
+    trainer.fit(batches(2, 5), steps=8)
+    return weights(trainer)
+
+
+def microbatches(make, workdir):
+    trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, microbatches=3)
+    trainer.fit(batches(), steps=12)
+    return weights(trainer)
+
+
+def synchronized_norm(make, workdir):
+    trainer = make(classifier(batch_norm="synchronized"))
+    trainer.fit(batches(rows=71), steps=12)
+    return weights(trainer)
+
+
+def two_updates(make, workdir):
+    def model_fn():
+        a, b = (classifier(l2=0.01)() for _ in range(2))
+
+        def second(batch, training):
+            logits, other = (m(batch["x"], training=training) for m in (b.model, a.model))
+            return {"loss": keras.losses.mean_squared_error(other, logits)}
+
+        return distloop.ModelSpec(
+            {"a": a.model, "b": b.model},
+            updates=[
+                distloop.Update("first", a.loss_fn, keras.optimizers.Adam(0.01), "^a/"),
+                distloop.Update("second", second, keras.optimizers.Adam(0.01), "^b/"),
+            ],
+        )
+
+    trainer = make(model_fn)
+    metrics = trainer.fit(batches(), steps=10)
+    return weights(trainer) | numbers(metrics)
+
+
+def float16(make, workdir):
+    """An overflow in the last row of a batch, which another worker than the chief trains on."""
+    rows = classification(ROWS)
+    rows["x"][31] = np.inf
+    found = {}
+    for precision, on_nonfinite in (("float32", "skip"), ("mixed_float16", "raise")):
+        trainer = make(classifier(dropout=0.2, batch_norm="local"), precision=precision, on_nonfinite=on_nonfinite)
+        data = distloop.make_dataset(rows, 16)
+        trainer.fit(data, steps=1)
+        before = everything(trainer)
+        trainer.fit(data, steps=2)
+        after = everything(trainer)
+        changed = [name.partition("@")[0] for name in before if before[name].tobytes() != after[name].tobytes()]
+        found[f"{precision}/changed"] = np.array(sorted(set(changed)))
+        found[f"{precision}/skipped"] = np.array(int(trainer.state.skipped_steps))
+        if precision == "mixed_float16":
+            found["scale"] = np.array([before["loss_scale/@0"], after["loss_scale/@0"]])
+    return found
+
+
+def statistics(make, workdir):
+    """BatchNormalization that is not synchronized: its moving statistics are the mean over all replicas."""
+    trainer = make(classifier(batch_norm="local"))
+    trainer.fit(batches(), steps=3)
+    norm = trainer.model.get_layer("norm")
+    return {"own/mean": norm.moving_mean.numpy(), "own/variance": norm.moving_variance.numpy()}
+
+
+def masks(make, workdir):
+    """What every replica draws."""
+    trainer = make(classifier(dropout=0.5))
+    trainer.fit(batches(), steps=3)
+    return {f"own/{name}": value for name, value in everything(trainer).items() if "seed" in name}
+
+
+def resume(make, workdir):
+    def fit(name, steps):
+        model_fn = classifier(dropout=0.3, batch_norm="local", metrics=True)
+        trainer = make(
+            model_fn, workdir=os.path.join(workdir, name), average_decay=0.9, checkpoint_every=4, log_every=7
+        )
+        metrics = trainer.fit(batches(shuffle=True), steps=steps)
+        return everything(trainer) | numbers(metrics)
+
+    straight = fit("straight", 20)
+    fit("stopped", 6)
+    fit("stopped", 13)
+    stopped = fit("stopped", 20)
+    return {
+        "own/different": np.array([name for name in straight if straight[name].tobytes() != stopped[name].tobytes()])
+    }
+
+
+def elastic(make, workdir):
+    """Goes on from the checkpoint that one process left in the workdir, and leaves one for it."""
+    model_fn = classifier(batch_norm="synchronized", l2=0.1, metrics=True)
+    there = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
+    there.fit(batches(shuffle=True), steps=12)
+    return weights(there)
+
+
+def rollback(make, workdir):
+    def poison(number, batch):
+        is_bad = (number == 13) & (tf.range(16) == 15)  # a row that another worker than the chief trains on
+        return {**batch, "x": tf.where(is_bad[: tf.shape(batch["x"])[0], None], np.nan, batch["x"])}
+
+    trainer = make(
+        classifier(),
+        workdir=os.path.join(workdir, "rollback"),
+        on_divergence="rollback",
+        checkpoint_every=5,
+        locate_nonfinite=True,
+    )
+    trainer.fit(batches(shuffle=True, rows=64).repeat().enumerate().map(poison), steps=20)
+    return weights(trainer)
+
+
+def evaluation(make, workdir):
+    trainer = make(classifier(is_weighted=True, metrics=True, batch_norm="synchronized"))
+    found = {}
+    for size in (1, 7, 100):
+        found |= {f"{size}/{name}": value for name, value in numbers(trainer.evaluate(batches(size))).items()}
+    before = everything(trainer)
+    trainer.evaluate(batches())
+    assert all(before[name].tobytes() == value.tobytes() for name, value in everything(trainer).items())
+    return found
+
+
+def prediction(make, workdir):
+    def model_fn():
+        spec = classifier()()
+
+        def predict_fn(batch):
+            logits = spec.model(batch["x"], training=False)
+            return {"logits": logits, "row": batch["row"], "is_even": batch["row"] % 2 == 0}
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, predict_fn=predict_fn)
+
+    trainer = make(model_fn)
+    rows = {**classification(ROWS), "row": np.arange(ROWS)}
+    found = {}
+    for size in (1, 5, 16, 100):
+        for name, value in trainer.predict(distloop.make_dataset(rows, size)).items():
+            found[f"{size}/{name}"] = value
+    return found
+
+
+def shares(make, workdir):
+    """Functions of InputContext whose shares are of unequal length; together they are all rows."""
+
+    def share(context):
+        rows = tf.data.Dataset.from_tensor_slices({**classification(ROWS), "row": np.arange(ROWS)})
+        # Of 67 rows the first third is the first worker's, so that its share is another length than the others'.
+        workers, index = context.num_input_pipelines, context.input_pipeline_id
+        cuts = [0, *range(ROWS // 3, ROWS, -(-2 * ROWS // (3 * (workers - 1)))), ROWS] if workers > 1 else [0, ROWS]
+        return rows.skip(cuts[index]).take(cuts[index + 1] - cuts[index]).batch(4)
+
+    def model_fn():
+        spec = classifier(metrics=True)()
+
+        def loss_fn(batch, training):
+            return {**spec.loss_fn(batch, training), "row": batch["row"]}
+
+        def predict_fn(batch):
+            return batch["row"]
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=predict_fn, metrics=spec.metrics)
+
+    trainer = make(model_fn)
+    found = {f"evaluation/{name}": value for name, value in numbers(trainer.evaluate(share)).items()}
+    found["rows predicted"] = np.sort(trainer.predict(share))
+    metrics = trainer.fit(share, epochs=1)
+    found["mean row of an epoch"] = np.array(metrics["row"])  # each row once
+    found["own/steps"] = np.array(trainer.step)
+    return found
+
+
+def equal_shares(make, workdir):
+    """A function of InputContext that gives each worker its part of each batch trains as the whole batches do."""
+
+    def share(context):
+        workers, index = context.num_input_pipelines, context.input_pipeline_id
+
+        def part(batch):
+            size = tf.shape(batch["x"])[0]
+            return {
+                name: value[index * size // workers : (index + 1) * size // workers] for name, value in batch.items()
+            }
+
+        return batches(shuffle=True).map(part)
+
+    found = {}
+    for precision in ("float32", "mixed_bfloat16"):
+        trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, precision=precision)
+        trainer.fit(share, steps=12)
+        if precision == "float32":
+            found |= weights(trainer)
+    return found
+
+
+def stops(make, workdir):
+    """An action ends the run on the last worker alone."""
+    trainer = make(classifier(), workdir=os.path.join(workdir, "stops"), log_every=4)
+
+    def stop(report):
+        if report.step == 8 and is_worker(trainer, 99):
+            raise distloop.StopTraining("this worker has seen enough")
+
+    stop.every = 4
+    trainer.fit(batches(), steps=40, actions=[stop])
+    return {"step": np.array(trainer.step)}
+
+
+def interrupts(make, workdir):
+    """SIGTERM comes to the last worker alone."""
+    import signal
+    import time
+
+    trainer = make(classifier(), workdir=os.path.join(workdir, "interrupts"), log_every=4, steps_per_loop=4)
+
+    def act(report):
+        if report.step == 8 and is_worker(trainer, 99):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    act.every = 4
+    try:
+        trainer.fit(batches(), steps=400, actions=[act])
+        code = 0
+    except SystemExit as left:
+        code = left.code
+    return {"code": np.array(code), "step": np.array(trainer.step)}
+
+
+def files(make, workdir):
+    """Only the chief opens, renames or deletes anything in the workdir."""
+    workdir = os.path.join(workdir, "files")
+    touched = []
+
+    def note(event, arguments):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            writes = event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+            if writes and str(arguments[0]).startswith(workdir):
+                touched.append(f"{event} {arguments[0]}")
+
+    sys.addaudithook(note)
+    trainer = make(classifier(metrics=True), workdir=workdir, checkpoint_every=3, log_every=2, keep_checkpoints=1)
+    trainer.fit(batches(), steps=10, evals={"test": batches()}, actions=[distloop.SaveBest("test/loss")])
+    trainer.save()
+    trainer.restore()
+    trainer.export(os.path.join(workdir, "export"))
+    return {"own/touched": np.array(touched)}
+
+
+SCENARIOS = [
+    replicas,
+    small_batches,
+    microbatches,
+    synchronized_norm,
+    two_updates,
+    float16,
+    statistics,
+    masks,
+    resume,
+    elastic,
+    rollback,
+    evaluation,
+    prediction,
+    shares,
+    equal_shares,
+    stops,
+    interrupts,
+    files,
+]
+
+
+def numbers(metrics):
+    timed = ("steps_per_sec", "examples_per_sec", "input_wait")
+    return {f"number/{name}": np.array(value) for name, value in metrics.items() if name not in timed}
+
+
+def run(scenario, num_devices, workdir):
+    def make(model_fn, **settings):
+        config = distloop.Config(device="cpu", num_devices=num_devices, **{"log_every": 0, **settings})
+        return distloop.Trainer(model_fn, config)
+
+    return scenario(make, str(workdir))
+
+
+def main(out, num_devices):
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    distloop.prepare(distloop.Config(device="cpu", num_devices=num_devices))
+    for scenario in SCENARIOS:
+        try:
+            found = run(scenario, num_devices, out)
+        except Exception:
+            found = {"error": np.array(traceback.format_exc())}
+        np.savez(os.path.join(out, f"{scenario.__name__}.{index}.npz"), **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
