@@ -68,7 +68,8 @@ class ModelSpec:
         loss_fn: `(batch, training) -> dict`; runs on each replica, on its share of the batch, and returns values per
             example, `[B, ...]`. `"loss"` is minimized, every other name is a metric. `weighted(values, weights)` gives
             a value its own weights.
-        predict_fn: `batch -> outputs`, leading axis B.
+        predict_fn: `batch -> outputs`, leading axis B; or a dict of such functions by name, of which `predict` takes
+            the first unless it is told another, and `export` all.
         metrics: name -> `keras.metrics.Metric` for what is no mean; `loss_fn` returns the arguments of its
             `update_state` under that name, as a tuple.
         trainable: a regular expression found in the paths of the variables to train; None: all that are trainable.
@@ -81,7 +82,7 @@ class ModelSpec:
     model: Any
     optimizer: keras.optimizers.Optimizer | LossScaleOptimizer | None = None
     loss_fn: LossFn | None = None
-    predict_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    predict_fn: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = field(default=None, kw_only=True)
     metrics: Mapping[str, keras.metrics.Metric] | None = field(default=None, kw_only=True)
     trainable: str | None = field(default=None, kw_only=True)
     updates: Sequence[Update] = field(default=(), kw_only=True)
@@ -113,6 +114,7 @@ class ModelSpec:
                     f'ModelSpec(metrics=...) holds a {type(metric).__name__} under "{name}"; it takes Keras '
                     "metrics: return means from loss_fn, as values per example."
                 )
+        _check_predict_fn(self.predict_fn)
 
 
 class TrainState(tf.Module):
@@ -429,6 +431,27 @@ class TrainState(tf.Module):
         """Counts the numbers that the updates train."""
         trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in trained.values())
+
+
+def _check_predict_fn(given: Any) -> None:
+    """Refuses what is neither a function nor some by name."""
+    functions = given if isinstance(given, Mapping) else {}
+    if given is not None and not callable(given) and not functions:
+        raise ValueError(
+            f"predict_fn={given!r} was given; it is a function from a batch to outputs, or a dict of them by name: "
+            "give one at least, or leave predict_fn out."
+        )
+    for name, function in functions.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"ModelSpec(predict_fn=...) holds a function under {name!r}; names are strings: give it one that "
+                "says what it predicts."
+            )
+        if not callable(function):
+            raise ValueError(
+                f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}, which cannot be called: "
+                "give a function from a batch to outputs."
+            )
 
 
 def _layers(model: Any) -> Iterator[keras.Layer]:

@@ -78,7 +78,7 @@ class Trainer:
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None
         self._eval_loop: EvalLoop | None = None
-        self._predict_loops: dict[bool, PredictLoop] = {}  # by whether dtypes are kept
+        self._predict_loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and whether dtypes are kept
 
     @property
     def step(self) -> int:
@@ -308,20 +308,22 @@ class Trainer:
                 writer.close()
         return found
 
-    def predict(self, dataset: Data, *, keep_dtypes: bool = False) -> Any:
+    def predict(self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False) -> Any:
         """Predicts for every row of a dataset, in its order.
 
         Args:
             dataset: as for `fit`; finite.
+            signature: which function of a `predict_fn` that is a dict, by name; None: the first.
             keep_dtypes: whether float16 and bfloat16 outputs stay as they are; else they become float32.
 
         Returns:
             What `predict_fn` returns, as NumPy arrays `[N, ...]`.
 
         Raises:
-            ValueError: if there is no `predict_fn`, or outputs of different batches do not fit together.
+            ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
-        batches = list(self._stream(self._finite_source(dataset), keep_dtypes))
+        name = self._signature(signature)
+        batches = list(self._stream(self._finite_source(dataset), name, keep_dtypes))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
@@ -332,56 +334,85 @@ class Trainer:
                 "trainer.stream_predictions(dataset)."
             ) from None
 
-    def stream_predictions(self, dataset: Data, *, keep_dtypes: bool = False) -> Iterator[Any]:
+    def stream_predictions(
+        self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False
+    ) -> Iterator[Any]:
         """Predicts a batch at a time.
 
         Args:
             dataset: as for `fit`.
+            signature: as for `predict`.
             keep_dtypes: as for `predict`.
 
         Yields:
             What `predict_fn` returns for each batch, as NumPy arrays `[B, ...]`.
 
         Raises:
-            ValueError: if there is no `predict_fn`.
+            ValueError: if there is no such `predict_fn`.
         """
-        return self._stream(Source(dataset, self.strategy, repeat=False), keep_dtypes)
+        name = self._signature(signature)
+        return self._stream(Source(dataset, self.strategy, repeat=False), name, keep_dtypes)
 
-    def _stream(self, source: Source, keep_dtypes: bool) -> Iterator[Any]:
-        predict_fn = self._predict_fn()
+    def _stream(self, source: Source, signature: str, keep_dtypes: bool) -> Iterator[Any]:
         self._build(source)
-        if keep_dtypes not in self._predict_loops:
-            step = PredictStep(self.state, predict_fn, keep_dtypes)
-            self._predict_loops[keep_dtypes] = PredictLoop(self.state, step)
-        return self._predict_loops[keep_dtypes].predict(source)
+        if (signature, keep_dtypes) not in self._predict_loops:
+            step = PredictStep(self.state, self._predict_fns()[signature], keep_dtypes)
+            self._predict_loops[signature, keep_dtypes] = PredictLoop(self.state, step)
+        return self._predict_loops[signature, keep_dtypes].predict(source)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
-        """Writes a SavedModel of `predict_fn` that loads without distloop, with the averaged weights if there are any.
+        """Writes what can be served without distloop, with the averaged weights if there are any.
 
-        Its signature `serving_default` takes the batch entries that `predict_fn` reads, by name, with a free batch
-        dimension, and returns the outputs by name (`output` where there is one without a name).
+        `path/model.keras` gets the Keras model as a file: layers and weights, without optimizer and losses. Any other
+        path gets a SavedModel of `predict_fn`. Its signature `serving_default` takes the batch entries that
+        `predict_fn` reads, by name, with a free batch dimension, and returns the outputs by name (`output` where there
+        is one without a name). Of a dict of functions, each has a signature of its name, and the first is also
+        `serving_default` unless one has that name.
 
         Args:
-            path: a directory; replaced, if it holds a SavedModel, when the new one is whole.
-            keep_dtypes: as for `predict`.
+            path: of a file, if it ends with `.keras`, else of a directory; replaced, if it is an older export, when the
+                new one is whole.
+            keep_dtypes: as for `predict`; a Keras model gives what its layers give.
 
         Raises:
-            ValueError: if there is no `predict_fn`, or no dataset was seen yet.
+            ValueError: for a SavedModel, if there is no `predict_fn`, or no dataset was seen yet; for a Keras file, if
+                the model is not a Keras model, not built, or has layers that Keras cannot read back; for both, if
+                something else is in the way, or what was written answers otherwise than the model.
         """
-        predict_fn = self._predict_fn()
+        path = os.fspath(path)
+        if os.path.normpath(path).endswith(".keras"):
+            export.write_keras_file(self.state, path)
+            return
+        predict_fns = self._predict_fns()
         if self._element_spec is None:
             raise ValueError(
                 "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
             )
-        export.export(self.state, predict_fn, self._element_spec, os.fspath(path), keep_dtypes)
+        export.write_saved_model(self.state, predict_fns, self._element_spec, path, keep_dtypes)
 
-    def _predict_fn(self) -> Callable[[Any], Any]:
-        if self.state.spec.predict_fn is None:
+    def _predict_fns(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Gives what predicts, by the names of the signatures."""
+        given = self.state.spec.predict_fn
+        if given is None:
             raise ValueError(
                 "ModelSpec has no predict_fn; give ModelSpec(..., predict_fn=lambda batch: model(batch['image'])), a "
                 "function from a batch to outputs, [B, ...]."
             )
-        return self.state.spec.predict_fn
+        return given if isinstance(given, Mapping) else {export.DEFAULT: given}
+
+    def _signature(self, signature: str | None) -> str:
+        """Gives the name of the function that is meant."""
+        names = list(self._predict_fns())
+        if signature in names:
+            return str(signature)
+        if signature in (None, export.DEFAULT):  # as exports call the first one, too
+            return names[0]
+        if names == [export.DEFAULT]:
+            raise ValueError(
+                f"signature={signature!r} was given, but there is just one predict_fn: leave signature out, or give "
+                f"ModelSpec(..., predict_fn={{{signature!r}: function, ...}})."
+            )
+        raise ValueError(f"signature={signature!r} was given; predict_fn has {names}: give one of them.")
 
     def _until(self, source: Source, steps: int | None, epochs: int | None) -> int:
         if steps is None and epochs is None:

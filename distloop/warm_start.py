@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from distloop.checkpoints import Checkpoints, load
-from distloop.paths import portable_names, tensorflow_variable
+from distloop.paths import is_seed, portable_names, tensorflow_variable
 from distloop.state import TrainState
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of TensorFlow's objects
@@ -38,8 +38,10 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
     Raises:
         ValueError: if the file cannot be read, a name occurs twice after renaming, nothing matches, or shapes differ.
     """
-    here = portable_names(state.model)
-    there = _renamed(_read(path, state.model), rename, path)
+    names = portable_names(state.model)
+    seeds = {name for name, v in names.items() if is_seed(v)}  # each replica's stream goes on from its own place
+    here = {name: v for name, v in names.items() if name not in seeds}
+    there = {name: v for name, v in _renamed(_read(path, state.model), rename, path).items() if name not in seeds}
     matched = [name for name in here if name in there]
     if not matched:
         raise ValueError(
@@ -73,8 +75,9 @@ def _read(path: str, model: Any) -> Mapping[str, Any]:
     """Reads a file's weights by name."""
     try:
         if path.endswith(".keras"):
-            values = {n: v.numpy() for n, v in portable_names(keras.models.load_model(path, compile=False)).items()}
-            here = list(portable_names(model))
+            loaded = portable_names(keras.models.load_model(path, compile=False))
+            values = {name: v.numpy() for name, v in loaded.items() if not is_seed(v)}
+            here = [name for name, v in portable_names(model).items() if not is_seed(v)]
             if not set(values) & set(here):  # Keras leaves a model's own name out of the paths of one it has loaded
                 root = here[0].partition("/")[0]
                 values = {f"{root}/{name}": value for name, value in values.items()}

@@ -620,3 +620,74 @@ def test_a_gradient_that_is_not_finite_though_the_loss_is(replicas):
     message = refused(lambda: trainer.fit(dataset(), steps=3), "Step 1", kind=Diverged)
     assert "gradient of net/out/kernel" in message and "the loss is finite, so a derivative is not" in message
     assert_equal(weights(trainer), before)
+
+
+# Several predict functions ------------------------------------------------------------------------------------------
+
+
+def first_output(batch):
+    return batch["x"][:, :1]
+
+
+@pytest.mark.parametrize("given", [{}, 3, "classify"], ids=["empty dict", "number", "name"])
+def test_a_predict_fn_that_is_no_function(given):
+    refused(
+        lambda: make_trainer(predict_fn=lambda model: given) if given else make_spec(given),
+        f"predict_fn={given!r}",
+        "a function from a batch to outputs, or a dict of them by name",
+    )
+
+
+def make_spec(predict_fn):
+    return distloop.ModelSpec(net(), keras.optimizers.SGD(0.1), lambda batch, training: {}, predict_fn=predict_fn)
+
+
+@pytest.mark.parametrize("value", [None, 3, "fn", {"a": first_output}])
+def test_a_dict_of_predict_functions_that_holds_something_else(value):
+    refused(
+        lambda: make_spec({"classify": first_output, "embed": value}),
+        "ModelSpec(predict_fn=...) holds a",
+        type(value).__name__,
+        "'embed'",
+        "give a function",
+    )
+
+
+@pytest.mark.parametrize("name", [3, None, ("a", "b"), ""])
+def test_a_predict_function_under_a_name_that_is_no_string(name):
+    refused(
+        lambda: make_spec({"classify": first_output, name: first_output}),
+        f"holds a function under {name!r}",
+        "names are strings",
+    )
+
+
+def signature_verbs(trainer, name):
+    return {
+        "predict": lambda: trainer.predict(dataset(), signature=name),
+        "stream": lambda: trainer.stream_predictions(dataset(), signature=name),
+    }
+
+
+@pytest.mark.parametrize("name", ["clasify", 3, ["classify"], ""])
+@pytest.mark.parametrize("verb", ["predict", "stream"])
+def test_a_signature_that_there_is_not(verb, name):
+    never = lambda batch: pytest.fail("it was called")  # noqa: E731
+    trainer = make_trainer(predict_fn=lambda model: {"classify": never, "embed": never})
+    refused(signature_verbs(trainer, name)[verb], f"signature={name!r} was given", "['classify', 'embed']", "one of")
+
+
+@pytest.mark.parametrize("verb", ["predict", "stream"])
+def test_a_signature_where_there_is_one_function(verb):
+    refused(
+        signature_verbs(make_trainer(), "embed")[verb],
+        "signature='embed' was given",
+        "one predict_fn",
+        "leave signature out",
+        "predict_fn={'embed': ",
+    )
+
+
+@pytest.mark.parametrize("verb", ["predict", "stream"])
+def test_a_signature_without_a_predict_fn(verb):
+    refused(signature_verbs(make_trainer(predict_fn=None), "embed")[verb], "ModelSpec has no predict_fn")

@@ -1,4 +1,6 @@
-"""What tests/test_workers.py runs, on several workers and in one process alike: `python -m tests.worker_scenarios OUT`.
+"""What tests/test_workers.py runs on several workers and in one process alike.
+
+    python -m distloop.launch --workers=2 -m tests.worker_scenarios OUT DEVICES [SCENARIO ...]
 
 Each gives arrays by name, which are to be the same everywhere; names that begin with `own/` are a worker's own.
 """
@@ -132,7 +134,7 @@ def elastic(make, workdir):
     """Goes on from the checkpoint that one process left in the workdir, and leaves one for it."""
     model_fn = classifier(batch_norm="synchronized", l2=0.1, metrics=True)
     there = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
-    there.fit(batches(shuffle=True), steps=12)
+    there.fit(batches(rows=71, shuffle=True), steps=12)
     return weights(there)
 
 
@@ -324,10 +326,12 @@ def run(scenario, num_devices, workdir):
     return scenario(make, str(workdir))
 
 
-def main(out, num_devices):
+def main(out, num_devices, *names):
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     distloop.prepare(distloop.Config(device="cpu", num_devices=num_devices))
     for scenario in SCENARIOS:
+        if names and scenario.__name__ not in names:
+            continue
         try:
             found = run(scenario, num_devices, out)
         except Exception:
@@ -336,4 +340,4 @@ def main(out, num_devices):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
