@@ -28,6 +28,7 @@ class Report:
         metrics: name -> number: training values are means since the last log, evaluations stand as `test/accuracy`.
         state: everything that training changes, a `TrainState`.
         stop_reason: why an action before this one ended the run here; None: it did not.
+        time: when the last step ended; Unix, seconds.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Report:
     metrics: Mapping[str, float]
     state: Any
     stop_reason: str | None = None
+    time: float = 0.0
 
 
 class Action(Protocol):
@@ -247,15 +249,16 @@ class Write:
     """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary."""
 
     every: int | None = None
+    only_writes = True  # reads nothing of the state, so the loop may call it late
 
     def __init__(self, writers: Sequence[Any]):
-        """Keeps the writers: objects with `write(step, metrics)`."""
+        """Keeps the writers: objects with `write(step, metrics, time)`."""
         self.writers = list(writers)
 
     def __call__(self, report: Report) -> None:
         """Writes a row."""
         for writer in self.writers:
-            writer.write(report.step, dict(report.metrics))
+            writer.write(report.step, dict(report.metrics), report.time)
 
 
 def run(actions: Sequence[Action], report: Report) -> tuple[dict[str, float], str | None]:

@@ -1,12 +1,13 @@
 """Owns the order of things: train, evaluate, predict.
 
 A loop runs exactly up to the next boundary, in one `tf.function` over a *tensor* count, so that one trace serves every
-length and no setting has to divide another. The host reads once a boundary. It does not know flags or files.
+length and no setting has to divide another. The host reads once a boundary, the numbers of several logs where nobody
+but the writers wants them. It does not know flags or files.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +22,7 @@ from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
+_LOOP_SECS = 0.5  # a loop that runs through several logs takes about so long
 
 
 class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from before
@@ -45,7 +47,8 @@ class TrainLoop:
         """Prepares; nothing is traced yet."""
         self._state = state
         self._step = step
-        self._run = _compiled(self._steps)
+        self._run = _compiled(self._logs)
+        self._names: list[str] = []  # of the numbers in a row beside sums; known once it was traced
         self._prepared_for: Source | None = None
         self._last_batch: inputs.LastBatch | None = None
         self._window = _Window()
@@ -87,28 +90,45 @@ class TrainLoop:
         else:
             self._window = _Window(window)
         while step < until:
-            boundary = schedule.next_boundary(step, until, [log_every, *(a.every for a in to_do)], steps_per_loop)
             left = source.start_loop()
+            boundary = self._next_boundary(step, until, to_do, log_every, steps_per_loop)
             count = boundary - step if left is None else min(boundary - step, left)
-            result = self._run_steps(source, count)
-            self._window.add(result)
-            step += int(result["steps"])
-            source.batches_taken += int(result["steps"])
-            if result["failed"]:
-                last = None if self._last_batch is None else (self._last_batch.get(), source.layout)
-                raise Diverged(self._step.explain(step, result["diagnosis"], last), step, source.batches_taken - 1)
-            is_log_due = schedule.is_due(step, log_every, until)
-            if is_log_due or any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
-                report = Report(step, until, self._window.metrics(self._step.names), self._state)
-                if is_log_due:
-                    self._open_window()  # before the actions: what they save begins with a new one
-                reported, reason = actions.run(to_do, report)
-                if reason:
-                    logging.warning("Stopped at step %d: %s.", step, reason)  # seen without flags, too
-                    break
+            for row in self._run_steps(source, count, log_every):
+                self._window.add(row)
+                step += row.steps
+                source.batches_taken += row.steps
+                if row.failed is not None:
+                    last = None if self._last_batch is None else (self._last_batch.get(), source.layout)
+                    raise Diverged(self._step.explain(step, row.failed, last), step, source.batches_taken - 1)
+                is_log_due = schedule.is_due(step, log_every, until)
+                if is_log_due or any(a.every is not None and schedule.is_due(step, a.every, until) for a in to_do):
+                    numbers = self._window.metrics(self._step.names)
+                    report = Report(step, until, numbers, self._state, time=row.end)
+                    if is_log_due:
+                        self._open_window()  # before the actions: what they save begins with a new one
+                    reported, reason = actions.run(to_do, report)
+                    if reason:
+                        logging.warning("Stopped at step %d: %s.", step, reason)  # seen without flags, too
+                        return reported
             if interrupts is not None and step < until and (reason := self._interruption(interrupts)):
                 raise Interrupted(f"{reason} at step {step}")
         return reported
+
+    def _next_boundary(
+        self, step: int, until: int, to_do: Sequence[Action], log_every: int, steps_per_loop: int
+    ) -> int:
+        """Finds the next step at which the host is to look.
+
+        Where nobody but writers cares for a log, a loop runs through several of them and tells their numbers at its
+        end, as many as take no longer than a person would wait.
+        """
+        everys, logs = [action.every for action in to_do], 1
+        if log_every and not self._state.train_metrics and all(a.every is not None or _only_writes(a) for a in to_do):
+            if secs := self._window.secs_per_log:
+                logs = max(1, int(min(_LOOP_SECS / secs, (steps_per_loop or np.inf) / log_every)))
+            logs = int(cluster.gather(self._state.strategy, logs)[0])  # the chief's clock counts
+        last_log = (step // log_every + logs) * log_every if log_every else until
+        return min(schedule.next_boundary(step, until, everys, steps_per_loop), last_log)
 
     def _interruption(self, interrupts: Interrupts) -> str | None:
         """Says why the run is to be left, if any worker has a reason to."""
@@ -120,19 +140,21 @@ class TrainLoop:
         """Gives the sums since the last log, as JSON can hold them."""
         return self._window.save()
 
-    def _run_steps(self, source: Source, count: int) -> dict[str, Any]:
+    def _run_steps(self, source: Source, count: int, log_every: int) -> list["_Row"]:
+        """Runs `count` steps, or up to the first one that is an error; gives a row for each log and for the rest."""
+        every = tf.constant(log_every or count + 1, tf.int64)
         try:
             if self._prepared_for is not source:
                 if self._step.locate_nonfinite:
                     self._last_batch = inputs.LastBatch(source.iterator())
                 # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
                 cluster.report(self._state.strategy, "tracing the step")
-                self._run(source.iterator(), source.layout, tf.constant(0, tf.int64))
+                self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), every)
                 self._step.warn()
                 self._prepared_for = source
-            start = time.perf_counter()
+            start = time.time()
             cluster.report(self._state.strategy, "training")
-            result = self._run(source.iterator(), source.layout, tf.constant(count, tf.int64))
+            result = self._run(source.iterator(), source.layout, tf.constant(count, tf.int64), every)
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
         except tf.errors.OpError as error:
             explained = inputs.explain(error) or self._step.explain_error(error)
@@ -140,10 +162,65 @@ class TrainLoop:
                 raise
             raise explained from error
         cluster.report(self._state.strategy, "between two loops")
-        return {**result, "seconds": time.perf_counter() - start}
+        rows: list[_Row] = []
+        done = 0
+        for done_then, end, *numbers in result["rows"].tolist():
+            of_update, sums = numbers[: len(self._names)], np.array(numbers[len(self._names) :])
+            own = dict(zip(self._names, of_update, strict=True))
+            rows.append(_Row(int(done_then) - done, end, end - start, sums, own))
+            done, start = int(done_then), end
+        rows[-1].own.update(_floats(result["keras_metrics"]))
+        if result["failed"]:
+            rows[-1] = rows[-1]._replace(failed=result["diagnosis"])
+        return rows
 
-    def _steps(self, iterator: Any, layout: Layout, count: tf.Tensor) -> dict[str, Any]:
-        """Runs `count` steps, or up to the first one that is an error."""
+    def _logs(self, iterator: Any, layout: Layout, count: tf.Tensor, log_every: tf.Tensor) -> dict[str, Any]:
+        """Runs `count` steps, or up to the first one that is an error; a row for each log and for the rest."""
+        first = self._state.step.read_value()
+
+        def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
+            target = tf.minimum(count, done + log_every - (first + done) % log_every)
+            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target)
+            with tf.device(HOST), tf.control_dependencies([sums]):
+                examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
+                if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
+                    examples = cluster.sum_over_workers(self._state.strategy, examples)
+                own = self._read_numbers()
+                self._names = list(own)
+                head = [tf.cast(done, tf.float64), tf.timestamp(), *(tf.cast(v, tf.float64) for v in own.values())]
+                row = tf.concat([tf.stack(head), sums[:-2], [examples], sums[-1:]], 0)
+            return done, failed, rows.write(rows.size(), row), diagnosis
+
+        with tf.device(HOST):
+            rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
+            none = (tf.constant(0, tf.int64), tf.constant(False), rows, tf.zeros([0]))
+            _, failed, rows, diagnosis = tf.while_loop(
+                lambda done, failed, rows, _: (rows.size() == 0) | ((done < count) & ~failed),
+                to_next_log,
+                none,
+                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), _VECTOR),
+                parallel_iterations=1,
+            )
+            return {
+                "rows": rows.stack(),
+                "failed": failed,
+                "diagnosis": diagnosis,
+                "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
+            }
+
+    def _read_numbers(self) -> dict[str, tf.Tensor]:
+        """Reads what a log tells beside the sums, by name: scalars."""
+        state = self._state
+        rates = {name: optimizer.learning_rate for name, optimizer in state.optimizers.items()}
+        scales = {name: scaler.loss_scale for name, scaler in state.loss_scalers.items()}
+        return {
+            "skipped_steps": state.skipped_steps.read_value(),
+            **_by_update("learning_rate", rates),
+            **_by_update("loss_scale", scales),
+        }
+
+    def _steps(self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor) -> Any:
+        """Runs steps until `target` of them are done, or up to the first one that is an error."""
 
         def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
@@ -169,71 +246,58 @@ class TrainLoop:
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
             none = tf.zeros([1], tf.float64)
-            done, failed, sums, diagnosis = tf.while_loop(
-                lambda done, failed, *_: (done < count) & ~failed,
+            return tf.while_loop(
+                lambda done, failed, *_: (done < target) & ~failed,
                 body,
-                (tf.constant(0, tf.int64), tf.constant(False), none, tf.zeros([0])),
+                (done, tf.constant(False), none, tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
-        examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
-        if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
-            examples = cluster.sum_over_workers(self._state.strategy, examples)
-        return {
-            "steps": done,
-            "failed": failed,
-            "tallies": sums[:-2],
-            "examples": examples,
-            "waited": sums[-1:],
-            "diagnosis": diagnosis,
-            "skipped_steps": self._state.skipped_steps.read_value(),
-            "learning_rate": _by_update(
-                "learning_rate", {name: o.learning_rate for name, o in self._state.optimizers.items()}
-            ),
-            "loss_scale": _by_update(
-                "loss_scale", {name: scaler.loss_scale for name, scaler in self._state.loss_scalers.items()}
-            ),
-            "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
-        }
 
     def _open_window(self) -> None:
-        self._window = _Window()
+        self._window = _Window(secs_per_log=self._window.seconds)
         for metric in self._state.train_metrics.values():
             metric.reset_state()
+
+
+class _Row(NamedTuple):
+    """What some steps in a row gave."""
+
+    steps: int
+    end: float  # when the last of them was done; Unix, seconds
+    seconds: float
+    sums: np.ndarray  # [2 * M + 2]: the tallies, examples, and seconds waited for data
+    own: dict[str, float]  # what stood at the end
+    failed: np.ndarray | None = None  # the diagnosis, where the last step is an error
 
 
 class _Window:
     """What training did since the last log: sums, to be divided once."""
 
-    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
-        self.tallies: Any = 0.0
-        self.steps = self.examples = self.seconds = self.waited = 0.0
-        self.last: dict[str, Any] = {}
+    def __init__(self, saved: Mapping[str, Any] | None = None, secs_per_log: float = 0.0) -> None:
+        self.sums: Any = 0.0
+        self.steps, self.seconds = 0, 0.0
+        self.own: dict[str, float] = {}
+        self.secs_per_log = secs_per_log  # how long the one before took; 0: unknown
         if saved is not None:
-            self.tallies = np.asarray(saved["tallies"], np.float64)
-            self.steps, self.examples, self.seconds, self.waited = saved["sums"]
+            self.sums, self.steps, self.seconds = np.array(saved["sums"]), saved["steps"], saved["seconds"]
 
     def save(self) -> dict[str, Any]:
-        sums = [self.steps, self.examples, self.seconds, self.waited]
-        return {"tallies": np.asarray(self.tallies).tolist(), "sums": sums}
+        return {"sums": np.asarray(self.sums).tolist(), "steps": self.steps, "seconds": self.seconds}
 
-    def add(self, result: dict[str, Any]) -> None:
-        if np.shape(self.tallies) not in ((), np.shape(result["tallies"])):  # saved when loss_fn gave other values
-            self.tallies, self.steps, self.examples, self.seconds, self.waited = 0.0, 0.0, 0.0, 0.0, 0.0
-        self.tallies = self.tallies + result["tallies"]
-        self.steps += float(result["steps"])
-        self.examples += float(result["examples"])
-        self.seconds += result["seconds"]
-        self.waited += float(result["waited"].sum())
-        self.last = result
+    def add(self, row: _Row) -> None:
+        if np.shape(self.sums) not in ((), np.shape(row.sums)):  # saved when loss_fn gave other values
+            self.sums, self.steps, self.seconds = 0.0, 0, 0.0
+        self.sums = self.sums + row.sums
+        self.steps += row.steps
+        self.seconds += row.seconds
+        self.own = row.own
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
-        numbers = metrics.means(names, self.tallies)
-        numbers |= _floats(self.last["keras_metrics"])
-        numbers |= _floats(self.last["learning_rate"]) | _floats(self.last["loss_scale"])
-        numbers["skipped_steps"] = float(self.last["skipped_steps"])
+        *tallies, examples, waited = self.sums
+        numbers = metrics.means(names, np.array(tallies)) | self.own
         numbers["steps_per_sec"] = self.steps / self.seconds
-        numbers["examples_per_sec"] = self.examples / self.seconds
-        numbers["input_wait"] = min(1.0, self.waited / self.seconds)
+        numbers["examples_per_sec"] = float(examples) / self.seconds
+        numbers["input_wait"] = min(1.0, float(waited) / self.seconds)
         return numbers
 
 
@@ -328,6 +392,11 @@ class PredictLoop:
 def _compiled(fn: Callable[..., Any]) -> Any:
     """Compiles; a function object of its own keeps TensorFlow from counting several trainers' traces as one's."""
     return tf.function(lambda *arguments: fn(*arguments), autograph=False)
+
+
+def _only_writes(action: Action) -> bool:
+    """Says whether an action looks at a report's numbers alone, so that it may come late."""
+    return getattr(action, "only_writes", False)
 
 
 def _by_update(name: str, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:

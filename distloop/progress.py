@@ -137,7 +137,7 @@ class Progress:
             if name in saved.notes["actions"]:
                 action.set_state(saved.notes["actions"][name])
         window: dict[str, Any] = saved.notes["window"]
-        return window if window["sums"][0] else None
+        return window if window["steps"] else None
 
     def stop_reason(self, until: int) -> str | None:
         """Says why the checkpoint that is to be taken over was the last of a run until the same step, if it was."""

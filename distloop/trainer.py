@@ -7,6 +7,7 @@ outputs = trainer.predict(test_dataset)
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -170,12 +171,15 @@ class Trainer:
         saves: list[Action] = []
         if settings.workdir:
             bests = [action for action in actions if isinstance(action, SaveBest)]
-            saves = [Save(self._progress.save, every, bests) for every in (settings.checkpoint_every, None)]
+            saves = [Save(self._progress.save, settings.checkpoint_every, bests)]
+            saves += [Save(self._progress.save, None, bests)] if bests else []
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
-        agree = Agree(functools.partial(cluster.gather, self.strategy))
-        to_do = [*evaluations, *actions, *([agree] if cluster.num_workers(self.strategy) > 1 else []), *saves]
+        to_do = [*evaluations, *actions]
+        if actions and cluster.num_workers(self.strategy) > 1:
+            to_do.append(Agree(functools.partial(cluster.gather, self.strategy)))
+        to_do += saves
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
@@ -302,7 +306,7 @@ class Trainer:
                 if not writers:
                     writers = [SummaryWriter(os.path.join(self.config.workdir, "summaries"), [name]), JsonWriter(path)]
                 for writer in writers:
-                    writer.write(step, {f"{name}/{key}": value for key, value in found[step].items()})
+                    writer.write(step, {f"{name}/{key}": v for key, v in found[step].items()}, time.time())
         finally:
             for writer in writers:
                 writer.close()

@@ -1,10 +1,11 @@
 """Owns *numbers to disk and screen*: TensorBoard, `metrics.jsonl`, the console.
 
-Each writer has `write(step, metrics)` and `close()`; it does not know when it is called, nor where numbers come from.
+Each writer has `write(step, metrics, when)` and `close()`; it does not know when it is called, nor where numbers come
+from.
 
     writers = [Console(steps=2_000, evals=["test"]), SummaryWriter("run/summaries", evals=["test"])]
     for writer in writers:
-        writer.write(500, {"loss": 0.12, "test/accuracy": 0.98})
+        writer.write(500, {"loss": 0.12, "test/accuracy": 0.98}, time.time())
     for writer in writers:
         writer.close()
 
@@ -52,12 +53,13 @@ class SummaryWriter:
         self._files: dict[str, EventFileWriter] = {}
         self._flushed = -math.inf  # when; seconds of the monotonic clock
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Writes each number, all of a directory in one event; files are flushed once a second at most.
 
         Args:
             step: that the numbers belong to.
             metrics: name -> number.
+            when: Unix, seconds; None: now.
 
         Raises:
             OSError: if a directory cannot be made.
@@ -66,7 +68,7 @@ class SummaryWriter:
         for name, value in metrics.items():
             prefix, _, rest = name.partition("/")
             run, tag = (prefix, rest) if prefix in self._evals and rest else ("train", name)
-            event = events.setdefault(run, Event(wall_time=time.time(), step=step))
+            event = events.setdefault(run, Event(wall_time=when or time.time(), step=step))
             event.summary.value.add(tag=tag, simple_value=float(value))
         for run, event in events.items():
             self._file(run).add_event(event)
@@ -122,15 +124,16 @@ class JsonWriter:
             if self._file.read(1) != b"\n":  # a run that was killed left half a row; keep it apart from the next one
                 self._file.write(b"\n")
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Appends a row and flushes.
 
         Args:
             step: that the numbers belong to.
             metrics: name -> number.
+            when: Unix, seconds; None: now.
         """
         row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(_line({"step": int(step), "time": time.time(), **row}))
+        self._file.write(_line({"step": int(step), "time": when or time.time(), **row}))
         self._file.flush()
 
     def close(self) -> None:
@@ -220,12 +223,13 @@ class Console:
             )
             self._task = self._bar.add_task("", completed=start, total=steps)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Shows a row.
 
         Args:
             step: that the numbers belong to.
             metrics: name -> number; those about the run (`learning_rate`, `input_wait`, ...) are left to the files.
+            when: not shown.
         """
         progress, speed = [f"step {step}/{self._steps}"], self._speed(step, metrics.get("steps_per_sec"))
         shown = {name: f"{name} {_digits(value)}" for name, value in metrics.items() if self._is_shown(name, value)}

@@ -125,7 +125,7 @@ def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary(
         def __init__(self):
             self.rows = []
 
-        def write(self, step, metrics):
+        def write(self, step, metrics, when):
             self.rows.append((step, metrics))
 
     writers = [Writer(), Writer()]

@@ -41,6 +41,8 @@ OTHER_VALUES = {
     "init_rename": r"^a/(.*)=>b/\1 $",
     "input_position": "iterator",
     "max_secs": 1.5,
+    "start_timeout": 20.0,
+    "hang_timeout": 30.5,
     "seed": 9,
     "deterministic": True,
 }

@@ -1,6 +1,7 @@
 """The laws: what must hold on any number of replicas, however a run is cut."""
 
 import itertools
+import json
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.loop import Diverged
+from distloop.loop import Diverged, TrainLoop
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
 from tests.test_bad_input import refused
@@ -235,7 +236,7 @@ def test_a_step_has_one_reduction(microbatches):
 
 def run_arguments(trainer):
     source = trainer._train_source
-    return source.iterator(), source.layout, tf.constant(1, tf.int64)
+    return source.iterator(), source.layout, tf.constant(1, tf.int64), tf.constant(100, tf.int64)
 
 
 def functions(graph):
@@ -590,6 +591,35 @@ def test_how_a_run_is_cut_changes_no_bit(replicas):
     expected = run()
     for cut in CUTS:
         assert_equal(run(**cut), expected)
+
+
+@pytest.mark.parametrize("replicas", fast(2, 1))
+def test_logs_that_come_late_are_those_that_come_at_once(replicas, tmp_path, monkeypatch):
+    def rows(name, **arguments):
+        config = on(replicas, workdir=str(tmp_path / name), log_every=3, checkpoint_every=20, average_decay=0.9)
+        trainer = train(classifier(dropout=0.3), config, batches(16, shuffle=True), steps=100, **arguments)
+        found = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return everything(trainer), found
+
+    def look(report):
+        looked_at.append(report.step)
+        assert report.state.step == report.step
+
+    loops, run_steps = [], TrainLoop._run_steps
+    monkeypatch.setattr(TrainLoop, "_run_steps", lambda *a: (loops.append(a[2]), run_steps(*a))[1])
+    looked_at, look.every = [], None  # whoever may want to see the state at each log gets to
+    at_once, expected = rows("at once", actions=[look])
+    assert looked_at == [row["step"] for row in expected] and max(loops) == 3
+    loops.clear()
+    late, found = rows("late")
+    assert max(loops) > 3  # several logs in one loop
+    assert_equal(late, at_once)
+    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait"}
+    for row, other in zip(found, expected, strict=True):
+        assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+        assert row.keys() == other.keys()
+    times = [row["time"] for row in found]
+    assert times == sorted(set(times))
 
 
 @pytest.mark.slow
