@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distloop.learning_rates import make_schedule, scale_learning_rate
     from distloop.metrics import weighted
     from distloop.precision import LossScaleOptimizer
+    from distloop.records import read_metrics
     from distloop.state import ModelSpec, Update
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
@@ -38,6 +39,7 @@ __all__ = [
     "make_dataset",
     "make_schedule",
     "prepare",
+    "read_metrics",
     "scale_learning_rate",
     "supervised",
     "weighted",
@@ -61,6 +63,7 @@ _MODULES = {
     "make_dataset": "inputs",
     "make_schedule": "learning_rates",
     "prepare": "cluster",
+    "read_metrics": "records",
     "scale_learning_rate": "learning_rates",
     "supervised": "supervised",
     "weighted": "metrics",

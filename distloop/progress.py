@@ -22,8 +22,8 @@ from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.inputs import Source
 from distloop.loop import Diverged, TrainLoop
+from distloop.records import append_row
 from distloop.state import TrainState
-from distloop.writers import append_row
 
 
 class Progress:

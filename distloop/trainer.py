@@ -23,10 +23,11 @@ from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop
 from distloop.progress import Progress
+from distloop.records import read_steps
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
 from distloop.warm_start import warm_start
-from distloop.writers import Console, JsonWriter, SummaryWriter, read_steps
+from distloop.writers import Console, JsonWriter, SummaryWriter
 
 
 class Trainer:

@@ -13,22 +13,18 @@ A name is `loss`, `<update>/loss` or `<eval>/loss`.
 """
 
 import itertools
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import rich.console
 import rich.progress
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-# Numbers about the run, not the model: the files have them, on the screen they would hide the others.
-_OFF_SCREEN = frozenset(
-    ["clipped_share", "examples_per_sec", "gradient_norm", "input_wait", "learning_rate", "loss_scale", "steps_per_sec"]
-)
+from distloop.records import ABOUT_THE_RUN, format_row, parse_row, show_number
 
 
 class SummaryWriter:
@@ -133,39 +129,12 @@ class JsonWriter:
             when: Unix, seconds; None: now.
         """
         row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(_line({"step": int(step), "time": when or time.time(), **row}))
+        self._file.write(format_row({"step": int(step), "time": when or time.time(), **row}))
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def read_steps(path: str) -> set[int]:
-    """Finds the steps that a JsonWriter's file has rows of; none where there is no file."""
-    try:
-        with open(path, "rb") as file:
-            return {json.loads(line)["step"] for line in file if line.endswith(b"\n")}
-    except FileNotFoundError:
-        return set()
-
-
-def append_row(path: str, row: Mapping[str, Any]) -> None:
-    """Appends one JSON object to a file, with the `time` (Unix, seconds).
-
-    Args:
-        path: of the file, which is made if it is missing.
-        row: what JSON can hold.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    with open(path, "ab") as file:
-        file.write(_line({"time": time.time(), **row}))
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def _drop_rows(path: str, after: int) -> None:
@@ -180,10 +149,8 @@ def _drop_rows(path: str, after: int) -> None:
 
 
 def _is_kept(line: bytes, after: int) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= after
-    except (ValueError, KeyError, TypeError):
-        return False
+    row = parse_row(line)
+    return row is not None and line.endswith(b"\n") and row["step"] <= after
 
 
 class Console:
@@ -232,7 +199,7 @@ class Console:
             when: not shown.
         """
         progress, speed = [f"step {step}/{self._steps}"], self._speed(step, metrics.get("steps_per_sec"))
-        shown = {name: f"{name} {_digits(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
+        shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
         line = "  ".join([*progress, *shown.values(), *speed])
         if self._bar is None:
             print(line, file=self._console.file, flush=True)
@@ -255,7 +222,7 @@ class Console:
     def _is_shown(self, name: str, value: float) -> bool:
         if name == "skipped_steps":
             return value > 0
-        return self._is_eval(name) or name.rpartition("/")[2] not in _OFF_SCREEN
+        return self._is_eval(name) or name.rpartition("/")[2] not in ABOUT_THE_RUN
 
     def _speed(self, step: int, reported: float | None) -> list[str]:
         """Returns steps per second and the time left, in words, as far as they are known."""
@@ -270,9 +237,4 @@ class Console:
             return []
         left_secs = round((self._steps - step) / by_clock)
         eta = [f"eta {left_secs // 3600}:{left_secs // 60 % 60:02}:{left_secs % 60:02}"] if step < self._steps else []
-        return [f"{_digits(reported or by_clock)} steps/s", *eta]
-
-
-def _digits(value: float) -> str:
-    """Writes a number with four significant digits, and large ones as whole numbers rather than powers of ten."""
-    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+        return [f"{show_number(reported or by_clock)} steps/s", *eta]

@@ -1,5 +1,8 @@
 """Small problems that the tests train on, and ways to compare what came of them."""
 
+import json
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -129,3 +132,33 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     different = [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
     assert not different
+
+
+def write_run(path, rows, settings=None, flags=(), *, saved=None, incidents=(), age_secs=3600):
+    """Writes what a run leaves behind, as far as the report reads it; a second a row, the last one `age_secs` ago.
+
+    Args:
+        path: the workdir, a `pathlib.Path`.
+        rows: name -> number or None, each with its `step`.
+        settings: of config.json; None: there is none.
+        flags: lines of flags.txt.
+        saved: `step`, `until` and `stop_reason` of the only checkpoint; None: there is none.
+        incidents: rows of incidents.jsonl.
+        age_secs: how old the last row is.
+    """
+    path.mkdir(parents=True)
+    first = time.time() - age_secs - len(rows) + 1
+    lines = [json.dumps({"step": row["step"], "time": first + i, **row}) + "\n" for i, row in enumerate(rows)]
+    (path / "metrics.jsonl").write_text("".join(lines))
+    if settings is not None:
+        (path / "config.json").write_text(json.dumps({"workdir": str(path), **settings}))
+    if flags:
+        (path / "flags.txt").write_text("".join(line + "\n" for line in flags))
+    if saved:
+        checkpoint = path / "checkpoints" / str(saved["step"])
+        checkpoint.mkdir(parents=True)
+        notes = {"until": saved["until"], "stop_reason": saved.get("stop_reason")}
+        (checkpoint / "manifest.json").write_text(json.dumps({"step": saved["step"], "notes": notes}))
+    if incidents:
+        (path / "incidents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in incidents))
+    return path

@@ -20,7 +20,11 @@ LAYERS = {
     "schedule": 0,
     "config": 0,
     "interrupts": 0,
+    "records": 0,
     "launch": 1,
+    "runs": 1,
+    "curves": 2,
+    "report": 3,
     "cluster": 1,
     "metrics": 1,
     "gradients": 1,
@@ -45,7 +49,7 @@ LAYERS = {
     "trainer": 8,
     "__init__": 9,
 }
-WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "launch", "__init__"]
+WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "records", "launch", "runs", "curves", "report", "__init__"]
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)
@@ -166,6 +170,12 @@ def test_what_starts_at_once_needs_no_tensorflow(module):
     packages = {name.partition(".")[0] for name in imports_of(MODULES[module])}
     assert not packages & {"tensorflow", "keras", "numpy", "tf_keras"}
     assert not names_of(MODULES[module]) & {"tf", "keras"}
+
+
+def test_the_report_starts_without_tensorflow_and_tensorboard():
+    program = "import sys, distloop.report; print(sorted({'tensorflow', 'keras', 'tensorboard'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[]\n", result.stdout + result.stderr
 
 
 def test_every_module_has_a_test_file():

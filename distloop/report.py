@@ -1,0 +1,259 @@
+"""Owns *runs side by side*: tables in the terminal, plain text, JSON or a picture; without TensorFlow.
+
+    python -m distloop.report runs/a runs/b        # or `runs`: every run in that directory
+    python -m distloop.report runs --json          # for programs
+    python -m distloop.report runs --png=runs.png  # curves as well, with matplotlib
+
+Of each run: its status, steps, training time (without tracing, evaluations, saves and pauses), speed; of each metric
+the last value, the best and its step, the least and largest, a curve of text; what went wrong; settings that differ.
+
+What is better is known by name alone: smaller for `loss`, `error`, `mae`, `perplexity` and the like, larger for
+`accuracy`, `auc`, `precision`, `recall`, `f1` and the like; those list the best run first. Other names have no best:
+look at the last, least and largest. Whether a run still trains is a guess by the age of its last row.
+
+Where standard output is no terminal there are no colors and no folding: a line is whole, with its run and metric on
+it, and its columns stand two spaces or more apart.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import rich.console
+import rich.table
+from rich.cells import cell_len, set_cell_size
+from rich.padding import Padding
+from rich.text import Text
+
+from distloop import runs
+from distloop.curves import draw_lines, draw_picture
+from distloop.records import show_number
+from distloop.runs import Run, Series
+
+_LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of words
+_STYLES = {
+    ("status", "complete"): "green",
+    ("status", "running"): "cyan",
+    ("status", "interrupted"): "yellow",
+    ("status", "diverged"): "red",
+    ("last", "nan"): "red",
+}
+_GAP, _INDENT = 2, 2  # between columns; under headlines
+_MIN_NAME, _MIN_WORDS = 12, 24  # what is longer may fold to this
+
+
+class _Table(NamedTuple):
+    """A table of words, to be shown either way; one that is grouped has its first column as headlines."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    is_grouped: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the report; returns its exit code, 2 where there was nothing to report."""
+    try:
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        found = runs.load_all(options.workdirs)
+        if options.png:
+            draw_picture(found, options.png)
+            print(f"distloop.report: the curves are in {options.png}", file=sys.stderr)
+    except ValueError as error:
+        print(f"distloop.report: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(_as_json(found), indent=2, allow_nan=False))
+        return 0
+    console = rich.console.Console(highlight=False)
+    is_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes no terminal of a file
+    metrics = _metrics(found, console.width if is_terminal else math.inf, console.options.ascii_only)
+    for table in (_runs(found), metrics, _events(found), _settings(found)):
+        if table.rows:
+            _show(table, console) if is_terminal else _print(table)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help tells what can be given.")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="python -m distloop.report", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="of a run, or a directory of workdirs")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--png", metavar="PATH", help="write the curves as a picture, too; needs matplotlib")
+    return parser.parse_args(arguments)
+
+
+def _runs(found: Sequence[Run]) -> _Table:
+    header = ["run", "status", "step", "training", "steps/s", "examples/s", "silent"]
+    rows = [
+        [
+            run.name,
+            run.status,
+            f"{run.step}/{run.until}" if run.until else str(run.step),
+            _show_secs(run.training_secs),
+            _show_known(run.steps_per_sec),
+            _show_known(run.examples_per_sec),
+            "-" if run.status in ("complete", "stopped") else _show_secs(run.silent_secs),
+        ]
+        for run in found
+    ]
+    return _Table("Runs", header, rows)
+
+
+def _metrics(found: Sequence[Run], width: float, is_ascii: bool) -> _Table:
+    """Makes the table of metrics; its curves are as long as fits into `width`, within reason."""
+    header = ["metric", "run", "last", "best", "at step", "least", "largest"]
+    rows, curves = [], []
+    for name, group in runs.by_metric(found):
+        for run, series in group:
+            value, step = series.best or (None, None)
+            numbers = [_show_known(number) for number in (series.last, value, series.least, series.largest)]
+            rows.append([name, run.name, *numbers[:2], str(step or "-"), *numbers[2:]])
+    taken = sum(max(map(cell_len, column)) + _GAP for column in list(zip(header, *rows, strict=True))[1:])
+    length = int(min(max(width - taken - _INDENT, 10), 32))
+    for _, group in runs.by_metric(found):
+        curves += draw_lines([series for _, series in group], length, is_ascii=is_ascii)
+    full = [[*row, curve] for row, curve in zip(rows, curves, strict=True)]
+    return _Table("Metrics", [*header, "curve"], full, is_grouped=True)
+
+
+def _events(found: Sequence[Run]) -> _Table:
+    """Lists rollbacks, errors, and early ends."""
+    rows = []
+    for run in found:
+        for row in run.incidents:
+            keys = ("step", "action", "batch", "checkpoint", "left_out", "reason")
+            rows.append([run.name, *(_show_value(row.get(key)) for key in keys)])
+        if run.stop_reason is not None:
+            rows.append([run.name, str(run.step), "stop", "-", "-", "-", run.stop_reason])
+    return _Table("Incidents", ["run", "step", "what", "batch", "back to", "left out", "why"], rows)
+
+
+def _settings(found: Sequence[Run]) -> _Table:
+    """Lists settings that differ; tall rather than wide."""
+    different = runs.different_settings(found)
+    rows = [[name, *map(_show_value, values)] for name, values in different.items()]
+    header = ["setting", *(run.name for run in found)]
+    if len(rows) < len(found):
+        header, *rows = [list(column) for column in zip(header, *rows, strict=True)]
+        header[0] = "run"
+    return _Table("Settings that differ", header, rows if different else [])
+
+
+def _show(table: _Table, console: rich.console.Console) -> None:
+    """Shows a table on a terminal: names fold, and columns for which there is no room come in a table below."""
+    num_names = 2 if table.is_grouped else 1  # the first one is a headline then
+    columns = list(zip(table.header, *table.rows, strict=True))
+    longest = [max(map(cell_len, column)) for column in columns]
+    longest[num_names - 1] += _INDENT * table.is_grouped
+    narrowest = [n if name == "curve" else min(n, _MIN_WORDS) for name, n in zip(table.header, longest, strict=True)]
+    narrowest[num_names - 1] = min(longest[num_names - 1], _MIN_NAME)
+    parts: list[list[int]] = []
+    for i in range(num_names, len(columns)):
+        if not parts or narrowest[i] + sum(narrowest[j] + _GAP for j in parts[-1]) > console.width:
+            parts.append([num_names - 1])
+        parts[-1].append(i)
+    for part in parts:
+        console.print(Text(table.title, style="bold underline"))
+        spare = console.width - sum(narrowest[i] + _GAP for i in part) + _GAP
+        widths = {}
+        for i in part:  # names first
+            widths[i] = min(longest[i], narrowest[i] + max(0, spare))
+            spare -= widths[i] - narrowest[i]
+        _show_columns(table, widths, console)
+
+
+def _show_columns(table: _Table, widths: Mapping[int, int], console: rich.console.Console) -> None:
+    """Shows some columns of a table, by number, with the widths given."""
+
+    def show(rows: Sequence[Sequence[str]], style: str = "") -> None:
+        grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
+        for i, width in widths.items():
+            is_left = table.header[i] in _LEFT or i == 0
+            grid.add_column(width=width, justify="left" if is_left else "right", overflow="fold")
+        for row in rows:
+            cells = [Text(row[i], style=style or _STYLES.get((table.header[i], row[i]), "")) for i in widths]
+            grid.add_row(Padding(cells[0], (0, 0, 0, _INDENT * table.is_grouped)), *cells[1:])
+        console.print(grid)
+
+    show([table.header], "dim")
+    if not table.is_grouped:
+        show(table.rows)
+    for headline, rows in itertools.groupby(table.rows, lambda row: row[0]) if table.is_grouped else ():
+        console.print(Text(headline, style="bold"))
+        show(list(rows))
+    console.print()
+
+
+def _print(table: _Table) -> None:
+    """Prints a table for pipes and files: every line whole, and a blank one behind the table."""
+    lines = [table.header, *table.rows]
+    widths = [max(map(cell_len, column)) + _GAP for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("".join(set_cell_size(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print()
+
+
+def _show_known(value: float | None) -> str:
+    return "-" if value is None else show_number(value)
+
+
+def _show_value(value: Any) -> str:
+    return "-" if value is None else str(value) or "''"
+
+
+def _show_secs(secs: float) -> str:
+    if secs < 60:
+        return f"{secs:.1f}s"
+    return f"{int(secs) // 3600}:{int(secs) // 60 % 60:02}:{int(secs) % 60:02}"
+
+
+def _as_json(found: Sequence[Run]) -> dict[str, Any]:
+    """Gives what the tables show as JSON can hold it; what is nan is null."""
+
+    def known(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    def of_metric(series: Series) -> dict[str, Any]:
+        value, step = series.best or (None, None)
+        numbers = {"last": series.last, "least": series.least, "largest": series.largest}
+        rest = {"better": runs.better(series.name), "best": value, "best_step": step}
+        return {name: known(number) for name, number in numbers.items()} | rest
+
+    listed = [
+        {
+            "name": run.name,
+            "workdir": os.path.abspath(run.path),
+            "status": run.status,
+            "step": run.step,
+            "until": run.until,
+            "stop_reason": run.stop_reason,
+            "training_secs": known(run.training_secs),
+            "elapsed_secs": known(run.elapsed_secs),
+            "silent_secs": run.silent_secs,
+            "steps_per_sec": known(run.steps_per_sec),
+            "examples_per_sec": known(run.examples_per_sec),
+            "metrics": {name: of_metric(series) for name, series in run.series.items()},
+            "incidents": run.incidents,
+            "settings": run.settings,
+        }
+        for run in found
+    ]
+    return {"runs": listed, "different_settings": list(runs.different_settings(found))}
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a name that the terminal cannot show
+    sys.exit(main())

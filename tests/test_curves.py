@@ -1,0 +1,93 @@
+"""Curves, as lines of characters and as a picture."""
+
+import math
+import sys
+
+import pytest
+
+from distloop.curves import draw_lines, draw_picture
+from distloop.runs import Series, load_all
+from tests.problems import write_run
+
+NAN = math.nan
+
+
+def draw(*groups, length=8, **settings):
+    """Draws lists of values, measured at each step from 1, or of (step, value)."""
+    pairs = [[v if isinstance(v, tuple) else (i + 1, v) for i, v in enumerate(values)] for values in groups]
+    return draw_lines(
+        [Series("loss", [s for s, _ in group], [v for _, v in group]) for group in pairs], length, **settings
+    )
+
+
+def test_a_line_goes_from_the_lowest_bar_to_the_highest():
+    assert draw([0, 1, 2, 3, 4, 5, 6, 7]) == ["▁▂▃▄▅▆▇█"]
+    assert draw([7.0, 0.0, -7.0]) == ["█▅▁"]
+
+
+def test_where_blocks_cannot_be_shown_there_are_letters():
+    assert draw([0, 1, 2, 3, 4, 5, 6, 7, NAN], length=9, is_ascii=True) == ["_.-~=+*#!"]
+
+
+def test_runs_share_one_scale_and_the_same_steps():
+    assert draw([0, 1, 2, 3], [3, 3]) == ["▁▃▆█", "██"]
+
+
+def test_a_character_is_the_mean_of_its_part_of_the_steps():
+    assert draw([0, 4, 6, 10, 2, 2], length=3) == ["▂▇▂"]
+
+
+def test_a_value_stands_for_the_steps_since_the_one_before_it():
+    assert draw([0, 1, 2, 3], [(2, 3), (4, 0)]) == ["▁▃▆█", "██▁▁"]
+    assert draw([(0, 1), (4, 0)]) == ["█▁"]
+
+
+def test_one_value_that_is_not_finite_shows_in_its_part():
+    assert draw([0, NAN, 0, 0, 8, 8, NAN, NAN], length=4) == ["!▁█!"]
+    assert draw([NAN, NAN], [NAN]) == ["!!", "!"]
+
+
+def test_values_that_are_alike_are_a_low_line():
+    assert draw([0.5, 0.5], [0.5]) == ["▁▁", "▁"]
+
+
+def test_a_wide_range_of_positive_values_is_shown_by_its_logarithm():
+    assert draw([1, 10, 100, 1000]) == ["▁▃▆█"]
+    assert draw([0, 10, 100, 1000]) == ["▁▁▁█"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 31, 32, 33, 100, 1001])
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_run_that_is_whole_fills_its_line(count, every):
+    (line,) = draw([(every * (i + 1), i) for i in range(count)], length=32)
+    assert len(line) == min(count, 32) and line[0] == "▁" and (count == 1 or line[-1] == "█")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="needs matplotlib, which is not installed: pip install matplotlib, or do"):
+        draw_picture([], str(tmp_path / "runs.png"))
+
+
+@pytest.fixture
+def found(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path / "a$\\x$", [{"step": i, "loss": 2.0**-i, "f1 $\\x$": None} for i in range(1, 30)])
+    write_run(tmp_path / "_b", [{"step": 1, "loss": 0.5, "reward": 1.0}])
+    write_run(tmp_path / "c", [])
+    return load_all([str(tmp_path)])
+
+
+def test_a_picture_has_a_chart_a_metric_whatever_the_names(found, tmp_path):
+    draw_picture(found, str(tmp_path / "runs.png"))
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_runs_without_numbers_is_empty(found, tmp_path):
+    draw_picture(found[2:], str(tmp_path / "runs.png"))
+    assert (tmp_path / "runs.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_told(found, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be written \(No such file or directory\): give another path."):
+        draw_picture(found, str(tmp_path / "nope" / "runs.png"))

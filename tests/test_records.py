@@ -1,0 +1,107 @@
+"""Rows: what is written is read again, whatever a run left behind."""
+
+import json
+import math
+
+import pytest
+
+import distloop
+from distloop import records
+from distloop.writers import JsonWriter
+
+
+def write_metrics(directory, *rows):
+    writer = JsonWriter(str(directory / "metrics.jsonl"))
+    for step, metrics in rows:
+        writer.write(step, metrics)
+    writer.close()
+
+
+def test_metrics_are_read_as_they_were_written(tmp_path):
+    write_metrics(tmp_path, (5, {"loss": 0.5, "test/accuracy": 1}), (10, {"loss": 0.25}))
+    first, second = distloop.read_metrics(tmp_path)
+    assert first.pop("time") <= second.pop("time")
+    assert (first, second) == ({"step": 5, "loss": 0.5, "test/accuracy": 1.0}, {"step": 10, "loss": 0.25})
+    assert type(first["step"]) is int and type(first["test/accuracy"]) is float
+
+
+def test_what_was_not_finite_is_nan(tmp_path):
+    write_metrics(tmp_path, (1, {"a": math.nan, "b": math.inf, "c": 2.0}))
+    (row,) = distloop.read_metrics(str(tmp_path))
+    assert math.isnan(row["a"]) and math.isnan(row["b"]) and row["c"] == 2.0
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "ti', '{"step": 3, "loss": 1.', "{", "\x00\x00", "\ufffd"])
+def test_half_a_row_is_left_out_at_the_end_and_before(tmp_path, torn):
+    write_metrics(tmp_path, (1, {"loss": 1.0}), (2, {"loss": 0.5}))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + torn)
+    assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1, 2]
+    write_metrics(tmp_path, (3, {"loss": 0.25}))  # sets the half row apart
+    assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", ["[]", "3", '"step"', "{}", '{"step": null}', '{"loss": 1.0}'])
+def test_a_line_without_a_step_is_no_row(line):
+    assert records.parse_row(line.encode()) is None
+
+
+def test_a_last_row_without_its_line_break_is_whole(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0}')
+    assert distloop.read_metrics(tmp_path) == [{"step": 1, "time": 2.0}]
+
+
+def test_a_row_can_be_read_while_the_run_is_training(tmp_path):
+    writer = JsonWriter(str(tmp_path / "metrics.jsonl"), start=0)
+    assert distloop.read_metrics(tmp_path) == []
+    writer.write(1, {"loss": 1.0})
+    assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1]
+    writer.close()
+
+
+def test_rows_of_earlier_runs_are_not_read(tmp_path):
+    for step in (1, 2):
+        writer = JsonWriter(str(tmp_path / "metrics.jsonl"), start=0)
+        writer.write(step, {})
+        writer.close()
+    assert (tmp_path / "metrics.jsonl.1").exists()
+    assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [2]
+
+
+def test_the_home_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_metrics(tmp_path, (1, {}))
+    assert len(distloop.read_metrics("~")) == 1
+
+
+def test_a_directory_that_is_not_there_is_told(tmp_path):
+    write_metrics(tmp_path, (1, {}))
+    for given in (tmp_path / "nope", tmp_path / "metrics.jsonl", ""):
+        with pytest.raises(ValueError, match="There is no directory '.*': give the workdir of a run."):
+            distloop.read_metrics(given)
+
+
+def test_a_directory_without_metrics_is_told(tmp_path):
+    with pytest.raises(ValueError, match="holds no metrics.jsonl: give the workdir of one run that has begun"):
+        distloop.read_metrics(tmp_path)
+
+
+def test_metrics_that_cannot_be_read_are_told(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\): give a workdir that you may read."):
+        distloop.read_metrics(tmp_path)
+
+
+def test_an_appended_row_has_the_time_and_stays_what_it_is(tmp_path):
+    path = str(tmp_path / "incidents.jsonl")
+    records.append_row(path, {"step": 3, "reason": "The loss jumped.", "batch": None})
+    records.append_row(path, {"step": 4})
+    first, second = records.read_rows(path)
+    assert 0 < first.pop("time") <= second.pop("time")
+    assert (first, second) == ({"step": 3, "reason": "The loss jumped.", "batch": None}, {"step": 4})
+
+
+def test_nan_is_no_json():
+    with pytest.raises(ValueError):
+        records.format_row({"step": 1, "loss": math.nan})
+    assert json.loads(records.format_row({"step": 1})) == {"step": 1}

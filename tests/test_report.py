@@ -1,0 +1,277 @@
+"""Runs side by side: on a terminal, in a pipe, for programs."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from distloop import report
+from tests.problems import write_run
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two runs: one complete, one broken off after a rollback."""
+    speed = {"steps_per_sec": 50.0, "examples_per_sec": 3200.0, "learning_rate": 0.1}
+    rows = [{"step": 100 * i, "loss": 2.0 / i, "test/accuracy": 0.25 * i, "size": float(i), **speed} for i in (1, 2, 3)]
+    write_run(tmp_path / "a", rows, {"steps": 300, "seed": 0}, ["--hidden=16"])
+    incident = {"step": 150, "batch": 149, "reason": "The loss jumped.", "action": "rollback", "checkpoint": 100}
+    rows = [{**row, "loss": None if row["step"] == 200 else row["loss"] / 4} for row in rows[:2]]
+    write_run(tmp_path / "b", rows, {"steps": 300, "seed": 0}, ["--hidden=64"], incidents=[incident])
+    return tmp_path
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Returns a function that gives what a terminal of some width shows."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def show(*arguments, columns=80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        stream.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert report.main([str(argument) for argument in arguments]) == 0
+        stream.flush()
+        return stream.buffer.getvalue().decode()
+
+    return show
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def table(lines, first):
+    """Returns the cells of a plain table by header, a dict a row."""
+    start = next(i for i, line in enumerate(lines) if re.split(" {2,}", line)[0] == first)
+    header, *rows = [re.split(" {2,}", line) for line in lines[start : lines.index("", start)]]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def run(*arguments, **settings):
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **settings}
+    settings["env"] = {**os.environ, "PYTHONPATH": str(ROOT), **settings.get("env", {})}
+    return subprocess.run([sys.executable, "-m", "distloop.report", *map(str, arguments)], timeout=60, **settings)
+
+
+# In a pipe.
+
+
+def test_a_pipe_gets_a_line_a_run(sweep, capsys):
+    assert report.main([str(sweep)]) == 0
+    first, second = table(capsys.readouterr().out.splitlines(), "run")
+    assert float(second.pop("silent").replace(":", "")) == pytest.approx(10000, abs=100)  # 1:00:00
+    common = {"steps/s": "50", "examples/s": "3200"}
+    assert first == {"run": "a", "status": "complete", "step": "300/300", "training": "6.0s", "silent": "-", **common}
+    assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "4.0s", **common}
+
+
+def test_a_pipe_gets_a_line_a_metric_and_run_the_best_first(sweep, capsys):
+    report.main([str(sweep)])
+    rows = table(capsys.readouterr().out.splitlines(), "metric")
+    assert [(row["metric"], row["run"]) for row in rows] == [
+        ("loss", "b"),
+        ("loss", "a"),
+        ("test/accuracy", "a"),
+        ("test/accuracy", "b"),
+        ("size", "a"),
+        ("size", "b"),
+    ]
+    shown = [[row[name] for name in ("last", "best", "at step", "least", "largest", "curve")] for row in rows]
+    assert shown[0] == ["nan", "0.5", "100", "0.5", "0.5", "▁!"]
+    assert shown[1] == ["0.6667", "0.6667", "300", "0.6667", "2", "█▃▁"]
+    assert shown[2] == ["0.75", "0.75", "300", "0.25", "0.75", "▁▅█"]
+    assert shown[5] == ["2", "-", "-", "1", "2", "▁▅"]
+
+
+def test_what_went_wrong_is_told(sweep, capsys):
+    write_run(sweep / "c", [{"step": 9}], saved={"step": 9, "until": 20, "stop_reason": "loss was no better"})
+    report.main([str(sweep)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "b    150   rollback  149    100      -         The loss jumped." in lines
+    assert "c    9     stop      -      -        -         loss was no better" in lines
+
+
+def test_settings_that_differ_stand_side_by_side(sweep, capsys):
+    write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": ""}, ["--hidden=16"])
+    report.main([str(sweep / name) for name in "ab"])
+    assert capsys.readouterr().out.endswith("\n\nrun  hidden\na    16\nb    64\n\n")
+    report.main([str(sweep)])
+    rows = table(capsys.readouterr().out.splitlines(), "setting")
+    assert rows[0] == {"setting": "steps", "a": "300", "b": "300", "c": "9"}
+    assert rows[1:] == [
+        {"setting": "hidden", "a": "16", "b": "64", "c": "16"},
+        {"setting": "init_from", "a": "-", "b": "-", "c": "''"},
+    ]
+
+
+def test_one_run_has_nothing_beside_it(sweep, capsys):
+    report.main([str(sweep / "a")])
+    out = capsys.readouterr().out
+    assert "setting" not in out and "hidden" not in out and "what" not in out
+
+
+def test_a_run_without_numbers_is_shown(tmp_path, capsys):
+    report.main([str(write_run(tmp_path / "a", []))])
+    assert capsys.readouterr().out.splitlines()[1].split()[:6] == ["a", "running", "0", "0.0s", "-", "-"]
+
+
+def test_a_pipe_gets_whole_lines_without_colors(sweep):
+    name = "x" * 300
+    write_run(sweep / "long", [{"step": 1, name: 1.0}])
+    result = run(sweep, env={"COLUMNS": "40", "FORCE_COLOR": "1"})
+    out = result.stdout.decode()
+    assert result.returncode == 0 and not result.stderr and "\x1b" not in out
+    assert re.search(rf"^{name}  long  1 ", out, re.MULTILINE)
+
+
+def test_a_pipe_that_is_closed_is_no_error(sweep):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = run(sweep, stdout=write_end)
+    os.close(write_end)
+    assert not result.stderr
+
+
+def test_where_only_ascii_can_be_shown_it_is(sweep):
+    (sweep / "a").rename(sweep / "ä")
+    result = run(sweep, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert result.returncode == 0 and not result.stderr
+    assert b"?    complete" in result.stdout and b"#-_" in result.stdout
+
+
+# On a terminal.
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_terminal_is_never_too_narrow(sweep, terminal, columns):
+    (sweep / "a").rename(sweep / "a_run_with_a_very_long_name_as_sweeps_have_them_with_everything_in_it")
+    lines = plain(terminal(sweep, columns=columns)).splitlines()
+    assert max(map(len, lines)) <= columns
+    for whole in ("0.6667", "interrupted", "200/300", "3200", "█▃▁"):
+        assert any(whole in line for line in lines)
+
+
+def test_long_names_fold(sweep, terminal):
+    name = "a_run_with_a_very_long_name_as_sweeps_have_them_with_everything_in_it"
+    (sweep / "a").rename(sweep / name)
+    lines = plain(terminal(sweep)).splitlines()
+    parts = [line.split(" ")[0] for line in lines[2 : lines.index("")]]
+    assert "".join(parts) == f"{name}b" and len(parts) > 2
+
+
+def test_a_metric_stands_above_its_runs(sweep, terminal):
+    lines = [line.rstrip() for line in plain(terminal(sweep)).splitlines()]
+    start = lines.index("Metrics")
+    assert lines[start + 1 : start + 5] == [
+        "  run    last    best  at step   least  largest  curve",
+        "loss",
+        "  b       nan     0.5      100     0.5      0.5  ▁!",
+        "  a    0.6667  0.6667      300  0.6667        2  █▃▁",
+    ]
+
+
+def test_names_are_shown_as_they_are(tmp_path, terminal):
+    write_run(tmp_path / "[red]a", [{"step": 1, "[bold]loss": 1.0}])
+    shown = plain(terminal(tmp_path))
+    assert "[red]a" in shown and "[bold]loss" in shown
+
+
+def test_colors_are_left_out_where_they_are_not_wanted(sweep, terminal, monkeypatch):
+    green = "\x1b[32m"
+    assert green in terminal(sweep)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert green not in terminal(sweep) and "Metrics" in terminal(sweep)
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in terminal(sweep)
+
+
+def test_a_real_terminal_gets_tables(sweep):
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "distloop.report", str(sweep)]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        assert process.stderr.read() == b""
+    os.close(ours)
+    assert process.returncode == 0 and "Settings that differ" in plain(shown.decode())
+
+
+# For programs.
+
+
+def test_json_holds_what_the_tables_show(sweep, capsys):
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    assert report.main([str(sweep), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["different_settings"] == ["hidden"]
+    first, second = found["runs"]
+    assert (first["name"], first["workdir"], first["status"]) == ("a", str(sweep / "a"), "complete")
+    assert (second["step"], second["until"], second["training_secs"]) == (200, 300, 4.0)
+    assert second["metrics"]["loss"] == {
+        "last": None,
+        "least": 0.5,
+        "largest": 0.5,
+        "better": "smaller",
+        "best": 0.5,
+        "best_step": 100,
+    }
+    assert first["metrics"]["size"]["better"] is None and first["metrics"]["size"]["best_step"] is None
+    assert second["incidents"][0]["reason"] == "The loss jumped."
+    assert second["settings"] == {"steps": 300, "seed": 0, "hidden": "64"}
+
+
+# What cannot be done.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: WORKDIR; --help tells what can be given."),
+        (["--jason", "."], "unrecognized arguments: --jason; --help tells what can be given."),
+        (["nope"], "There is no directory 'nope': give workdirs of runs, or a directory of them."),
+    ],
+)
+def test_bad_arguments_are_told_in_a_sentence(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert report.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"distloop.report: {message}\n")
+
+
+def test_a_picture_without_matplotlib_is_told_before_anything_else(sweep, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report.main([str(sweep), f"--png={sweep}/runs.png"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "pip install matplotlib" in captured.err
+
+
+def test_the_report_says_where_the_picture_is(sweep, capsys):
+    pytest.importorskip("matplotlib")
+    assert report.main([str(sweep), f"--png={sweep}/runs.png"]) == 0
+    assert capsys.readouterr().err == f"distloop.report: the curves are in {sweep}/runs.png\n"
+    assert (sweep / "runs.png").exists()
+
+
+def test_help_says_what_is_better(capsys):
+    with pytest.raises(SystemExit) as left:
+        report.main(["--help"])
+    assert left.value.code == 0 and "What is better is known by name alone" in capsys.readouterr().out

@@ -1,0 +1,240 @@
+"""What the files of a run tell."""
+
+import json
+import math
+import os
+
+import pytest
+
+import distloop
+from distloop.runs import better, by_metric, different_settings, load_all
+from tests.problems import classification, classifier, on, write_run
+
+
+def load(path):
+    (run,) = load_all([str(path)])
+    return run
+
+
+def steps(*numbers, **metrics):
+    return [{"step": number, **metrics} for number in numbers]
+
+
+# How it ended.
+
+
+@pytest.mark.parametrize(
+    ("last_step", "age_secs", "settings", "saved", "status", "until"),
+    [
+        (100, 3600, {"steps": 100}, None, "complete", 100),
+        (100, 0, {"steps": 100}, None, "complete", 100),
+        (60, 3600, {"steps": 100}, None, "interrupted", 100),
+        (60, 5, {"steps": 100}, None, "running", 100),
+        (60, 3600, {"steps": 100}, {"step": 60, "until": 100}, "interrupted", 100),
+        (60, 3600, {"steps": 100}, {"step": 60, "until": 100, "stop_reason": "no better"}, "stopped", 100),
+        (60, 3600, {"steps": 0, "epochs": 2}, {"step": 60, "until": 60}, "complete", 60),  # 2 epochs of 30
+        (60, 5, {"steps": 0, "epochs": 2}, {"step": 30, "until": 90}, "running", 90),
+        (60, 3600, {"steps": 500}, {"step": 60, "until": 60}, "complete", 60),  # fit(steps=60)
+        (60, 5, {"steps": 100}, {"step": 30, "until": 30}, "running", 100),  # goes on with other steps
+        (60, 5, {"steps": 100}, {"step": 30, "until": 90, "stop_reason": "no better"}, "running", 100),
+        (60, 3600, {"steps": 0}, None, "ended", None),
+        (60, 5, None, None, "running", None),
+    ],
+)
+def test_the_end_of_a_run_is_known(tmp_path, last_step, age_secs, settings, saved, status, until):
+    run = load(write_run(tmp_path / "a", steps(30, last_step), settings, saved=saved, age_secs=age_secs))
+    assert (run.status, run.until, run.step) == (status, until, last_step)
+
+
+def test_a_run_with_long_logs_may_still_train_after_a_while(tmp_path):
+    write_run(tmp_path / "a", steps(1, 2, 3), {"steps": 9}, age_secs=900)
+    path = tmp_path / "a" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["time"] -= 300 * (len(rows) - i)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(tmp_path / "a").status == "running"
+
+
+def test_a_run_without_rows_has_just_begun(tmp_path):
+    run = load(write_run(tmp_path / "a", [], {"steps": 10}))
+    assert (run.status, run.step, run.series, run.steps_per_sec) == ("running", 0, {}, None)
+    os.utime(tmp_path / "a" / "metrics.jsonl", (0, 0))
+    assert load(tmp_path / "a").status == "interrupted"
+
+
+def test_an_incident_that_was_raised_is_the_end_unless_the_run_went_on(tmp_path):
+    row = {"step": 40, "time": 4e9, "batch": 39, "reason": "The loss jumped.", "action": "raise"}
+    run = load(write_run(tmp_path / "a", steps(30), {"steps": 90}, incidents=[row]))
+    assert run.status == "diverged" and run.incidents == [row]
+    assert load(write_run(tmp_path / "b", [], {"steps": 90}, incidents=[row])).status == "diverged"
+    assert (
+        load(write_run(tmp_path / "c", steps(90), {"steps": 90}, incidents=[{**row, "time": 1}])).status == "complete"
+    )
+    back = {**row, "action": "rollback"}
+    assert load(write_run(tmp_path / "d", steps(90), {"steps": 90}, incidents=[back])).status == "complete"
+
+
+@pytest.mark.parametrize("name", ["config.json", "flags.txt", "checkpoints/7/manifest.json", "incidents.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"step": 7}'])
+def test_files_that_are_damaged_are_as_if_they_were_not_there(tmp_path, name, content):
+    write_run(tmp_path / "a", steps(5, loss=1.0))
+    path = tmp_path / "a" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    assert (load(tmp_path / "a").status, list(load(tmp_path / "a").series)) == ("ended", ["loss"])
+
+
+# How fast.
+
+
+def test_the_time_of_training_is_that_of_its_steps(tmp_path):
+    rows = [
+        {"step": 100, "steps_per_sec": 50.0, "examples_per_sec": 500.0},  # 2 s
+        {"step": 150, "steps_per_sec": 50.0, "examples_per_sec": 500.0},  # 1 s
+        {"step": 250, "steps_per_sec": 20.0, "examples_per_sec": 200.0},  # 5 s
+    ]
+    run = load(write_run(tmp_path / "a", rows))
+    assert run.training_secs == 8.0
+    assert run.steps_per_sec == 250 / 8 and run.examples_per_sec == 2500 / 8
+    assert run.elapsed_secs == pytest.approx(4.0)  # 2 s between the rows, and the steps before the first
+
+
+def test_where_nothing_tells_the_speed_it_is_not_known(tmp_path):
+    run = load(write_run(tmp_path / "a", steps(1, 2, steps_per_sec=None)))
+    assert (run.steps_per_sec, run.examples_per_sec, run.elapsed_secs) == (None, None, None)
+
+
+# Metrics.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["loss", "test/loss", "generator/loss", "Loss", "loss_2", "mean_absolute_error", "rmse", "val/perplexity"]
+    + ["sparse_categorical_crossentropy", "accuracy_loss", "absolute_error"],
+)
+def test_of_some_names_smaller_is_better(name):
+    assert better(name) == "smaller"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["accuracy", "test/top_5_accuracy", "AUC", "auc_1", "precision", "recall/3", "f1", "f1_score", "test/f1/0", "r2"],
+)
+def test_of_some_names_larger_is_better(name):
+    assert better(name) == "larger"
+
+
+@pytest.mark.parametrize("name", ["reward", "regularization", "glossary", "entropy", "skipped_steps", "f16", "space"])
+def test_other_names_do_not_tell(name):
+    assert better(name) is None
+
+
+def test_the_best_value_is_the_first_of_its_size_and_nan_is_none(tmp_path):
+    rows = [
+        {"step": 1, "loss": 3.0, "test/accuracy": 0.5, "reward": 1.0},
+        {"step": 2, "loss": None, "test/accuracy": 0.75},
+        {"step": 3, "loss": 1.0, "test/accuracy": 0.75, "reward": 3.0},
+        {"step": 4, "loss": None, "reward": 2.0},
+    ]
+    series = load(write_run(tmp_path / "a", rows)).series
+    assert series["loss"].best == (1.0, 3) and math.isnan(series["loss"].last)
+    assert series["test/accuracy"].best == (0.75, 2) and series["test/accuracy"].steps == [1, 2, 3]
+    reward = series["reward"]
+    assert (reward.best, reward.last, reward.least, reward.largest) == (None, 2.0, 1.0, 3.0)
+
+
+def test_a_metric_that_was_never_finite_has_no_best(tmp_path):
+    series = load(write_run(tmp_path / "a", steps(1, 2, loss=None))).series["loss"]
+    assert series.best is None and math.isnan(series.least) and math.isnan(series.largest)
+
+
+def test_numbers_about_the_run_are_no_metrics(tmp_path):
+    row = {"learning_rate": 0.1, "generator/learning_rate": 0.1, "input_wait": 0.0, "gradient_norm": 1.0, "loss": 1.0}
+    assert list(load(write_run(tmp_path / "a", steps(1, skipped_steps=0.0, **row))).series) == ["loss"]
+    rows = [*steps(1, skipped_steps=0.0), *steps(2, skipped_steps=1.0)]
+    assert list(load(write_run(tmp_path / "b", rows)).series) == ["skipped_steps"]
+
+
+def test_each_metric_lists_its_runs_the_best_first(tmp_path):
+    write_run(tmp_path / "a", steps(1, loss=2.0, accuracy=0.5))
+    write_run(tmp_path / "b", steps(1, loss=1.0, accuracy=0.75, reward=1.0))
+    write_run(tmp_path / "c", steps(1, loss=None, reward=2.0))
+    order = {name: [run.name for run, _ in group] for name, group in by_metric(load_all([str(tmp_path)]))}
+    assert order == {"loss": ["b", "a", "c"], "accuracy": ["b", "a"], "reward": ["b", "c"]}
+
+
+# Settings.
+
+
+def test_settings_are_those_of_the_config_and_the_programs_own_flags(tmp_path):
+    flags = ["--workdir=x", "--steps=5", "--rate=0.1", "--tag=a", "--tag=b=c", "# --note holds a line break"]
+    run = load(write_run(tmp_path / "a", steps(5), {"steps": 5, "resume": True}, flags))
+    assert run.settings == {"steps": 5, "resume": True, "rate": "0.1", "tag": "a,b=c"}
+
+
+def test_only_settings_that_differ_are_listed(tmp_path):
+    write_run(tmp_path / "a", steps(5), {"steps": 5, "seed": 0}, ["--rate=0.1"])
+    write_run(tmp_path / "b", steps(5), {"steps": 5, "seed": 1}, ["--rate=0.1", "--hidden=16"])
+    found = load_all([str(tmp_path)])
+    assert different_settings(found) == {"seed": [0, 1], "hidden": [None, "16"]}
+    assert different_settings(found[:1]) == {}
+
+
+# Where runs are.
+
+
+def test_a_directory_of_runs_stands_for_them_in_the_order_of_their_numbers(tmp_path):
+    for name in ("run10", "run2", "lr0.01", "lr0.003"):
+        write_run(tmp_path / name, steps(1))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    write_run(tmp_path / "deeper" / "still" / "a", steps(1))
+    assert [run.name for run in load_all([str(tmp_path)])] == ["lr0.003", "lr0.01", "run2", "run10"]
+
+
+def test_names_begin_where_the_runs_part(tmp_path, monkeypatch):
+    write_run(tmp_path / "sweep" / "a", steps(1))
+    write_run(tmp_path / "sweep" / "b", steps(1))
+    write_run(tmp_path / "c", steps(1))
+    assert [run.name for run in load_all([f"{tmp_path}/sweep/", f"{tmp_path}/c"])] == ["sweep/a", "sweep/b", "c"]
+    assert load(tmp_path / "sweep" / "a").name == "a"
+    monkeypatch.chdir(tmp_path / "c")
+    assert load_all(["."])[0].name == "c"
+
+
+def test_a_run_that_is_given_twice_is_there_once(tmp_path):
+    write_run(tmp_path / "a", steps(1))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert len(load_all([str(tmp_path / "a"), str(tmp_path), f"{tmp_path}/a/../a"])) == 1
+
+
+def test_what_holds_no_run_is_told(tmp_path):
+    with pytest.raises(ValueError, match="There is no directory '.*nope': give workdirs of runs, or a directory"):
+        load_all([str(tmp_path / "nope")])
+    with pytest.raises(ValueError, match="Neither '.*' nor a directory in it holds a metrics.jsonl: give the workdirs"):
+        load_all([str(tmp_path)])
+
+
+# Real runs.
+
+
+def test_real_runs_tell_how_they_ended(tmp_path):
+    def stop(report):
+        raise distloop.StopTraining("seen enough")
+
+    stop.every = 3
+
+    def train(name, actions=(), **length):
+        config = on(1, workdir=str(tmp_path / name), log_every=2, **length)
+        data = distloop.make_dataset(classification(40), 10)
+        distloop.Trainer(classifier(), config).fit(data, evals={"test": data}, actions=actions)
+        return load(tmp_path / name)
+
+    run = train("a", epochs=2)  # of 4 batches
+    assert (run.status, run.step, run.until, run.stop_reason) == ("complete", 8, 8, None)
+    assert {"loss", "accuracy", "test/loss", "test/accuracy"} == set(run.series)
+    assert run.series["loss"].steps == [2, 4, 6, 8] and run.series["test/loss"].steps == [8]
+    assert run.settings["epochs"] == 2 and run.steps_per_sec > 0
+    run = train("b", [stop], steps=50)
+    assert (run.status, run.step, run.until, run.stop_reason) == ("stopped", 3, 50, "seen enough")
