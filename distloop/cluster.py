@@ -273,8 +273,9 @@ def _make_multi_worker(workers: Workers | None, config: Config) -> tf.distribute
         others.fail(str(error))
         raise
     device_type = _device_type(config)
-    timeout = {"timeout_seconds": config.hang_timeout} if config.hang_timeout else {}
-    options = tf.distribute.experimental.CommunicationOptions(**timeout)
+    # No timeout_seconds: TensorFlow starts a thread for each collective that sleeps for so long, 14,000 of them after
+    # 25 seconds of a small model. The peers watch instead.
+    options = tf.distribute.experimental.CommunicationOptions()
     cluster = tf.train.ClusterSpec({"worker": workers.addresses})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="worker", task_id=workers.index, rpc_layer="grpc"

@@ -134,6 +134,11 @@ def test_the_last_workers_wish_to_stop_holds_for_all(on_workers):
         assert int(of_worker["code"]) == 75 and int(of_worker["step"]) == 8
 
 
+def test_no_thread_is_left_behind_by_a_step(on_workers):
+    for of_worker in on_workers[0]["threads"]:
+        assert int(of_worker["own/more"]) < 100  # of 300 steps
+
+
 def test_only_the_chief_prints_and_each_says_what_it_reads(on_workers):
     _, workers, _, _, result = on_workers
     lines = result.stdout.splitlines()
