@@ -186,8 +186,9 @@ class Progress:
             self._checkpoints.wait()
 
     def has_checkpoint(self) -> bool:
-        """Says whether there is any checkpoint in the workdir."""
-        return self._checkpoints is not None and bool(self._checkpoints.steps)
+        """Says whether there is any checkpoint in the workdir, as the chief sees it."""
+        has_one = self._checkpoints is not None and bool(self._checkpoints.steps)
+        return bool(cluster.gather(self._state.strategy, has_one)[0])
 
     def roll_back(self, diverged: Diverged) -> None:
         """Goes back to the last checkpoint before the batch that a step failed on, and leaves the batch out.

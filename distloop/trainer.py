@@ -296,6 +296,11 @@ class Trainer:
             ValueError: if there is no workdir, the data breaks a rule, or a checkpoint is of another model.
             TimeoutError: if no checkpoint came for so long.
         """
+        if cluster.num_workers(self.strategy) > 1:
+            raise ValueError(
+                "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same "
+                "moment: call it in one process beside them, without TF_CONFIG."
+            )
         source = self._finite_source(dataset)
         self._build(source)
         path = os.path.join(self.config.workdir, "evaluations", f"{name}.jsonl")
