@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distloop.inputs import make_dataset
     from distloop.learning_rates import make_schedule, scale_learning_rate
     from distloop.metrics import weighted
+    from distloop.paths import summarize
     from distloop.precision import LossScaleOptimizer
     from distloop.records import read_metrics
     from distloop.state import ModelSpec, Update
@@ -41,6 +42,7 @@ __all__ = [
     "prepare",
     "read_metrics",
     "scale_learning_rate",
+    "summarize",
     "supervised",
     "weighted",
 ]
@@ -65,6 +67,7 @@ _MODULES = {
     "prepare": "cluster",
     "read_metrics": "records",
     "scale_learning_rate": "learning_rates",
+    "summarize": "paths",
     "supervised": "supervised",
     "weighted": "metrics",
 }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from distloop import schedule
+from distloop.timing import Clock
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class StopTraining(Exception):  # noqa: N818 - a request, not an error
 
 class Evaluate:
     """Evaluates on a dataset; reports `<name>/<metric>`."""
+
+    phase = "evaluation"
 
     def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int):
         """Keeps what to call.
@@ -196,6 +199,8 @@ class SaveBest:
 class Save:
     """Saves a checkpoint each `every` steps; with None, whenever a `SaveBest` before it wants one."""
 
+    phase = "saving"
+
     def __init__(
         self,
         save: Callable[[Report, dict[str, list[int]]], None],
@@ -249,6 +254,7 @@ class Write:
     """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary."""
 
     every: int | None = None
+    phase = "logging"
     only_writes = True  # reads nothing of the state, so the loop may call it late
 
     def __init__(self, writers: Sequence[Any]):
@@ -261,19 +267,26 @@ class Write:
             writer.write(report.step, dict(report.metrics), report.time)
 
 
-def run(actions: Sequence[Action], report: Report) -> tuple[dict[str, float], str | None]:
+def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -> tuple[dict[str, float], str | None]:
     """Runs the actions that are due, each on what those before it found.
+
+    Args:
+        actions: in order.
+        report: what the first of them gets.
+        clock: counts the time of an action to its attribute `phase`; without one to `other`.
 
     Returns:
         All numbers, and the reason to stop, if any action gave one: those after it are called as at the end of the run.
     """
     metrics = dict(report.metrics)
     reason = None
+    clock = clock or Clock()
     for action in actions:
         if action.every is not None and not schedule.is_due(report.step, action.every, report.until):
             continue
         try:
-            metrics.update(action(replace(report, metrics=dict(metrics))) or {})
+            with clock.phase(getattr(action, "phase", "other")):
+                metrics.update(action(replace(report, metrics=dict(metrics))) or {})
         except StopTraining as stop:
             reason = reason or stop.reason
             report = replace(report, until=report.step, stop_reason=reason)

@@ -111,6 +111,12 @@ class Config:
         "state, at once, but epochs to come may be shuffled otherwise.",
         choices=("count", "iterator"),
     )
+    console: str = setting(
+        "auto",
+        "What is printed; auto: a live display on a terminal, else lines; lines: lines, always; quiet: warnings and "
+        "errors alone.",
+        choices=("auto", "lines", "quiet"),
+    )
     max_secs: float = setting(0.0, "After so many seconds save and leave, with exit code 75; 0: never.")
     start_timeout: float = setting(300.0, "How long workers wait for each other at the start, in seconds.", minimum=1)
     hang_timeout: float = setting(

@@ -12,6 +12,7 @@ added, so that a BatchNormalization that is synchronized sees the same rows on a
 small to give every replica and microbatch a row is padded, with its own rows and weight 0.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -31,6 +32,12 @@ Data: TypeAlias = (
 ITERATOR = "input/iterator"  # the name of its state in a checkpoint
 _IGNORE_EXTERNAL_STATE, _FAIL_ON_EXTERNAL_STATE = 1, 2  # tf.data's policies; 0 warns
 _SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}  # which input is the stream of seeds
+
+# What may stand behind `batch`; a function that is mapped over batches is taken to keep their rows.
+_KEEP_BATCHES = frozenset(
+    f"{name}Dataset"
+    for name in "Map ParallelMap Prefetch Repeat Shuffle Skip Take Shard Cache Options Filter AssertCardinality".split()
+)
 
 _EMPTY = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
 
@@ -127,6 +134,22 @@ class Source:
         first, last = index * local, (index + 1) * local - 1
         which = f"share {first}" if local == 1 else f"shares {first} to {last}"
         return f"{worker} reads every batch and trains on {which} of {replicas} of its rows."
+
+    def split(self) -> tuple[int, list[int]] | None:
+        """Finds the size of a whole batch, and how many of its rows each replica takes; of a share, this worker's.
+
+        Returns:
+            None where the dataset does not tell, and where TensorFlow splits it.
+        """
+        batch_size = None if self.layout.is_split else _batch_size_told(self._dataset)
+        if batch_size is None:
+            return None
+        replicas = self._strategy.num_replicas_in_sync
+        if self.layout.is_share:
+            replicas = cluster.num_local_replicas(self._strategy)
+        rows = max(batch_size, self._least)  # those that pad it come last, and do not count
+        ends = [min(batch_size, replica * rows // replicas) for replica in range(replicas + 1)]
+        return batch_size, [end - start for start, end in itertools.pairwise(ends)]
 
     def _agree_on_length(self, strategy: tf.distribute.Strategy, is_padded: bool) -> tuple[int | None, int, bool]:
         """Compares the shares of all workers.
@@ -569,6 +592,19 @@ def _own_threads(dataset: tf.data.Dataset, options_given: tf.data.Options) -> tf
 def _undo_unpacking(batch: tuple[Any, ...], spec: Any) -> Any:
     """`Dataset.map` spreads tuples over arguments; this gives back what the element was."""
     return batch if isinstance(spec, tuple) and not hasattr(spec, "_fields") else batch[0]
+
+
+def _batch_size_told(dataset: Any) -> int | None:
+    """Finds the rows of a whole batch without reading any; a last one may have fewer. None: nothing tells."""
+    if (static := static_batch_size(dataset.element_spec)) is not None:
+        return static
+    while dataset is not None:
+        if (found := getattr(dataset, "_batch_size", None)) is not None:
+            return int(found)
+        if type(dataset).__name__.lstrip("_") not in _KEEP_BATCHES:
+            return None
+        (dataset,) = dataset._inputs()
+    return None
 
 
 def _cardinality(data: Any) -> float | None:

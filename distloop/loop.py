@@ -20,6 +20,7 @@ from distloop.inputs import Layout, Source
 from distloop.interrupts import Interrupted, Interrupts
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
+from distloop.timing import Clock
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 _LOOP_SECS = 0.5  # a loop that runs through several logs takes about so long
@@ -52,6 +53,7 @@ class TrainLoop:
         self._prepared_for: Source | None = None
         self._last_batch: inputs.LastBatch | None = None
         self._window = _Window()
+        self._clock = Clock()
 
     def train(
         self,
@@ -63,6 +65,7 @@ class TrainLoop:
         steps_per_loop: int = 0,
         window: Mapping[str, Any] | None = None,
         interrupts: Interrupts | None = None,
+        clock: Clock | None = None,
     ) -> dict[str, float]:
         """Trains until a step, stopping at boundaries to act.
 
@@ -74,6 +77,7 @@ class TrainLoop:
             steps_per_loop: an upper bound on the steps of one loop; 0: none.
             window: what `save_window` gave, to go on with; None: a new window begins.
             interrupts: asked after each loop whether to go on.
+            clock: of the run; None: a new one.
 
         Returns:
             The last report's numbers.
@@ -84,6 +88,7 @@ class TrainLoop:
             ValueError: if the data gives out, or changes.
         """
         step = int(self._state.step)
+        self._clock = clock or Clock()
         reported: dict[str, float] = {}
         if window is None:
             self._open_window()
@@ -106,7 +111,7 @@ class TrainLoop:
                     report = Report(step, until, numbers, self._state, time=row.end)
                     if is_log_due:
                         self._open_window()  # before the actions: what they save begins with a new one
-                    reported, reason = actions.run(to_do, report)
+                    reported, reason = actions.run(to_do, report, self._clock)
                     if reason:
                         logging.warning("Stopped at step %d: %s.", step, reason)  # seen without flags, too
                         return reported
@@ -164,11 +169,14 @@ class TrainLoop:
         cluster.report(self._state.strategy, "between two loops")
         rows: list[_Row] = []
         done = 0
+        ends, waited = result["rows"][:, 1], result["rows"][:, -1]
+        between = self._clock.loop(start, float(ends[-1]), float(waited.sum()))
         for done_then, end, *numbers in result["rows"].tolist():
             of_update, sums = numbers[: len(self._names)], np.array(numbers[len(self._names) :])
             own = dict(zip(self._names, of_update, strict=True))
             rows.append(_Row(int(done_then) - done, end, end - start, sums, own))
             done, start = int(done_then), end
+        rows[0] = rows[0]._replace(between=between)
         rows[-1].own.update(_floats(result["keras_metrics"]))
         if result["failed"]:
             rows[-1] = rows[-1]._replace(failed=result["diagnosis"])
@@ -267,6 +275,7 @@ class _Row(NamedTuple):
     seconds: float
     sums: np.ndarray  # [2 * M + 2]: the tallies, examples, and seconds waited for data
     own: dict[str, float]  # what stood at the end
+    between: float = 0.0  # seconds since the loop before
     failed: np.ndarray | None = None  # the diagnosis, where the last step is an error
 
 
@@ -275,7 +284,7 @@ class _Window:
 
     def __init__(self, saved: Mapping[str, Any] | None = None, secs_per_log: float = 0.0) -> None:
         self.sums: Any = 0.0
-        self.steps, self.seconds = 0, 0.0
+        self.steps, self.seconds, self.between = 0, 0.0, 0.0
         self.own: dict[str, float] = {}
         self.secs_per_log = secs_per_log  # how long the one before took; 0: unknown
         if saved is not None:
@@ -286,10 +295,11 @@ class _Window:
 
     def add(self, row: _Row) -> None:
         if np.shape(self.sums) not in ((), np.shape(row.sums)):  # saved when loss_fn gave other values
-            self.sums, self.steps, self.seconds = 0.0, 0, 0.0
+            self.sums, self.steps, self.seconds, self.between = 0.0, 0, 0.0, 0.0
         self.sums = self.sums + row.sums
         self.steps += row.steps
         self.seconds += row.seconds
+        self.between += row.between
         self.own = row.own
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
@@ -298,6 +308,7 @@ class _Window:
         numbers["steps_per_sec"] = self.steps / self.seconds
         numbers["examples_per_sec"] = float(examples) / self.seconds
         numbers["input_wait"] = min(1.0, float(waited) / self.seconds)
+        numbers["host_share"] = self.between / (self.between + self.seconds)
         return numbers
 
 

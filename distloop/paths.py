@@ -66,6 +66,60 @@ def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
                 yield from _walk(vars(node)[name], joined(name))
 
 
+def count_parameters(model: Any) -> dict[str, int]:
+    """Counts a model's parameters by its top-level layers; of several models, by model.
+
+    Args:
+        model: as for `named_variables`.
+
+    Returns:
+        Name -> how many, in order; parts without any are left out, and what is in no layer has the model's own name.
+    """
+    parts: list[tuple[str, Any]] = []
+    if isinstance(model, keras.Model):
+        parts = [(layer.name, layer) for layer in model.layers]
+    elif isinstance(model, (Mapping, list, tuple)):
+        items = model.items() if isinstance(model, Mapping) else enumerate(model)
+        parts = [(str(key), child) for key, child in items]
+    elif isinstance(model, tf.Module) and not isinstance(model, keras.Layer):
+        parts = [(name, child) for name, child in sorted(vars(model).items()) if not name.startswith("_")]
+    counts: dict[str, int] = {}
+    seen: set[int] = set()
+    for name, part in [*parts, (getattr(model, "name", "others"), model)]:
+        for variable in named_variables(part).values():
+            plain = tensorflow_variable(variable)
+            if id(plain) not in seen and not is_seed(variable):
+                counts[name] = counts.get(name, 0) + int(tf.TensorShape(plain.shape).num_elements() or 0)
+            seen.add(id(plain))
+    return counts
+
+
+def summarize(model: Any) -> str:
+    """Lists a model's variables in a table: path, shape, dtype, whether it is trainable, and how many numbers it holds.
+
+    Args:
+        model: as for `named_variables`, such as `trainer.model`.
+
+    Returns:
+        A line a variable, columns two spaces or more apart, and a line of sums. Places in random streams are left out.
+    """
+    rows = [("variable", "shape", "dtype", "trainable", "parameters")]
+    total = trainable = 0
+    for path, variable in named_variables(model).items():
+        if is_seed(variable):
+            continue
+        plain = tensorflow_variable(variable)
+        count = int(tf.TensorShape(plain.shape).num_elements() or 0)
+        shape = " x ".join(map(str, plain.shape)) or "scalar"
+        rows.append((path, shape, plain.dtype.name, "yes" if variable.trainable else "no", f"{count:,}"))
+        total += count
+        trainable += count if variable.trainable else 0
+    rows.append((f"{len(rows) - 1} variables", "", "", f"{trainable:,}", f"{total:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "".join("  ".join([*cells[:-1], cells[-1].strip().rjust(widths[-1])]) + "\n" for cells in lines)
+
+
 def portable_names(model: Any) -> dict[str, Any]:
     """Names a model's variables alike in every process that makes the same model.
 

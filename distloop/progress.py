@@ -20,6 +20,7 @@ from distloop import cluster
 from distloop.actions import Action, Report
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
+from distloop.console import say
 from distloop.inputs import Source
 from distloop.loop import Diverged, TrainLoop
 from distloop.records import append_row
@@ -226,7 +227,7 @@ class Progress:
                 diverged.batch,
             ) from diverged
         self._note({**incident, "action": "rollback", "checkpoint": saved.step, "left_out": left_out})
-        self._say(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
+        self._warn(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
         saved.notes["input"]["skipped"] = sorted({*skipped, left_out})
         self._take(saved)
 
@@ -259,5 +260,10 @@ class Progress:
         self._say(f"step {saved.step} restored from {saved.path}")
 
     def _say(self, text: str) -> None:
+        if self._config.console != "quiet":
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        """Tells the user, even one who wants quiet."""
         if self._is_chief:
-            print(f"distloop: {text}", flush=True)
+            say(text)

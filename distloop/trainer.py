@@ -7,6 +7,7 @@ outputs = trainer.predict(test_dataset)
 
 import functools
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,15 +20,18 @@ from distloop import cluster, export, precision
 from distloop.actions import Action, Agree, Evaluate, Save, SaveBest, Write
 from distloop.config import Config
 from distloop.config import write as write_config
+from distloop.console import Console, say, show_parts, show_split
 from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop
+from distloop.paths import count_parameters
 from distloop.progress import Progress
-from distloop.records import read_steps
+from distloop.records import read_metrics, read_steps
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
+from distloop.timing import Clock
 from distloop.warm_start import warm_start
-from distloop.writers import Console, JsonWriter, SummaryWriter
+from distloop.writers import JsonWriter, SummaryWriter
 
 
 class Trainer:
@@ -128,8 +132,7 @@ class Trainer:
             OSError: if the last checkpoint could not be written.
             SystemExit: with code 75, if the run was interrupted and saved.
         """
-        settings = self.config
-        settings = self.config
+        settings, clock = self.config, Clock()
         if self._train_source is None or self._train_source.data is not train:
             self._train_source = Source(
                 train,
@@ -166,9 +169,10 @@ class Trainer:
             return {}
         if self._is_chief:
             write_config(settings, settings.workdir)
-        self._say(self._describe())
-        if cluster.num_workers(self.strategy) > 1:
-            print(f"distloop: {source.describe()}", flush=True)
+        for line in self._describe(source):
+            self._say(line)
+        if cluster.num_workers(self.strategy) > 1 and settings.console != "quiet":
+            say(source.describe())  # on each of them
         saves: list[Action] = []
         if settings.workdir:
             bests = [action for action in actions if isinstance(action, SaveBest)]
@@ -184,7 +188,7 @@ class Trainer:
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
-                    return self._train(source, until, to_do, list(sources), window, interrupts)
+                    return self._train(source, until, to_do, list(sources), window, interrupts, clock)
                 except Diverged as diverged:
                     if not may_roll_back:
                         raise
@@ -193,7 +197,8 @@ class Trainer:
                 except Interrupted as interrupted:
                     if settings.workdir:
                         self.save()
-                    self._say(f"{interrupted}; the same command goes on from there.")
+                    if self._is_chief:  # even where it is to be quiet
+                        say(f"{interrupted}; the same command goes on from there.")
                     raise SystemExit(EXIT_CODE) from None
 
     def _train(
@@ -204,6 +209,7 @@ class Trainer:
         evals: Sequence[str],
         window: Mapping[str, Any] | None,
         interrupts: Interrupts,
+        clock: Clock,
     ) -> dict[str, float]:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
@@ -217,12 +223,17 @@ class Trainer:
                 steps_per_loop=self.config.steps_per_loop,
                 window=window,
                 interrupts=interrupts,
+                clock=clock,
             )
-            self._progress.wait()
-            return metrics
+            with clock.phase("saving"):
+                self._progress.wait()
         finally:
             for writer in writers:
                 writer.close()
+        for writer in writers:
+            if isinstance(writer, Console):
+                writer.summarize(clock)
+        return metrics
 
     def _make_train_loop(self) -> TrainLoop:
         settings = self.config
@@ -464,8 +475,8 @@ class Trainer:
     def _make_writers(self, until: int, evals: Sequence[str]) -> list[Any]:
         if not self._is_chief:
             return []
-        writers: list[Any] = [Console(until, self.step, evals=evals)]
-        workdir = self.config.workdir
+        writers: list[Any] = []
+        console, workdir = self.config.console, self.config.workdir
         if workdir:
             try:
                 summaries = os.path.join(workdir, "summaries")
@@ -477,17 +488,35 @@ class Trainer:
                     f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "
                     "in the way, or give another directory."
                 ) from error
+        if console != "quiet":
+            writers.append(Console(until, self.step, evals=evals, may_draw=console == "auto"))
+            if workdir and self.step:
+                writers[-1].remember(read_metrics(workdir))  # the best may have been before
         return writers
 
-    def _describe(self) -> str:
-        parts = [cluster.describe(self.strategy), self.config.precision, f"{self.state.num_parameters():,} parameters"]
-        if self.config.microbatches > 1:
-            parts.append(f"{self.config.microbatches} microbatches")
-        if self.config.workdir:
-            parts.append(f"tensorboard --logdir {self.config.workdir}")
-        return ", ".join(parts)
+    def _describe(self, source: Source) -> list[str]:
+        """Says on what, with what and where to the run trains: a line each, which begins with a word to look for."""
+        settings = self.config
+        parts, trained = count_parameters(self.state.model), self.state.num_parameters()
+        total = sum(parts.values())
+        some = "" if trained == total else f", of which {trained:,} train"
+        lines = [
+            f"devices {cluster.describe(self.strategy)}",
+            f"precision {settings.precision}",
+            f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
+        ]
+        if (split := source.split()) is not None:
+            batch_size, sizes = split
+            of_worker = " on each worker" if source.layout.is_share else ""
+            lines.append(f"batch {batch_size}{of_worker}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
+        if settings.microbatches > 1:
+            lines.append(f"microbatches {settings.microbatches}")
+        if settings.workdir:
+            lines.append(f"workdir {os.path.abspath(settings.workdir)}")
+            lines.append(f"tensorboard --logdir {shlex.quote(settings.workdir)}")
+        return lines
 
     def _say(self, text: str) -> None:
-        """Tells the user; once, where there are several workers."""
-        if self._is_chief:
-            print(f"distloop: {text}", flush=True)
+        """Tells the user, unless it is to be quiet; once, where there are several workers."""
+        if self._is_chief and self.config.console != "quiet":
+            say(text)

@@ -1,9 +1,9 @@
-"""Owns *numbers to disk and screen*: TensorBoard, `metrics.jsonl`, the console.
+"""Owns *numbers to disk*: TensorBoard, `metrics.jsonl`.
 
 Each writer has `write(step, metrics, when)` and `close()`; it does not know when it is called, nor where numbers come
 from.
 
-    writers = [Console(steps=2_000, evals=["test"]), SummaryWriter("run/summaries", evals=["test"])]
+    writers = [JsonWriter("run/metrics.jsonl"), SummaryWriter("run/summaries", evals=["test"])]
     for writer in writers:
         writer.write(500, {"loss": 0.12, "test/accuracy": 0.98}, time.time())
     for writer in writers:
@@ -17,14 +17,11 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
 
-import rich.console
-import rich.progress
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from distloop.records import ABOUT_THE_RUN, format_row, parse_row, show_number
+from distloop.records import format_row, parse_row
 
 
 class SummaryWriter:
@@ -151,90 +148,3 @@ def _drop_rows(path: str, after: int) -> None:
 def _is_kept(line: bytes, after: int) -> bool:
     row = parse_row(line)
     return row is not None and line.endswith(b"\n") and row["step"] <= after
-
-
-class Console:
-    """Says how far a run is: a progress bar on a terminal, else a line a write.
-
-    On a terminal the bar stays at the bottom, and writes with evaluations leave a line above it. A line reads
-
-        step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
-
-    Steps per second are those reported; the time left is by the clock since the first write, evaluations included.
-    """
-
-    def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None, *, evals: Sequence[str] = ()):
-        """Starts the clock; says nothing.
-
-        Args:
-            steps: the global step that the run ends with.
-            start: the global step that it starts from.
-            stream: where to; None: standard output.
-            evals: names of the evaluations.
-        """
-        self._steps = steps
-        self._evals = frozenset(evals)
-        self._since = (start, time.monotonic())
-        self._has_written = False
-        self._console = rich.console.Console(file=stream, highlight=False)
-        self._bar: rich.progress.Progress | None = None
-        if self._console.is_interactive and self._console.file.isatty():  # FORCE_COLOR makes no terminal of a log
-            # Drawn at each write: no thread, and no hidden cursor before the first number.
-            self._bar = rich.progress.Progress(
-                rich.progress.BarColumn(),
-                rich.progress.TextColumn("{task.description}", markup=False),
-                console=self._console,
-                auto_refresh=False,
-                redirect_stdout=stream is None,
-                redirect_stderr=stream is None,
-            )
-            self._task = self._bar.add_task("", completed=start, total=steps)
-
-    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Shows a row.
-
-        Args:
-            step: that the numbers belong to.
-            metrics: name -> number; those about the run (`learning_rate`, `input_wait`, ...) are left to the files.
-            when: not shown.
-        """
-        progress, speed = [f"step {step}/{self._steps}"], self._speed(step, metrics.get("steps_per_sec"))
-        shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
-        line = "  ".join([*progress, *shown.values(), *speed])
-        if self._bar is None:
-            print(line, file=self._console.file, flush=True)
-            return
-        self._bar.start()
-        if any(self._is_eval(name) for name in shown):
-            self._console.print(line, markup=False, soft_wrap=True)
-        losses = [text for name, text in shown.items() if name.endswith("loss") and not self._is_eval(name)]
-        text = "  ".join([*progress, *losses, *speed])
-        self._bar.update(self._task, completed=step, description=text, refresh=True)
-
-    def close(self) -> None:
-        """Takes the bar's hands off the terminal; may be called twice."""
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _is_eval(self, name: str) -> bool:
-        return name.partition("/")[0] in self._evals
-
-    def _is_shown(self, name: str, value: float) -> bool:
-        if name == "skipped_steps":
-            return value > 0
-        return self._is_eval(name) or name.rpartition("/")[2] not in ABOUT_THE_RUN
-
-    def _speed(self, step: int, reported: float | None) -> list[str]:
-        """Returns steps per second and the time left, in words, as far as they are known."""
-        now = time.monotonic()
-        start, start_secs = self._since
-        by_clock = (step - start) / (now - start_secs) if step > start and now > start_secs else None
-        if not self._has_written:  # until here tracing took its time, too
-            self._has_written = True
-            self._since = (step, now)
-            by_clock = reported or by_clock
-        if by_clock is None:
-            return []
-        left_secs = round((self._steps - step) / by_clock)
-        eta = [f"eta {left_secs // 3600}:{left_secs // 60 % 60:02}:{left_secs % 60:02}"] if step < self._steps else []
-        return [f"{show_number(reported or by_clock)} steps/s", *eta]

@@ -206,6 +206,7 @@ def test_a_metric_that_loss_fn_never_feeds(verb):
         "steps_per_sec",
         "examples_per_sec",
         "input_wait",
+        "host_share",
     ],
 )
 def test_a_name_that_distloop_reports_itself(name):

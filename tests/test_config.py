@@ -40,6 +40,7 @@ OTHER_VALUES = {
     "init_from": "runs/a=b",
     "init_rename": r"^a/(.*)=>b/\1 $",
     "input_position": "iterator",
+    "console": "quiet",
     "max_secs": 1.5,
     "start_timeout": 20.0,
     "hang_timeout": 30.5,

@@ -20,9 +20,11 @@ LAYERS = {
     "schedule": 0,
     "config": 0,
     "interrupts": 0,
+    "timing": 0,
     "records": 0,
     "launch": 1,
     "runs": 1,
+    "console": 2,
     "curves": 2,
     "report": 3,
     "cluster": 1,
@@ -49,7 +51,8 @@ LAYERS = {
     "trainer": 8,
     "__init__": 9,
 }
-WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "records", "launch", "runs", "curves", "report", "__init__"]
+WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "records", "timing", "launch", "runs", "console", "curves"]
+WITHOUT_TENSORFLOW += ["report", "__init__"]
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

@@ -553,3 +553,49 @@ def test_arrays_without_rows_are_refused(arrays):
 def test_all_of_a_dataset_of_unknown_length_cannot_be_shuffled():
     with pytest.raises(ValueError, match="shuffle=True was given with a dataset of unknown length; give the number"):
         inputs.make_dataset(of_unknown_length(tf.data.Dataset.range(9)), 2, shuffle=True)
+
+
+# What a batch is split into.
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "microbatches", "sizes"),
+    [
+        (1, 10, 1, [10]),
+        (2, 10, 1, [5, 5]),
+        (3, 10, 1, [3, 3, 4]),
+        (4, 3, 1, [1, 1, 1, 0]),
+        (2, 3, 4, [3, 0]),
+    ],
+)
+def test_the_rows_that_each_replica_takes_are_told(count, batch_size, microbatches, sizes):
+    strategy = replicas(count) if count > 1 else ONE
+    source = Source(numbers(20, batch_size), strategy, microbatches=microbatches)
+    assert source.split() == (batch_size, sizes)
+    assert sum(sizes) == batch_size
+
+
+def test_the_rows_told_are_those_taken():
+    source = Source(numbers(20, 10), replicas(3))
+    iterator = source.iterator()
+
+    def count(batch):
+        return inputs.batch_size(inputs.take_share(batch, source.layout)[0])
+
+    take = tf.function(lambda: replicas(3).run(count, args=(inputs.next_batch(iterator, source.layout),)))
+    assert [int(n) for n in replicas(3).experimental_local_results(take())] == source.split()[1]
+
+
+def test_the_size_of_a_batch_is_found_behind_what_keeps_it():
+    data = tf.data.Dataset.range(20).batch(4, num_parallel_calls=2).shuffle(3).cache().take(3).repeat().prefetch(1)
+    assert Source(data, ONE).split() == (4, [4])
+    assert Source(inputs.make_dataset(np.arange(9.0), 5, shuffle=True), ONE).split() == (5, [5])
+    assert Source(tf.data.Dataset.range(20).batch(4, drop_remainder=True).map(lambda x: x), ONE).split() == (4, [4])
+
+
+def test_the_size_of_a_batch_is_not_guessed():
+    assert Source(sizes_1_to_9(), ONE).split() is None
+    assert Source(numbers(20, 4).unbatch().padded_batch(3), ONE).split() == (3, [3])
+    assert Source(numbers(20, 4).concatenate(numbers(20, 5)), ONE).split() is None
+    distributed = replicas(2).experimental_distribute_dataset(numbers(8, 4))
+    assert Source(distributed, replicas(2)).split() is None

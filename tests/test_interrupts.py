@@ -103,7 +103,7 @@ def test_a_run_stopped_by_every_means_ends_bit_for_bit_like_one_that_was_not(rep
     expected, found = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
     assert sorted(expected) == sorted(found)
     assert not [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
-    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait"}
+    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait", "host_share"}
     rows = [[json.loads(line) for line in (w / "metrics.jsonl").read_text().splitlines()] for w in (straight, stopped)]
     assert [row["step"] for row in rows[1]] == list(range(1, 61))
     for row, other in zip(*rows, strict=True):

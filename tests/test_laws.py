@@ -614,7 +614,7 @@ def test_logs_that_come_late_are_those_that_come_at_once(replicas, tmp_path, mon
     late, found = rows("late")
     assert max(loops) > 3  # several logs in one loop
     assert_equal(late, at_once)
-    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait"}
+    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait", "host_share"}
     for row, other in zip(found, expected, strict=True):
         assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
         assert row.keys() == other.keys()

@@ -4,7 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from distloop.paths import named_variables, portable_names, slot_names
+from distloop.paths import count_parameters, named_variables, portable_names, slot_names, summarize
 
 
 def make_model(name=None):
@@ -78,3 +78,57 @@ def test_a_name_that_begins_like_another_is_told_apart():
     named = slot_names(optimizer, variables, ["w", "w_momentum"])
     assert named["momentum/w"].shape == (1,) and named["momentum/w_momentum"].shape == (2,)
     assert named["velocity/w_momentum"].shape == (2,)
+
+
+def test_parameters_are_counted_by_top_level_layer():
+    counts = count_parameters(make_model())
+    assert list(counts.values()) == [15, 12, 12, 12]  # dropout has a seed, which is no parameter
+    assert list(counts)[1] == "dense_of_mine"
+    assert list(count_parameters(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="a")]))) == ["a"]
+
+
+def test_parameters_that_are_in_no_layer_are_the_models():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__(name="net")
+            self.scale = self.add_weight(shape=(5,))
+            self.inner = keras.layers.Dense(2, name="inner")
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = Net()
+    model(tf.zeros([1, 3]))
+    assert count_parameters(model) == {"inner": 8, "net": 5}
+
+
+def test_parameters_of_several_models_are_counted_by_model_and_once():
+    shared = tf.Variable(tf.zeros([7]))
+    assert count_parameters({"g": [tf.Variable(0.0), shared], "d": [shared, tf.Variable([0.0, 1.0])]}) == {
+        "g": 8,
+        "d": 2,
+    }
+    assert count_parameters([tf.Variable(0.0)]) == {"0": 1}
+
+
+def test_parameters_of_a_module_are_counted_by_attribute():
+    module = tf.Module()
+    module.w, module.layers = tf.Variable(tf.zeros([3, 2])), [tf.Variable(0.0), tf.Variable(1.0)]
+    assert count_parameters(module) == {"layers": 2, "w": 6}
+
+
+def test_a_summary_is_a_line_a_variable():
+    layers = [keras.layers.Dense(1000, use_bias=False, name="a"), keras.layers.Dropout(0.5)]
+    layers += [keras.layers.BatchNormalization(scale=False, center=False, name="b", dtype="mixed_bfloat16")]
+    module = {
+        "net": keras.Sequential([keras.Input((2,)), *layers], name="m"),
+        "scale": tf.Variable(tf.zeros([], "float16")),
+    }
+    assert summarize(module).splitlines() == [
+        "variable                 shape     dtype    trainable  parameters",
+        "net/m/a/kernel           2 x 1000  float32  yes             2,000",
+        "net/m/b/moving_mean      1000      float32  no              1,000",
+        "net/m/b/moving_variance  1000      float32  no              1,000",
+        "scale                    scalar    float16  yes                 1",
+        "4 variables                                 2,001           4,001",
+    ]

@@ -59,7 +59,7 @@ def incidents(workdir):
 
 
 def rows_of(workdir):
-    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait"}
+    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait", "host_share"}
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 

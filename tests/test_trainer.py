@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import keras
 import numpy as np
@@ -120,12 +121,12 @@ def test_reports_hold_the_standard_names():
     trainer = distloop.Trainer(classifier(l2=0.1), on(2, clip_norm=1.0))
     found = trainer.fit(batches(), steps=4, evals={"test": batches()})
     names = "loss accuracy regularization learning_rate gradient_norm clipped_share skipped_steps"
-    names += " steps_per_sec examples_per_sec input_wait"
+    names += " steps_per_sec examples_per_sec input_wait host_share"
     assert (
         set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
     )
     assert all(isinstance(value, float) for value in found.values())
-    assert 0 <= found["input_wait"] <= 1 and found["steps_per_sec"] > 0
+    assert 0 <= found["input_wait"] <= 1 and 0 <= found["host_share"] <= 1 and found["steps_per_sec"] > 0
     kernel = trainer.model.layers[0].kernel.numpy()
     assert trainer.evaluate(batches())["loss"] == found["test/loss"]
     assert found["regularization"] == pytest.approx(0.1 * (kernel**2).sum(), rel=0.2)
@@ -330,3 +331,62 @@ def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread():
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert float(result.stdout.split()[-1]) > 0.3
+
+
+# What is printed.
+
+
+def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path, capsys):
+    workdir = str(tmp_path / "my run")
+    trainer = distloop.Trainer(classifier(batch_norm="local"), on(3, workdir=workdir, microbatches=2))
+    trainer.fit(batches(16), steps=4, evals={"test": batches()})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:7] == [
+        "distloop: devices 3 replicas (CPU:0, CPU:1, CPU:2)",
+        "distloop: precision float32",
+        "distloop: parameters 276, of which 244 train = hidden 144 + norm 64 + logits 68",
+        "distloop: batch 16 = 5 + 5 + 6",
+        "distloop: microbatches 2",
+        f"distloop: workdir {workdir}",
+        f"distloop: tensorboard --logdir '{workdir}'",
+    ]
+    assert lines[7].startswith("step 4/4  loss ")
+    assert lines[8].startswith("distloop: step 4/4 reached in ")
+    assert [line.split()[1] for line in lines[9:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time"]
+    phases = ["start-up", "input", "step", "evaluation", "saving", "logging", "other"]
+    assert [part.split()[0] for part in lines[-1].removeprefix("distloop: time ").split(", ")] == phases
+
+
+def test_a_run_that_goes_on_ends_with_the_best_of_all(tmp_path, capsys):
+    def best(report):
+        return {"test/score_accuracy": {2: 0.9, 4: 0.5}[report.step]}
+
+    best.every = 2
+    for steps in (2, 4):
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
+        trainer.fit(batches(), steps=steps, evals={"test": batches()}, actions=[best])
+    out = capsys.readouterr().out
+    assert "distloop: step 2 restored from " in out
+    assert "distloop: test/score_accuracy 0.5, best 0.9 at step 2" in out
+
+
+def test_a_quiet_run_prints_nothing(tmp_path, capsys):
+    trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), console="quiet"))
+    trainer.fit(batches(), steps=4, evals={"test": batches()})
+    again = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), console="quiet"))
+    again.fit(batches(), steps=6)
+    assert capsys.readouterr().out == ""
+
+
+def test_time_between_two_loops_counts_to_the_host(capsys):
+    seen = []
+
+    def slow(report):
+        seen.append(report.metrics["host_share"])
+        time.sleep(0.3)
+
+    slow.every = 2
+    trainer = distloop.Trainer(classifier(), on(1, log_every=2))
+    trainer.fit(batches(), steps=6, actions=[slow])
+    assert seen[0] == 0 and min(seen[1:]) > 0.5
+    assert "  host-bound " in capsys.readouterr().out

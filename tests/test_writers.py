@@ -1,20 +1,16 @@
-"""Tests numbers to disk and screen: TensorBoard, metrics.jsonl, the console."""
+"""Tests numbers to disk: TensorBoard, metrics.jsonl."""
 
 import glob
-import io
 import json
 import os
-import re
-import sys
 import time
 
 import numpy as np
 import pytest
-import rich.console
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from distloop.writers import Console, JsonWriter, SummaryWriter
+from distloop.writers import JsonWriter, SummaryWriter
 
 
 def read_scalars(directory):
@@ -206,167 +202,3 @@ def test_a_bad_path_is_an_os_error(tmp_path):
         JsonWriter(str(tmp_path / "file" / "metrics.jsonl"))
     with pytest.raises(IsADirectoryError):
         JsonWriter(str(tmp_path))
-
-
-# The console.
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Gives the test the clock of the console: set clock[0], in seconds."""
-    seconds = [100.0]
-    monkeypatch.setattr("distloop.writers.time.monotonic", lambda: seconds[0])
-    return seconds
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    """A stream that rich takes for a terminal of 200 columns."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    return stream
-
-
-def plain(text):
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-
-
-def test_a_line_reads_as_documented(clock):
-    stream = io.StringIO()
-    console = Console(2000, 0, stream, evals=["test"])
-    clock[0] += 1.0
-    console.write(500, {"loss": 0.12341, "accuracy": 0.97, "learning_rate": 0.1, "test/accuracy": 0.98})
-    console.close()
-    assert stream.getvalue() == (
-        "step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  500 steps/s  eta 0:00:03\n"
-    )
-
-
-def test_time_left_follows_the_clock_since_the_first_write(clock):
-    stream = io.StringIO()
-    console = Console(20_000, 1_000, stream)
-    clock[0] += 60.0  # tracing
-    console.write(1_100, {})
-    clock[0] += 0.0625
-    clock[0] += 0.1875  # an evaluation
-    console.write(1_200, {})
-    assert stream.getvalue().splitlines()[1] == "step 1200/20000  400 steps/s  eta 0:00:47"
-
-
-def test_the_last_line_has_no_time_left(clock):
-    stream = io.StringIO()
-    console = Console(10, 0, stream)
-    clock[0] += 7200.0
-    console.write(1, {})
-    clock[0] += 1.0
-    console.write(10, {})
-    assert stream.getvalue().splitlines() == ["step 1/10  0.0001389 steps/s  eta 18:00:00", "step 10/10  9 steps/s"]
-
-
-def test_a_clock_that_stands_still_is_no_error(clock):
-    stream = io.StringIO()
-    console = Console(10, 0, stream)
-    console.write(5, {})
-    console.write(5, {})
-    assert stream.getvalue() == "step 5/10\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.123456, "0.1235"),
-        (123.456, "123.5"),
-        (12345.6, "12346"),
-        (1.23456e-7, "1.235e-07"),
-        (1.5e12, "1.5e+12"),
-        (3.0, "3"),
-        (-0.5, "-0.5"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (np.float32(0.1), "0.1"),
-    ],
-)
-def test_numbers_have_four_digits(value, text, clock):
-    stream = io.StringIO()
-    Console(10, 0, stream).write(5, {"loss": value})
-    assert stream.getvalue() == f"step 5/10  loss {text}\n"
-
-
-def test_skipped_steps_are_shown_when_there_are_any(clock):
-    stream = io.StringIO()
-    console = Console(10, 0, stream)
-    console.write(5, {"skipped_steps": 0.0})
-    console.write(6, {"skipped_steps": 2.0})
-    assert stream.getvalue().splitlines() == ["step 5/10", "step 6/10  skipped_steps 2"]
-
-
-def test_standard_output_is_the_default(capsys):
-    Console(10).write(5, {"loss": 1.0})
-    assert capsys.readouterr().out.startswith("step 5/10  loss 1  ")
-
-
-def test_a_terminal_gets_a_bar_and_lines_for_evaluations_only(terminal, clock):
-    console = Console(2000, 0, terminal, evals=["test"])
-    clock[0] += 1
-    console.write(500, {"loss": 0.5})
-    console.write(1000, {"loss": 0.25, "accuracy": 0.75, "test/accuracy": 0.5})
-    console.close()
-    lines = [line.strip() for line in re.split(r"[\r\n]", plain(terminal.getvalue()))]
-    assert [line for line in lines if line.startswith("step")] == [
-        "step 1000/2000  loss 0.25  accuracy 0.75  test/accuracy 0.5"
-    ]
-    bars = [line.lstrip("━╸╺ ") for line in lines if line.startswith("━")]
-    assert "step 500/2000  loss 0.5  500 steps/s  eta 0:00:03" in bars
-    assert bars[-1] == "step 1000/2000  loss 0.25"
-
-
-def test_names_with_brackets_are_shown_as_they_are(terminal):
-    console = Console(10, 0, terminal, evals=["test"])
-    console.write(5, {"[red]loss": 1.0, "test/f1[0]": 1.0})
-    console.close()
-    assert "[red]loss 1" in plain(terminal.getvalue())
-    assert "test/f1[0] 1" in plain(terminal.getvalue())
-
-
-def test_close_gives_the_cursor_back_and_may_be_called_twice(terminal):
-    console = Console(10, 0, terminal)
-    console.write(5, {"loss": 1.0})
-    console.close()
-    text = terminal.getvalue()
-    console.close()
-    assert terminal.getvalue() == text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert plain(text).endswith("\n")
-
-
-def test_a_console_that_wrote_nothing_leaves_the_terminal_alone(terminal):
-    Console(10, 0, terminal).close()
-    assert terminal.getvalue() == ""
-
-
-def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal)
-    console = Console(10)
-    console.write(5, {"loss": 1.0})
-    print("said by the user")
-    console.close()
-    assert sys.stdout is terminal
-    assert "said by the user\n" in plain(terminal.getvalue())
-
-
-def test_forced_colours_make_no_terminal_of_a_log(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    stream = io.StringIO()
-    Console(10, 0, stream).write(5, {"loss": 1.0})
-    assert stream.getvalue().startswith("step 5/10  loss 1")
-
-
-def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert rich.console.Console(file=terminal).is_terminal
-    Console(10, 0, terminal).write(5, {"loss": 1.0})
-    assert terminal.getvalue().startswith("step 5/10  loss 1")

@@ -324,7 +324,7 @@ SCENARIOS = [
 
 
 def numbers(metrics):
-    timed = ("steps_per_sec", "examples_per_sec", "input_wait")
+    timed = ("steps_per_sec", "examples_per_sec", "input_wait", "host_share")
     return {f"number/{name}": np.array(value) for name, value in metrics.items() if name not in timed}
 
 

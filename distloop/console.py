@@ -1,0 +1,270 @@
+"""Owns what a run shows on the screen: progress, and how it ended.
+
+A terminal gets a display that stays at the bottom, everything else plain lines for grep.
+
+    console = Console(steps=2_000, evals=["test"])
+    console.write(500, {"loss": 0.12, "test/accuracy": 0.98})
+    console.close()
+    console.summarize(clock)        # where all went well: last and best numbers, and where the time went
+
+It is a writer like those of `writers.py`, and does not know where numbers come from.
+"""
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+import rich.box
+import rich.console
+import rich.live
+import rich.progress_bar
+import rich.table
+import rich.text
+
+from distloop import timing
+from distloop.records import ABOUT_THE_RUN, show_number
+from distloop.runs import Series
+
+_DRAW_SECS = 0.1  # between two drawings: each takes 1.7 ms, and nobody reads faster
+_MOST_METRICS = 20  # in the closing table
+_MOST_IN_LINE = 12  # above the display
+_BAR_WIDTHS = (8, 40)
+
+
+def say(text: str) -> None:
+    """Tells the user something that is no number."""
+    print(f"distloop: {text}", flush=True)
+
+
+class Console:
+    """Says how far a run is: a display on a terminal, else a line a write.
+
+    On a terminal two lines stay at the bottom, a bar and the training metrics, and writes with evaluations leave a line
+    above them. A line reads
+
+        step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
+
+    Steps per second are those reported; the time left is by the clock since the first write, evaluations included. What
+    holds the run up stands behind the speed where it is not the step itself: `input-bound 63 %`.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        start: int = 0,
+        stream: TextIO | None = None,
+        *,
+        evals: Sequence[str] = (),
+        may_draw: bool = True,
+    ):
+        """Starts the clock; says nothing.
+
+        Args:
+            steps: the global step that the run ends with.
+            start: the global step that it starts from.
+            stream: where to; None: standard output.
+            evals: names of the evaluations.
+            may_draw: whether a terminal gets a display; else it gets lines, too.
+        """
+        self._steps = steps
+        self._step = start
+        self._evals = frozenset(evals)
+        self._since = (start, time.monotonic())
+        self._has_written = False
+        self._last: Mapping[str, float] = {}  # the last row
+        self._series: dict[str, Series] = {}  # of evaluations
+        self._console = rich.console.Console(file=stream, highlight=False)
+        self._live: rich.live.Live | None = None
+        # FORCE_COLOR makes no terminal of a log.
+        self._is_terminal = self._console.is_interactive and self._console.file.isatty()
+        if may_draw and self._is_terminal:
+            # Drawn at writes: no thread, and nothing before the first number.
+            self._live = rich.live.Live(
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=stream is None,
+                redirect_stderr=stream is None,
+            )
+        self._shown: tuple[list[str], list[str]] = ([], [])  # what the display says: the run's, the metrics
+        self._drawn = 0.0  # when; seconds of the monotonic clock
+
+    def remember(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Takes note of the rows that the run left before this process."""
+        for row in rows:
+            self._note(int(row["step"]), row)
+
+    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
+        """Shows a row.
+
+        Args:
+            step: that the numbers belong to.
+            metrics: name -> number; those about the run (`learning_rate`, `input_wait`, ...) are left to the files.
+            when: not shown.
+        """
+        self._note(step, metrics)
+        about = [f"step {step}/{self._steps}"]
+        speed, left = self._speed(step, metrics.get("steps_per_sec"))
+        which, share = timing.verdict(metrics)
+        verdict = [f"{which}-bound {timing.show_share(share)}"] if which != "step" else []
+        shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
+        if self._live is None:
+            line = "  ".join([*about, *shown.values(), *speed, *verdict, *left])
+            print(line, file=self._console.file, flush=True)
+            return
+        if any(self._is_eval(name) for name in shown):
+            self._start_display()
+            named = list(shown.values())
+            if len(named) > _MOST_IN_LINE:
+                of_evals = [text for name, text in shown.items() if self._is_eval(name)][:_MOST_IN_LINE]
+                named = [*of_evals, f"and {len(named) - len(of_evals)} more"]
+            self._console.print("  ".join([*about, *named]), markup=False)
+        done = [f"{100 * step // self._steps} %"] if self._steps else []
+        names = sorted((name for name in shown if not self._is_eval(name)), key=lambda name: not name.endswith("loss"))
+        of_training = [shown[name] for name in names]  # what the terminal has no room for is cut off
+        self._shown = ([*about, *done, *speed, *left, *verdict], of_training)
+        if time.monotonic() - self._drawn >= _DRAW_SECS or step >= self._steps:
+            self._draw()
+
+    def close(self) -> None:
+        """Takes its hands off the terminal; may be called twice."""
+        if self._live is not None and self._live.is_started:
+            self._draw()
+            self._live.stop()
+
+    def summarize(self, clock: timing.Clock) -> None:
+        """Shows how the run ended: the last and best numbers, and where the time went.
+
+        Args:
+            clock: of the run.
+        """
+        seconds = clock.seconds()
+        total = sum(seconds.values())
+        rows = self._closing_rows()
+        left_out = f"and {len(rows) - _MOST_METRICS} more" if len(rows) > _MOST_METRICS else ""
+        end = f"step {self._step}/{self._steps} reached in {timing.show_secs(total)}"
+        if self._is_terminal:
+            self._show_tables(end, rows[:_MOST_METRICS], left_out, seconds)
+        else:
+            lines = [end]
+            lines += [f"{name} {last}{f', best {best} at step {at}' if best else ''}" for name, last, best, at in rows]
+            lines[_MOST_METRICS + 1 :] = [left_out] if left_out else []
+            by_phase = [f"{name} {s:.1f} s ({timing.show_share(s / total)})" for name, s in seconds.items() if total]
+            for text in [*lines, f"time {', '.join(by_phase)}"]:
+                print(f"distloop: {text}", file=self._console.file)
+        if advice := clock.advice():
+            # A terminal would break words at its edge; grep wants a line.
+            self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)
+        self._console.file.flush()
+
+    def _show_tables(
+        self, end: str, rows: Sequence[tuple[str, ...]], left_out: str, seconds: Mapping[str, float]
+    ) -> None:
+        """Shows the closing numbers and times side by side, or one above the other where the terminal is narrow."""
+        metrics = rich.table.Table("metric", "last", "best", "at step", box=rich.box.SIMPLE, caption=left_out or None)
+        for column in metrics.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            metrics.add_row(*map(rich.text.Text, row))
+        times = rich.table.Table("time", "secs", "share", box=rich.box.SIMPLE)
+        for column in times.columns[1:]:
+            column.justify = "right"
+        total = sum(seconds.values()) or 1.0
+        for name, secs in seconds.items():
+            times.add_row(name, f"{secs:.1f}", timing.show_share(secs / total))
+        width = sum(self._console.measure(table).maximum for table in (metrics, times))
+        print(f"distloop: {end}", file=self._console.file)
+        if width < self._console.width:
+            side_by_side = rich.table.Table.grid(padding=(0, 2))
+            side_by_side.add_row(metrics, times)
+            self._console.print(side_by_side)
+        else:
+            self._console.print(metrics, times, sep="")
+
+    def _closing_rows(self) -> list[tuple[str, str, str, str]]:
+        """Returns name, last value, best value and its step, in words; the last two empty where they do not apply.
+
+        Evaluations come first: what is too much is cut off.
+        """
+        rows = []
+        for name, series in self._series.items():
+            best, at = (show_number(series.best[0]), str(series.best[1])) if series.best else ("", "")
+            rows.append((name, show_number(series.last), best, at))
+        of_training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
+        return rows + [(name, show_number(v), "", "") for name, v in of_training.items() if self._is_shown(name, v)]
+
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps what the closing table tells."""
+        self._step, self._last = step, metrics
+        for name in metrics if self._evals else ():
+            if self._is_eval(name):
+                series = self._series.setdefault(name, Series(name, [], []))
+                series.steps.append(step)
+                series.values.append(float(metrics[name]))
+
+    def _start_display(self) -> None:
+        assert self._live is not None
+        if not self._live.is_started:
+            self._live.start()
+            self._console.show_cursor(True)  # a process that is killed cannot give it back
+
+    def _draw(self) -> None:
+        """Draws the display as it is."""
+        assert self._live is not None
+        self._start_display()
+        self._drawn = time.monotonic()
+        about, metrics = ("  ".join(words) for words in self._shown)
+        least, most = _BAR_WIDTHS
+        width = max(least, min(most, self._console.width - len(about) - 3))
+        bar = rich.progress_bar.ProgressBar(self._steps or 1, self._step, width)
+        first = rich.table.Table.grid(padding=(0, 1))
+        first.add_column(width=width)
+        first.add_column(no_wrap=True, overflow="ellipsis")
+        first.add_row(bar, rich.text.Text(about))
+        lines: list[Any] = [first]
+        if metrics:
+            lines.append(rich.text.Text(metrics, no_wrap=True, overflow="ellipsis"))
+        self._live.update(rich.console.Group(*lines), refresh=True)
+
+    def _is_eval(self, name: str) -> bool:
+        return name.partition("/")[0] in self._evals
+
+    def _is_shown(self, name: str, value: float) -> bool:
+        if name == "skipped_steps":
+            return value > 0
+        return self._is_eval(name) or name.rpartition("/")[2] not in ABOUT_THE_RUN
+
+    def _speed(self, step: int, reported: float | None) -> tuple[list[str], list[str]]:
+        """Returns steps per second, and the time left, in words, as far as they are known."""
+        now = time.monotonic()
+        start, start_secs = self._since
+        by_clock = (step - start) / (now - start_secs) if step > start and now > start_secs else None
+        if not self._has_written:  # until here tracing took its time, too
+            self._has_written = True
+            self._since = (step, now)
+            by_clock = reported or by_clock
+        if by_clock is None:
+            return [], []
+        left = [f"eta {timing.show_secs((self._steps - step) / by_clock)}"] if step < self._steps else []
+        return [f"{show_number(reported or by_clock)} steps/s"], left
+
+
+def show_parts(parts: Mapping[str, int], most: int = 8) -> str:
+    """Writes what a sum is made of, as in `conv2d 288 + dense 650`; many parts by the largest of them.
+
+    Args:
+        parts: name -> how many.
+        most: how many of them are named.
+    """
+    largest = set(sorted(parts, key=lambda name: -parts[name])[: most if len(parts) <= most else most - 1])
+    named = [f"{name} {count:,}" for name, count in parts.items() if name in largest]
+    rest = [count for name, count in parts.items() if name not in largest]
+    return " + ".join([*named, *([f"{len(rest)} others {sum(rest):,}"] if rest else [])])
+
+
+def show_split(sizes: Sequence[int]) -> str:
+    """Writes the shares of a batch: `128 + 128`, of more than four in a row as `6 x 42 + 2 x 43`."""
+    if len(sizes) <= 4:
+        return " + ".join(map(str, sizes))
+    groups = [(size, len(list(same))) for size, same in itertools.groupby(sorted(sizes))]
+    return " + ".join(f"{count} x {size}" for size, count in groups)

@@ -1,0 +1,338 @@
+"""Tests what a run shows on the screen: lines, the live display, how it ended."""
+
+import io
+import re
+import sys
+
+import numpy as np
+import pytest
+import rich.console
+
+from distloop.console import Console, show_parts, show_split
+from distloop.timing import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Gives the test the clock of the console: set clock[0], in seconds."""
+    seconds = [100.0]
+    monkeypatch.setattr("distloop.console.time.monotonic", lambda: seconds[0])
+    return seconds
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A stream that rich takes for a terminal of 200 columns."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    return stream
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_line_reads_as_documented(clock):
+    stream = io.StringIO()
+    console = Console(2000, 0, stream, evals=["test"])
+    clock[0] += 1.0
+    console.write(500, {"loss": 0.12341, "accuracy": 0.97, "learning_rate": 0.1, "test/accuracy": 0.98})
+    console.close()
+    assert stream.getvalue() == (
+        "step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  500 steps/s  eta 0:00:03\n"
+    )
+
+
+def test_time_left_follows_the_clock_since_the_first_write(clock):
+    stream = io.StringIO()
+    console = Console(20_000, 1_000, stream)
+    clock[0] += 60.0  # tracing
+    console.write(1_100, {})
+    clock[0] += 0.0625
+    clock[0] += 0.1875  # an evaluation
+    console.write(1_200, {})
+    assert stream.getvalue().splitlines()[1] == "step 1200/20000  400 steps/s  eta 0:00:47"
+
+
+def test_the_last_line_has_no_time_left(clock):
+    stream = io.StringIO()
+    console = Console(10, 0, stream)
+    clock[0] += 7200.0
+    console.write(1, {})
+    clock[0] += 1.0
+    console.write(10, {})
+    assert stream.getvalue().splitlines() == ["step 1/10  0.0001389 steps/s  eta 18:00:00", "step 10/10  9 steps/s"]
+
+
+def test_a_clock_that_stands_still_is_no_error(clock):
+    stream = io.StringIO()
+    console = Console(10, 0, stream)
+    console.write(5, {})
+    console.write(5, {})
+    assert stream.getvalue() == "step 5/10\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.123456, "0.1235"),
+        (123.456, "123.5"),
+        (12345.6, "12346"),
+        (1.23456e-7, "1.235e-07"),
+        (1.5e12, "1.5e+12"),
+        (3.0, "3"),
+        (-0.5, "-0.5"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (np.float32(0.1), "0.1"),
+    ],
+)
+def test_numbers_have_four_digits(value, text, clock):
+    stream = io.StringIO()
+    Console(10, 0, stream).write(5, {"loss": value})
+    assert stream.getvalue() == f"step 5/10  loss {text}\n"
+
+
+def test_skipped_steps_are_shown_when_there_are_any(clock):
+    stream = io.StringIO()
+    console = Console(10, 0, stream)
+    console.write(5, {"skipped_steps": 0.0})
+    console.write(6, {"skipped_steps": 2.0})
+    assert stream.getvalue().splitlines() == ["step 5/10", "step 6/10  skipped_steps 2"]
+
+
+def test_standard_output_is_the_default(capsys):
+    Console(10).write(5, {"loss": 1.0})
+    assert capsys.readouterr().out.startswith("step 5/10  loss 1  ")
+
+
+def test_a_terminal_gets_a_bar_and_lines_for_evaluations_only(terminal, clock):
+    console = Console(2000, 0, terminal, evals=["test"])
+    clock[0] += 1
+    console.write(500, {"loss": 0.5})
+    console.write(1000, {"loss": 0.25, "accuracy": 0.75, "test/accuracy": 0.5})
+    console.close()
+    lines = [line.strip() for line in re.split(r"[\r\n]", plain(terminal.getvalue()))]
+    assert [line for line in lines if line.startswith("step")] == [
+        "step 1000/2000  loss 0.25  accuracy 0.75  test/accuracy 0.5"
+    ]
+    bars = [line.lstrip("━╸╺ ") for line in lines if line.startswith("━")]
+    assert "step 500/2000  25 %  500 steps/s  eta 0:00:03" in bars
+    assert bars[-1] == "step 1000/2000  50 %" and lines[-2] == "loss 0.25  accuracy 0.75"
+
+
+def test_names_with_brackets_are_shown_as_they_are(terminal):
+    console = Console(10, 0, terminal, evals=["test"])
+    console.write(5, {"[red]loss": 1.0, "test/f1[0]": 1.0})
+    console.close()
+    assert "[red]loss 1" in plain(terminal.getvalue())
+    assert "test/f1[0] 1" in plain(terminal.getvalue())
+
+
+def test_close_gives_the_cursor_back_and_may_be_called_twice(terminal):
+    console = Console(10, 0, terminal)
+    console.write(5, {"loss": 1.0})
+    console.close()
+    text = terminal.getvalue()
+    console.close()
+    assert terminal.getvalue() == text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert plain(text).endswith("\n")
+
+
+def test_a_console_that_wrote_nothing_leaves_the_terminal_alone(terminal):
+    Console(10, 0, terminal).close()
+    assert terminal.getvalue() == ""
+
+
+def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    console = Console(10)
+    console.write(5, {"loss": 1.0})
+    print("said by the user")
+    console.close()
+    assert sys.stdout is terminal
+    assert "said by the user\n" in plain(terminal.getvalue())
+
+
+def test_forced_colours_make_no_terminal_of_a_log(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    Console(10, 0, stream).write(5, {"loss": 1.0})
+    assert stream.getvalue().startswith("step 5/10  loss 1")
+
+
+def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert rich.console.Console(file=terminal).is_terminal
+    Console(10, 0, terminal).write(5, {"loss": 1.0})
+    assert terminal.getvalue().startswith("step 5/10  loss 1")
+
+
+def test_a_terminal_gets_lines_where_they_are_asked_for(terminal):
+    console = Console(10, 0, terminal, may_draw=False)
+    console.write(5, {"loss": 1.0})
+    console.close()
+    assert terminal.getvalue().startswith("step 5/10  loss 1")
+
+
+def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(terminal, clock):
+    console = Console(1000, 0, terminal)
+    for step in range(1, 500):
+        clock[0] += 0.001
+        console.write(step, {"loss": 1.0})
+    assert set(re.findall(r"step (\d+)", plain(terminal.getvalue()))) == {"1", "101", "201", "301", "401"}
+    console.close()
+    assert "step 499/1000" in terminal.getvalue()
+
+
+def test_the_cursor_is_there_while_the_display_is(terminal):
+    console = Console(10, 0, terminal)
+    console.write(5, {"loss": 1.0})
+    text = terminal.getvalue()  # a process that is killed leaves the terminal so
+    console.close()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_the_display_stays_in_two_lines_that_fit(terminal, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console = Console(1_000_000, 0, terminal, evals=["test"])
+    numbers = {f"metric_{i}": i / 7 for i in range(30)} | {"gan/loss": 0.5, "input_wait": 0.75, "steps_per_sec": 812.5}
+    console.write(123_456, numbers)
+    console.close()
+    lines = [line for line in re.split(r"[\r\n]+", plain(terminal.getvalue())) if line.strip()]
+    assert max(map(len, lines)) <= columns
+    assert lines[-2].startswith(("━", "╸")) and "step 123456/1000000" in lines[-2]
+    assert lines[-1].startswith("gan/loss 0.5  metric_0 0") and lines[-1].endswith("…")
+
+
+def test_an_evaluation_of_many_metrics_leaves_a_short_line_on_a_terminal(terminal):
+    console = Console(10, 0, terminal, evals=["test"])
+    console.write(5, {"loss": 1.0} | {f"test/m{i}": 1.0 for i in range(20)})
+    console.close()
+    assert "step 5/10  test/m0 1  " in plain(terminal.getvalue())
+    assert "test/m11 1  and 9 more" in plain(terminal.getvalue())
+
+
+# What holds the run up.
+
+
+@pytest.mark.parametrize(
+    ("waited", "host", "text"),
+    [(0.75, 0.0, "input-bound 75 %  "), (0.2, 0.5, "host-bound 50 %  "), (0.4, 0.1, "")],
+)
+def test_a_line_says_what_holds_the_run_up_unless_it_is_the_step(waited, host, text, clock):
+    stream = io.StringIO()
+    numbers = {"loss": 0.5, "steps_per_sec": 8.0, "input_wait": waited, "host_share": host}
+    Console(10, 0, stream).write(2, numbers)
+    assert stream.getvalue() == f"step 2/10  loss 0.5  8 steps/s  {text}eta 0:00:01\n"
+
+
+# How it ended.
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The clock of a run of 20 seconds that waited 8 for data."""
+    now = [1000.0]
+    monkeypatch.setattr("distloop.timing.time.time", lambda: now[0])
+    ended = Clock()
+    ended.loop(1004.0, 1016.0, 8.0)
+    with ended.phase("evaluation"):
+        now[0] += 3.0
+    now[0] += 17.0
+    return ended
+
+
+ROWS = [
+    {"step": 5, "loss": 0.5, "learning_rate": 0.1, "test/accuracy": 0.75, "test/speed": 3.0},
+    {"step": 8, "loss": 0.375},
+    {"step": 10, "loss": 0.25, "learning_rate": 0.1, "test/accuracy": 0.5, "test/speed": 2.0},
+]
+
+
+def write_rows(console, rows):
+    for row in rows:
+        console.write(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+
+def test_the_end_tells_last_and_best_numbers_and_the_time_by_phase(ended):
+    stream = io.StringIO()
+    console = Console(10, 0, stream, evals=["test"])
+    write_rows(console, ROWS)
+    console.close()
+    stream.truncate(0), stream.seek(0)
+    console.summarize(ended)
+    assert stream.getvalue().splitlines() == [
+        "distloop: step 10/10 reached in 0:00:20",
+        "distloop: test/accuracy 0.5, best 0.75 at step 5",
+        "distloop: test/speed 2",
+        "distloop: loss 0.25",
+        "distloop: time start-up 4.0 s (20 %), input 8.0 s (40 %), step 4.0 s (20 %), evaluation 3.0 s (15 %), "
+        "saving 0.0 s (0 %), logging 0.0 s (0 %), other 1.0 s (5 %)",
+        "distloop: 62 % of the time went by waiting for data: try cache() the dataset, prefetch(tf.data.AUTOTUNE), "
+        "map(..., num_parallel_calls=tf.data.AUTOTUNE).",
+    ]
+
+
+def test_the_best_may_have_been_before_the_run_was_interrupted():
+    stream = io.StringIO()
+    console = Console(10, 5, stream, evals=["test"])
+    console.remember(ROWS[:1])
+    assert stream.getvalue() == ""
+    write_rows(console, ROWS[1:])
+    console.summarize(Clock())
+    assert "distloop: test/accuracy 0.5, best 0.75 at step 5\n" in stream.getvalue()
+
+
+def test_a_terminal_gets_a_closing_table(terminal, ended):
+    console = Console(10, 0, terminal, evals=["test"])
+    write_rows(console, ROWS)
+    console.close()
+    console.summarize(ended)
+    text = plain(terminal.getvalue())
+    assert re.search(r"test/accuracy +0.5 +0.75 +5 ", text)
+    assert re.search(r" input +8.0 +40 %", text)
+
+
+def test_of_many_metrics_the_closing_table_shows_evaluations_first():
+    stream = io.StringIO()
+    console = Console(10, 0, stream, evals=["test"])
+    console.write(10, {**{f"m{i}": 1.0 for i in range(40)}, "test/m": 1.0})
+    console.summarize(Clock())
+    lines = stream.getvalue().splitlines()
+    assert lines[2] == "distloop: test/m 1" and lines[-2] == "distloop: and 21 more" and len(lines) == 24
+
+
+def test_a_run_without_numbers_ends_too():
+    stream = io.StringIO()
+    Console(10, 10, stream).summarize(Clock())
+    assert stream.getvalue().startswith("distloop: step 10/10 reached in 0:00:00\n")
+
+
+# Sums and what they are made of.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([128, 128], "128 + 128"),
+        ([33, 33, 34], "33 + 33 + 34"),
+        ([62, 63] * 4, "4 x 62 + 4 x 63"),
+        ([32] * 8, "8 x 32"),
+    ],
+)
+def test_the_split_of_a_batch(sizes, text):
+    assert show_split(sizes) == text
+
+
+def test_of_many_parts_the_largest_are_named():
+    assert show_parts({"conv": 1288, "dense": 10}) == "conv 1,288 + dense 10"
+    parts = {f"layer_{i}": 10 - i for i in range(10)}
+    text = show_parts(parts, most=3)
+    assert text == "layer_0 10 + layer_1 9 + 8 others 36"

@@ -1,0 +1,133 @@
+"""Tests where a run's time goes: phases, what holds it up, what to try."""
+
+import pytest
+
+from distloop.timing import Clock, show_secs, verdict
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Gives the test the clock: set now[0], in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr("distloop.timing.time.time", lambda: now[0])
+    return now
+
+
+def spend(clock, now, name, secs):
+    with clock.phase(name):
+        now[0] += secs
+
+
+def test_each_second_belongs_to_one_phase(now):
+    clock = Clock()
+    now[0] += 3.0
+    assert clock.loop(1003.0, 1013.0, 4.0) == 0.0
+    now[0] = 1013.0
+    spend(clock, now, "evaluation", 2.0)
+    spend(clock, now, "mine", 1.0)
+    now[0] += 0.5
+    assert clock.loop(now[0], now[0] + 10.0, 0.0) == 3.5
+    now[0] += 10.0
+    spend(clock, now, "saving", 1.0)
+    found = clock.seconds()
+    assert found == {
+        "start-up": 3.0, "input": 4.0, "step": 16.0, "evaluation": 2.0, "saving": 1.0, "logging": 0.0, "mine": 1.0,
+        "other": 0.5,
+    }  # fmt: skip
+    assert sum(found.values()) == now[0] - 1000.0
+
+
+def test_actions_without_a_phase_are_other(now):
+    clock = Clock()
+    clock.loop(1000.0, 1001.0, 0.0)
+    now[0] = 1001.0
+    spend(clock, now, "other", 2.0)
+    now[0] += 1.0
+    assert clock.seconds()["other"] == 3.0
+
+
+def test_a_phase_that_fails_counts(now):
+    clock = Clock()
+    with pytest.raises(KeyError), clock.phase("saving"):
+        now[0] += 2.0
+        raise KeyError
+    assert clock.seconds()["saving"] == 2.0
+
+
+def test_a_clock_that_is_set_back_counts_no_negative_time(now):
+    clock = Clock()
+    clock.loop(999.0, 998.0, 1.0)
+    assert clock.loop(997.0, 999.0, 5.0) == 0.0
+    assert min(clock.seconds().values()) >= 0.0 and clock.seconds()["input"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("input_wait", "host_share", "expected"),
+    [
+        (0.1, 0.1, ("step", 0.81)),
+        (0.7, 0.1, ("input", 0.63)),
+        (0.7, 0.6, ("host", 0.6)),
+        (1.0, 0.4, ("input", 0.6)),
+        (0.0, 1.0, ("host", 1.0)),
+    ],
+)
+def test_the_largest_share_of_the_time_is_the_verdict(input_wait, host_share, expected):
+    which, share = verdict({"input_wait": input_wait, "host_share": host_share})
+    assert (which, pytest.approx(share)) == expected
+
+
+def test_without_measurements_it_is_the_step():
+    assert verdict({"loss": 1.0}) == ("step", 1.0)
+
+
+def test_a_run_that_trains_has_no_advice(now):
+    clock = Clock()
+    clock.loop(1000.0, 1060.0, 6.0)
+    now[0] = 1060.0
+    assert clock.advice() is None
+
+
+def test_a_short_run_has_no_advice(now):
+    clock = Clock()
+    clock.loop(1000.0, 1001.0, 1.0)
+    now[0] = 1001.0
+    assert clock.advice() is None
+
+
+def test_a_slow_input_is_told_with_what_to_try(now):
+    clock = Clock()
+    clock.loop(1000.0, 1060.0, 30.0)
+    now[0] = 1060.0
+    assert clock.advice().startswith("50 % of the time went by waiting for data: try cache()")
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("evaluation", "most of it in evaluation: try a larger eval_every"),
+        ("saving", "most of it in saving: try a larger checkpoint_every"),
+        ("logging", "most of it in logging: try a larger log_every"),
+        ("other", "between two loops: try a larger steps_per_loop"),
+    ],
+)
+def test_a_slow_host_is_told_with_what_to_try(now, phase, words):
+    clock = Clock()
+    for _ in range(3):
+        clock.loop(now[0], now[0] + 10.0, 0.0)
+        now[0] += 10.0
+        spend(clock, now, phase, 20.0)
+    assert " of the time went by between two loops" in clock.advice()
+    assert words in clock.advice()
+
+
+def test_the_first_evaluation_traces_and_brings_no_advice(now):
+    clock = Clock()
+    for secs in (60.0, 0.1, 0.1):
+        clock.loop(now[0], now[0] + 10.0, 0.0)
+        now[0] += 10.0
+        spend(clock, now, "evaluation", secs)
+    assert clock.advice() is None
+
+
+def test_times_are_written_as_clocks_do():
+    assert [show_secs(secs) for secs in (0.4, 61.0, 36_000.0)] == ["0:00:00", "0:01:01", "10:00:00"]
