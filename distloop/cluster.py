@@ -8,10 +8,15 @@ The only module that names a strategy class. It does not know what runs on the d
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import os
+import re
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +24,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.framework import errors_impl
 
 from distloop.config import Config, facts
-from distloop.peers import Peers
+from distloop.peers import GATHERING, JOINING, Peers
 
 HOST = "/CPU:0"  # where iterators, loop counters and the numbers for people live
 _PEERS = "_distloop_peers"  # the attribute of a strategy that holds its Peers
@@ -164,7 +171,11 @@ def gather(strategy: tf.distribute.Strategy, value: float) -> np.ndarray:
     """Collects a number of every worker, on every worker: `[W]`, float64. All must call it."""
     if num_workers(strategy) == 1:
         return np.array([value], np.float64)
+    others = peers(strategy)
+    phase = others.phase if others is not None else ""
+    report(strategy, GATHERING)
     found: np.ndarray = _gatherer(strategy)(tf.constant(value, tf.float64)).numpy()
+    report(strategy, phase)
     return found
 
 
@@ -217,40 +228,87 @@ def _find_workers() -> Workers | None:
     """Reads from the environment who takes part: TF_CONFIG, or the variables of a Slurm step with several tasks.
 
     Raises:
-        ValueError: if TF_CONFIG is not as TensorFlow defines it.
+        ValueError: if they tell of no cluster that this process can join.
     """
     if text := os.environ.get("TF_CONFIG"):
         try:
-            found = json.loads(text)
-            cluster, task = found.get("cluster") or {}, found.get("task") or {}
-            addresses = [*cluster.get("chief", []), *cluster.get("worker", [])]
-            if "ps" in cluster or task.get("type", "worker") not in ("chief", "worker"):
-                raise KeyError("distloop knows the jobs chief and worker")
-            index = int(task.get("index", 0))
-            if task.get("type") == "worker":
-                index += len(cluster.get("chief", []))
-            if addresses and not 0 <= index < len(addresses):
-                raise KeyError(f"task {index} of {len(addresses)}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return _read_tf_config(json.loads(text))
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"TF_CONFIG={text[:200]!r} was given, which is no cluster that distloop can join ({error}): it looks "
                 'like {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}; '
                 "distloop.launch makes it."
             ) from None
-        return Workers(tuple(addresses), index) if len(addresses) > 1 else None
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        # Ports follow the job's number, so that two jobs on one node do not meet.
-        port = 20_000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20_000
-        gpus = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if _has_gpus() else 0
-        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-            port_base=port, gpus_per_node=gpus, auto_set_gpu=False
+    return _read_slurm_step() if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
+
+
+def _read_tf_config(found: Any) -> Workers | None:
+    """Finds the workers in a TF_CONFIG; raises many kinds of errors."""
+    if not isinstance(found, dict) or "sparseCluster" in found:  # the latter by a TFJob with enableDynamicWorker
+        raise ValueError("it has to name every worker")
+    cluster, task = found.get("cluster") or {}, found.get("task") or {}
+    kind, index = task.get("type", "worker"), task.get("index")
+    if others := sorted({*cluster, kind} - {"chief", "worker", "evaluator"}):
+        raise ValueError(f"distloop knows the jobs chief and worker, not {' and '.join(others)}")
+    if kind == "evaluator":
+        raise ValueError("the workers evaluate: leave the evaluator out")
+    chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
+    for address in [*chiefs, *workers]:
+        if not re.fullmatch(r".+:\d+", str(address)):
+            raise ValueError(f"{address!r} is no host:port")
+    if len(chiefs) + len(workers) < 2:
+        return None
+    if index is None or not 0 <= int(index) < len(cluster.get(kind, [])):
+        raise ValueError(f"there is no {kind} {index}")
+    return Workers((*chiefs, *workers), int(index) + (len(chiefs) if kind == "worker" else 0))
+
+
+def _read_slurm_step() -> Workers:
+    """Reads what srun tells each task; TensorFlow's own resolver puts n10 before n9, and needs GPUs."""
+    hosts = _expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
+    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    places = [(node, i) for node, count in enumerate(counts) for i in range(count)]  # by task
+    if os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):
+        places.sort(key=lambda place: place[::-1])
+    names = ("STEP_NUM_TASKS", "PROCID", "NODEID", "LOCALID")
+    count, index, node, local = (int(os.environ.get(f"SLURM_{name}", "-1")) for name in names)
+    is_known = len(hosts) == len(counts) and 0 <= index < len(places) == count and places[index] == (node, local)
+    if not is_known or os.environ.get("SLURMD_NODENAME", hosts[node]) != hosts[node]:
+        told = {name: os.environ.get(f"SLURM_{name}") for name in (*names, "STEP_NODELIST", "STEP_TASKS_PER_NODE")}
+        raise ValueError(
+            f"{', '.join(f'SLURM_{name}={value}' for name, value in told.items())} do not tell which task runs where: "
+            "start all tasks by one srun --distribution=block, or set TF_CONFIG."
         )
-        return Workers(tuple(resolver.cluster_spec().as_dict()["worker"]), int(os.environ["SLURM_PROCID"]))
-    return None
+    # Sixteen ports for each step, below those that the system hands out: two runs on one node do not meet.
+    step = 31 * int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
+    port = 10_000 + step % 1_400 * 16
+    return Workers(tuple(f"{hosts[node]}:{port + i}" for node, i in places), index)
 
 
-def _has_gpus() -> bool:
-    return bool(tf.config.list_physical_devices("GPU"))
+def _expand_hosts(text: str) -> list[str]:
+    """Lists the hosts of a Slurm node list: `n[08-10,12]-ib,m1` has five."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:\[[^]]*\]|[^,[])+", text):
+        pieces = re.findall(r"\[[^]]*\]|[^[]+", part)
+        hosts += map("".join, itertools.product(*(_expand_numbers(p) if p[0] == "[" else [p] for p in pieces)))
+    return hosts
+
+
+def _expand_numbers(text: str) -> list[str]:
+    ends = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return [str(n).zfill(len(first)) for first, last in ends for n in range(int(first), int(last or first) + 1)]
+
+
+def _check_gpus_of_tasks() -> None:
+    """Checks that the tasks of a Slurm step do not share GPUs, which NCCL cannot; no GPU was at hand to try it."""
+    count, tasks = len(tf.config.list_physical_devices("GPU")), len(os.environ.get("SLURM_GTIDS", "").split(","))
+    there = int(os.environ.get("SLURM_GPUS_ON_NODE", count * tasks))
+    if count * tasks > there and "TF_CONFIG" not in os.environ:
+        raise ValueError(
+            f"{tasks} tasks on this node see {count} GPUs each, but there are {there}: start one task a node, which "
+            "takes all of them, or give each task its own by srun --gpus-per-task=1."
+        )
 
 
 _multi_worker: dict[Workers, tf.distribute.Strategy] = {}  # a process can be part of one cluster
@@ -261,17 +319,26 @@ def _make_multi_worker(workers: Workers | None, config: Config) -> tf.distribute
     if workers is None:
         raise ValueError(
             "strategy=multi_worker was given, but the environment tells of no other workers: start the program with "
-            "python -m distloop.launch --workers=2 -m ..., or set TF_CONFIG."
+            "python -m distloop.launch --workers=2 -m ..., by srun with several tasks, or set TF_CONFIG."
         )
     if workers in _multi_worker:
         return _multi_worker[workers]
+    if _device_type(config) == "GPU":
+        _check_gpus_of_tasks()
     of_process = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(workers.addresses)}
     others = Peers(workers.addresses, workers.index, of_process | facts(config))
     try:
         others.meet(config.start_timeout)
+        others.watch(config.hang_timeout, config.start_timeout)
+        strategy = _join(workers, config, others)
     except ValueError as error:
         others.fail(str(error))
         raise
+    _multi_worker[workers] = strategy
+    return strategy
+
+
+def _join(workers: Workers, config: Config, others: Peers) -> tf.distribute.Strategy:
     device_type = _device_type(config)
     # No timeout_seconds: TensorFlow starts a thread for each collective that sleeps for so long, 14,000 of them after
     # 25 seconds of a small model. The peers watch instead.
@@ -281,8 +348,9 @@ def _make_multi_worker(workers: Workers | None, config: Config) -> tf.distribute
         cluster, task_type="worker", task_id=workers.index, rpc_layer="grpc"
     )
     count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
+    others.phase = JOINING
     try:
-        with _local_devices(device_type, count):
+        with _local_devices(device_type, count), _threads_running():
             strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
     except RuntimeError as error:
         raise ValueError(
@@ -290,15 +358,48 @@ def _make_multi_worker(workers: Workers | None, config: Config) -> tf.distribute
             "distloop.prepare(config) before the first tensor, dataset or model."
         ) from None
     setattr(strategy, _PEERS, others)
-    _multi_worker[workers] = strategy
-    others.watch(config.hang_timeout)
     found = gather(strategy, workers.index + 1)
     if found.tolist() != list(range(1, len(workers.addresses) + 1)):
         raise ValueError(
             f"The workers' numbers came back as {found.tolist()}; the network or the collective library gives wrong "
             "sums: try other CommunicationOptions, or fewer devices."
         )
+    others.phase = "starting"
+    if threading.current_thread() is threading.main_thread():  # TensorFlow has begun to catch SIGTERM, and ignores it
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     return strategy
+
+
+@contextlib.contextmanager
+def _threads_running() -> Iterator[None]:
+    """Lets Python's threads run while TensorFlow joins the other workers, for an hour if one of them has died.
+
+    Its own binding keeps Python's lock meanwhile, so that nothing could be heard or said, nor the process be ended.
+    """
+    original = pywrap_tfe.TFE_EnableCollectiveOps
+    try:
+        library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_cc.so.2"))  # loaded already
+    except OSError:  # another build: as TensorFlow does it
+        yield
+        return
+    library.TF_NewStatus.restype, library.TF_Message.restype = ctypes.c_void_p, ctypes.c_char_p
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def join(context: Any, server: bytes) -> None:
+        status = ctypes.c_void_p(library.TF_NewStatus())
+        size = ctypes.c_size_t(len(server))
+        library.TFE_EnableCollectiveOps(ctypes.c_void_p(pointer_of(context, None)), server, size, status)
+        if code := library.TF_GetCode(status):
+            message = library.TF_Message(status).decode(errors="replace")
+            raise errors_impl.exception_type_from_error_code(code)(None, None, message)
+        library.TF_DeleteStatus(status)
+
+    pywrap_tfe.TFE_EnableCollectiveOps = join
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_EnableCollectiveOps = original
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@
 Everything from `-m` or the path on is the program's, of which it knows nothing. Each worker gets its TF_CONFIG; its
 lines are shown behind `[worker 0]`. A worker that crashes stops the others, and within `--max_restarts` all start again
 from what they saved. The exit code is that of the worker that failed first (128 + n for signal n), else 75 if one saved
-and left, else 0. The first Ctrl-C or SIGTERM is passed on and the launcher waits; the second kills.
+and left, else 0. A worker that ends with 76 was not the first: another one failed or fell silent, maybe on another
+host. The first Ctrl-C or SIGTERM is passed on and the launcher waits; the second kills.
 
 On several hosts each launcher restarts its own workers, which need not fall together: a crash breaks the workers of the
 other hosts, too, and TensorFlow waits for its peers when it starts.
@@ -33,6 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any, NoReturn, TextIO
 
 from distloop.interrupts import EXIT_CODE
+from distloop.peers import EXIT_CODE as FOLLOWER_EXIT_CODE
 
 FIRST_PORT = 12345  # of each host, with --hosts
 
@@ -42,11 +44,12 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "devices_per_worker": (int, None, 1, "devices of each, as --num_devices for the program"),
     "max_restarts": (int, 0, 0, "how often all workers may start again when one has crashed; 0"),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
-    "host_index": (int, None, 0, "which of --hosts this machine is, from 0"),
+    "host_index": (int, None, 0, "which of --hosts this machine is, from 0; else Kubernetes' JOB_COMPLETION_INDEX"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow; {FIRST_PORT}"),
 }
 
 _FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
+_FAIL_SECS = 5  # beyond the grace time, for the one that failed when another one has ended for it
 _PROGRESS_SECS = 10  # how often a line is shown that carriage returns write again and again
 _ASKING = (signal.SIGINT, signal.SIGTERM)
 _GONE = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
@@ -129,6 +132,9 @@ def _check_hosts(options: argparse.Namespace) -> None:
     hosts = [host.strip() for host in options.hosts.split(",")] if options.hosts else []
     if len(set(hosts)) < len(hosts) or not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
         raise ValueError(f"hosts={options.hosts} is not allowed: give names or IPv4 addresses, each once, no ports.")
+    index = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed Job of Kubernetes
+    if hosts and options.host_index is None and index.isdigit():
+        options.host_index = int(index)
     if hosts and (options.host_index is None or options.host_index >= len(hosts)):
         raise ValueError(
             f"host_index={options.host_index} is not allowed with {len(hosts)} hosts: give each host its own, from 0 "
@@ -177,11 +183,23 @@ def _find_gpus(options: argparse.Namespace) -> list[list[str]]:
     return [gpus[i * count : (i + 1) * count] for i in range(options.workers)]
 
 
+def _share_cores(workers: int) -> dict[str, str]:
+    """Returns what tells TensorFlow how many threads each of several workers here may have; else each takes all cores.
+
+    With one thread between operations, a `tf.py_function` that calls a `tf.function` waits for itself.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    counts = {"TF_NUM_INTRAOP_THREADS": max(1, cores // workers), "TF_NUM_INTEROP_THREADS": max(2, cores // workers)}
+    return {name: str(count) for name, count in counts.items()} if workers > 1 else {}
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow: connections that ended don't count
         try:
             probe.bind(("", port))  # on every address, as TensorFlow does
+            with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+                datagrams.bind(("", port))  # as the workers do, to hear each other
         except OSError:
             return False
         return True
@@ -305,6 +323,7 @@ class _Launch:
         self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no end is a crash
         self._killer = 0  # the second signal
         self._failed: _Worker | None = None  # the first one
+        self._follower: _Worker | None = None  # the first one that ended because another had failed
         self._verdict = ""  # why the workers were stopped
         self._stop_at = self._kill_at = math.inf
 
@@ -336,7 +355,7 @@ class _Launch:
             if self._killer:
                 return 128 + self._killer
             if not self._failed:
-                return max(worker.code or 0 for worker in self._workers)  # 0, or EXIT_CODE
+                return max(worker.code or 0 for worker in self._workers)  # 0, EXIT_CODE or FOLLOWER_EXIT_CODE
             if self._is_leaving or restart > self._options.max_restarts:
                 return self._failed.code or 0
             _tell(f"all workers start again (restart {restart} of {self._options.max_restarts}).")
@@ -344,13 +363,15 @@ class _Launch:
         raise AssertionError
 
     def _start(self) -> None:
-        self._workers, self._failed, self._verdict = [], None, ""
+        self._workers, self._failed, self._follower, self._verdict = [], None, None, ""
         self._stop_at = self._kill_at = math.inf
         count = self._options.devices_per_worker
         command = [sys.executable, *self._options.program, *([f"--num_devices={count}"] if count else [])]
+        threads = _share_cores(len(self._gpus))
         for i, gpus in enumerate(self._gpus, start=self._options.first_index):
             config = {"cluster": {"worker": self._addresses}, "task": {"type": "worker", "index": i}}
-            environment = {**os.environ, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
+            environment = {**threads, **os.environ, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
+            environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else ten lines each of what goes well; errors stay
             if gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             self._workers.append(_Worker(i, command, environment, self._guard))
@@ -371,12 +392,17 @@ class _Launch:
                 if stream in ready and stream.is_open:
                     stream.read()
             if time.monotonic() >= self._stop_at:
+                if self._follower and not self._failed:
+                    self._hush(self._running())
+                    self._judge(self._follower, self._running())
                 self._stop()
             if time.monotonic() >= self._kill_at:
                 self._kill_at = math.inf
                 for worker in self._running():
                     worker.kill()
         self._heed_signals()
+        if self._follower and not self._failed:  # no other one failed
+            self._judge(self._follower, [])
         if self._verdict:
             _tell(self._verdict)
 
@@ -405,23 +431,37 @@ class _Launch:
         others = self._running()
         is_failure = worker.code not in (0, EXIT_CODE) and self._failed is None
         is_crash = is_failure and not self._is_leaving
-        if is_failure:
+        is_follower = is_crash and worker.code == FOLLOWER_EXIT_CODE and bool(others)  # who failed is still to end
+        if is_failure and not is_follower:
             self._failed = worker
-        if is_crash:
-            for stream in (stream for other in others for stream in other.streams):
-                stream.finish()  # what they say from now on follows from the crash
+        if is_crash and not is_follower:
+            self._hush(others)
         for stream in worker.streams:
             stream.close()
         if worker.code or self._failed or self._is_leaving:
             _tell(f"worker {worker.index} ended {worker.how_it_ended()}.")
-        if is_crash:
-            first = " first" if len(self._workers) > 1 else ""
-            stopped = "; the others were stopped" if others else ""
-            self._verdict = f"worker {worker.index} failed{first}, {worker.how_it_ended()}{stopped}."
-            self._stop()
+        if is_follower:
+            self._follower = self._follower or worker
+            self._stop_at = min(self._stop_at, time.monotonic() + _FAIL_SECS + self._options.grace_secs)
+        elif is_crash:
+            self._judge(worker, others)
         elif worker.code and not self._verdict:
             self._is_leaving = True
             self._stop_at = min(self._stop_at, time.monotonic() + _FOLLOW_SECS + self._options.grace_secs)
+
+    def _hush(self, workers: Sequence[_Worker]) -> None:
+        for stream in (stream for worker in workers for stream in worker.streams):
+            stream.finish()  # what they say from now on follows from the crash
+
+    def _judge(self, worker: _Worker, others: Sequence[_Worker]) -> None:
+        """Takes a worker for the first one that failed, and stops the others."""
+        self._failed = worker
+        first = " first" if len(self._workers) > 1 else ""
+        what = f"failed{first}, {worker.how_it_ended()}"
+        if worker.code == FOLLOWER_EXIT_CODE:
+            what = f"ended{first}, because another one had failed or fallen silent"
+        self._verdict = f"worker {worker.index} {what}{'; the others were stopped' if others else ''}."
+        self._stop()
 
     def _stop(self) -> None:
         self._stop_at, self._kill_at = math.inf, time.monotonic() + self._options.grace_secs

@@ -1,8 +1,11 @@
-"""Where it runs: virtual CPUs, GPUs that are only claimed, seeds, and the strategies over them."""
+"""Where it runs: virtual CPUs, GPUs that are only claimed, seeds, strategies, and what schedulers tell of workers."""
 
+import json
+import os
 import random
 import subprocess
 import sys
+import textwrap
 import types
 
 import keras
@@ -227,3 +230,216 @@ def test_a_strategy_is_described_by_its_replicas_and_devices(settings, descripti
 
 def test_a_strategy_that_the_user_made_is_described_too():
     assert cluster.describe(tf.distribute.OneDeviceStrategy("/cpu:1")) == "1 replica (CPU:1)"
+
+
+def outside(environment, monkeypatch):
+    """Sets what a scheduler sets, and nothing of another one."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TF_CONFIG", "CUDA", "JOB_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def step_of(line, **more):
+    """Gives what srun (22.05) gave a task, from `procid/tasks nodelist tasks_per_node nodeid/localid`."""
+    own, nodes, counts, place = line.split()
+    procid, tasks = own.split("/")
+    node, local = place.split("/")
+    variables = {"PROCID": procid, "STEP_NUM_TASKS": tasks, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": counts}
+    variables |= {"NODEID": node, "LOCALID": local, "JOB_ID": 100, "STEP_ID": 0} | more
+    return {f"SLURM_{name}": value for name, value in variables.items()}
+
+
+@pytest.mark.parametrize(
+    ("line", "distribution", "expected"),
+    [
+        ("4/5 n[8-10] 2(x2),1 2/0", None, "n8:0 n8:1 n9:0 n9:1 n10:0"),  # as Slurm counts, not as text is sorted
+        ("5/7 n[8-11] 4,1(x3) 2/0", None, "n8:0 n8:1 n8:2 n8:3 n9:0 n10:0 n11:0"),
+        ("1/2 n[9-10] 1(x2) 1/0", None, "n9:0 n10:0"),
+        ("2/4 n[8-9] 3,1 0/1", "cyclic", "n8:0 n9:0 n8:1 n8:2"),
+        ("3/4 n[8-9] 2(x2) 1/1", "block", "n8:0 n8:1 n9:0 n9:1"),
+        ("1/2 n8 2 0/1", None, "n8:0 n8:1"),
+        ("4/5 r[1-2]n[09-10]-ib,m1 1(x5) 4/0", None, "r1n09-ib:0 r1n10-ib:0 r2n09-ib:0 r2n10-ib:0 m1:0"),
+    ],
+)
+def test_tasks_of_a_slurm_step_are_workers_in_its_order(line, distribution, expected, monkeypatch):
+    outside(step_of(line, **({"DISTRIBUTION": distribution} if distribution else {})), monkeypatch)
+    monkeypatch.setattr(subprocess, "Popen", None)  # neither nvidia-smi nor scontrol is asked
+    workers = cluster._find_workers()
+    hosts, ports = zip(*(address.split(":") for address in workers.addresses), strict=True)
+    found = " ".join(f"{host}:{int(port) - min(map(int, ports))}" for host, port in zip(hosts, ports, strict=True))
+    assert found == expected and workers.index == int(line.split("/")[0])
+
+
+def test_steps_that_run_side_by_side_use_different_ports(monkeypatch):
+    used = set()
+    for job in range(30):
+        for step in range(3):
+            outside(step_of("0/9 n1 9 0/0", JOB_ID=123_456 + job, STEP_ID=step), monkeypatch)
+            used |= {int(address.split(":")[1]) for address in cluster._find_workers().addresses}
+    assert len(used) == 30 * 3 * 9 and min(used) >= 10_000 and max(used) < 32_768
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_JOB_ID": 6, "SLURM_NTASKS": 4, "SLURM_JOB_NODELIST": "n[8-9]", "SLURM_TASKS_PER_NODE": "3,1"},  # salloc
+        {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 2, "SLURM_PROCID": 0, "SLURM_LOCALID": 0},  # a batch script before srun
+        step_of("0/1 n8 1 0/0"),
+        {"JOB_COMPLETION_INDEX": 1, "HOSTNAME": "train-1"},  # of an indexed Job, without the launcher
+        {"TF_CONFIG": "{}"},
+    ],
+)
+def test_elsewhere_a_process_is_alone(environment, monkeypatch):
+    outside(environment, monkeypatch)
+    assert cluster._find_workers() is None
+    assert cluster.make_strategy(config(num_devices=1)) is tf.distribute.get_strategy()
+    with pytest.raises(ValueError, match="tells of no other workers: start .* by srun with several tasks"):
+        cluster.make_strategy(config(strategy="multi_worker"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "1/4 n[8-10] 2,1,1 2/0",
+        "0/4 n[8-9] 1(x2) 0/0",
+        "0/2 n[8-9] 2 0/0",
+        "0/2 n[a-b] 1(x2) 0/0",
+        "0/2 n[9,8] 1(x2) 0/0",
+    ],
+)
+def test_slurm_steps_that_do_not_tell_where_their_tasks_are_get_a_sentence(line, monkeypatch):
+    outside(step_of(line, DISTRIBUTION="arbitrary") | {"SLURMD_NODENAME": "n8"}, monkeypatch)
+    with pytest.raises(ValueError, match=r"SLURM_PROCID=., .* do not tell which task runs where: start all tasks by"):
+        cluster.prepare(config())
+
+
+@pytest.mark.parametrize(("tasks", "visible", "is_allowed"), [(2, 1, True), (2, 2, False), (1, 2, True)])
+def test_tasks_that_would_share_gpus_get_a_sentence(tasks, visible, is_allowed, claimed_gpus, monkeypatch):
+    given = {"GTIDS": ",".join(map(str, range(tasks))), "GPUS_ON_NODE": 2}
+    outside({"SLURM_STEP_NUM_TASKS": 4, **{f"SLURM_{name}": value for name, value in given.items()}}, monkeypatch)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: GPUS[:visible])
+    if is_allowed:
+        cluster._check_gpus_of_tasks()
+    else:
+        with pytest.raises(ValueError, match="2 tasks on this node see 2 GPUs each, but there are 2: start one task a"):
+            cluster._check_gpus_of_tasks()
+
+
+WORKERS = ["train-worker-0.team.svc:2222", "train-worker-1.team.svc:2222"]
+CHIEF = ["train-chief-0.team.svc:2222"]
+
+
+def tf_config(jobs, kind="worker", index=0):
+    """Gives TF_CONFIG as Kubeflow's Training Operator writes it."""
+    return {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}, "environment": "cloud"})}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "kind", "index", "addresses", "number"),
+    [
+        ({"worker": WORKERS}, "worker", 1, WORKERS, 1),
+        ({"chief": CHIEF, "worker": WORKERS}, "chief", 0, CHIEF + WORKERS, 0),
+        ({"chief": CHIEF, "worker": WORKERS}, "worker", 1, CHIEF + WORKERS, 2),
+        ({"chief": CHIEF, "worker": WORKERS, "evaluator": ["e:1"]}, "worker", 0, CHIEF + WORKERS, 1),
+        ({"chief": CHIEF, "worker": WORKERS[:1]}, "worker", "0", [*CHIEF, WORKERS[0]], 1),
+    ],
+)
+def test_a_tfjobs_chief_is_worker_0(jobs, kind, index, addresses, number, monkeypatch):
+    outside(tf_config(jobs, kind, index), monkeypatch)
+    assert cluster._find_workers() == cluster.Workers(tuple(addresses), number)
+
+
+def test_a_tfjob_with_one_worker_is_no_cluster(monkeypatch):
+    outside(tf_config({"worker": WORKERS[:1]}), monkeypatch)
+    assert cluster._find_workers() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (tf_config({"worker": WORKERS}, "evaluator"), "the workers evaluate: leave the evaluator out"),
+        (tf_config({"worker": WORKERS[:1]}, "evaluator"), "the workers evaluate: leave the evaluator out"),
+        (tf_config({"worker": WORKERS, "ps": ["p:1"]}), "distloop knows the jobs chief and worker, not ps"),
+        (tf_config({"worker": WORKERS}, "ps"), "distloop knows the jobs chief and worker, not ps"),
+        (tf_config({"worker": WORKERS, "master": ["m:1"]}), "distloop knows the jobs chief and worker, not master"),
+        (tf_config({"worker": WORKERS}, "worker", 2), "there is no worker 2"),
+        (tf_config({"worker": WORKERS}, "chief"), "there is no chief 0"),
+        (json.dumps({"cluster": {"worker": WORKERS}}), "there is no worker None"),
+        (tf_config({"worker": ["a", "b"]}), "'a' is no host:port"),
+        (tf_config({"worker": "a:1"}), "'a' is no host:port"),
+        (json.dumps({"sparseCluster": {"worker": {"1": WORKERS[1]}, "ps": []}}), "it has to name every worker"),
+        ("[1]", "it has to name every worker"),
+        ("{'worker': []}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ],
+)
+def test_a_tf_config_that_cannot_be_joined_gets_a_sentence(text, reason, monkeypatch):
+    outside(text if isinstance(text, dict) else {"TF_CONFIG": text}, monkeypatch)
+    with pytest.raises(ValueError) as error:
+        cluster.prepare(config())
+    assert f"which is no cluster that distloop can join ({reason}): it looks like" in str(error.value)
+
+
+TASK = """
+    import os
+    import signal
+    import distloop
+    from distloop import cluster
+
+    config = distloop.Config(device="cpu", start_timeout=60, hang_timeout=600)
+    distloop.prepare(config)
+    strategy = cluster.make_strategy(config)
+    (caught,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("SigCgt")]
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(100):
+        found = cluster.gather(strategy, 10 + cluster.worker_index(strategy))
+    is_stoppable = not int(caught, 16) >> (signal.SIGTERM - 1) & 1
+    more = len(os.listdir("/proc/self/task")) - before
+    print(cluster.worker_index(strategy), found.tolist(), is_stoppable, more < 50)
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_a_slurm_step_join_each_other_heed_sigterm_and_pile_up_no_threads(monkeypatch):
+    outside({"TF_CPP_MIN_LOG_LEVEL": 3}, monkeypatch)
+    tasks = []
+    for i in range(2):
+        step = {name: str(value) for name, value in step_of(f"{i}/2 localhost 2 0/{i}", JOB_ID=os.getpid()).items()}
+        command = [sys.executable, "-c", textwrap.dedent(TASK)]
+        tasks.append(subprocess.Popen(command, env={**os.environ, **step}, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [task.communicate(timeout=120)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert outputs == [f"{i} [10.0, 11.0] True True\n" for i in range(2)]
+
+
+def test_a_worker_that_comes_back_under_another_address_is_found():
+    program = """
+        import socket, threading, time
+        from distloop.peers import Peers
+
+        class Network(socket.socket):
+            def sendto(self, data, address):
+                return super().sendto(data, address) if address[0] == "127.0.0.1" else 0
+
+        began = time.monotonic()
+        socket.socket = Network
+        socket.gethostbyname = lambda host: "127.0.0.1" if host == "a" or time.monotonic() > began + 0.7 else "gone"
+        with Network() as one, Network() as other:
+            for probe in (one, other):
+                probe.bind(("", 0))
+            addresses = [f"a:{one.getsockname()[1]}", f"b:{other.getsockname()[1]}"]
+        workers = [Peers(addresses, i, {}) for i in range(2)]
+        threads = [threading.Thread(target=worker.meet, args=(20,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(time.monotonic() - began < 15)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "True\n", result.stderr

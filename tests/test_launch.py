@@ -588,6 +588,65 @@ def test_each_host_starts_its_own_share(launch, write, ports):
             }
 
 
+@pytest.mark.parametrize(
+    ("flags", "index", "expected"),
+    [(["--hosts=a,b"], "1", 1), (["--hosts=a,b"], "0", 0), (["--hosts=a,b", "--host_index=0"], "1", 0), ([], "7", 0)],
+)
+def test_an_indexed_job_of_kubernetes_numbers_its_hosts(flags, index, expected, launch, write, ports):
+    flags = [*flags, *([f"--port={ports}"] if flags else [])]
+    code, out, _ = launch(*flags, write("print(index)"), env={"JOB_COMPLETION_INDEX": index})
+    assert (code, out) == (0, [f"[worker {expected}] {expected}"])
+
+
+@pytest.mark.parametrize("index", ["2", "-1", "one", ""])
+def test_an_index_of_kubernetes_that_is_no_hosts_is_refused(index, launch, write):
+    code, out, err = launch("--hosts=a,b", write(""), env={"JOB_COMPLETION_INDEX": index})
+    assert (code, out) == (2, []) and "is not allowed with 2 hosts: give each host its own, from 0 to 1" in err[0]
+
+
+CORES = len(os.sched_getaffinity(0))
+THREADS = "print(*(os.environ.get(f'TF_NUM_{name}_THREADS') for name in ('INTRAOP', 'INTEROP')))"
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        (["--workers=1"], {}, "None None"),
+        (["--workers=2"], {}, f"{max(1, CORES // 2)} {max(2, CORES // 2)}"),
+        (["--workers=3"], {"TF_NUM_INTRAOP_THREADS": "5"}, f"5 {max(2, CORES // 3)}"),
+        (["--workers=2"], {"TF_NUM_INTRAOP_THREADS": "0", "TF_NUM_INTEROP_THREADS": "4"}, "0 4"),
+    ],
+)
+def test_workers_share_the_cores_unless_the_user_set_threads(flags, given, expected, launch, write):
+    _, out, _ = launch(*flags, write(THREADS), env=given)
+    assert {line.partition("] ")[2] for line in out} == {expected}
+
+
+def test_workers_share_the_cores_that_the_launcher_may_use(launch, write):
+    share = "import os, sys; from distloop import launch; os.sched_getaffinity = lambda pid: range(13); "
+    command = [sys.executable, "-c", share + "sys.exit(launch.main())"]
+    _, out, _ = launch("--workers=3", write(THREADS), command=command)
+    assert {line.partition("] ")[2] for line in out} == {"4 4"}
+
+
+@pytest.mark.slow
+def test_tensorflow_heeds_the_shares_of_cores():
+    program = """
+        import os
+        import tensorflow as tf
+        tf.function(lambda a: a @ a)(tf.ones([500, 500]))
+        print(len(os.listdir("/proc/self/task")))
+    """
+
+    def threads(intra, inter):
+        given = {"TF_NUM_INTRAOP_THREADS": str(intra), "TF_NUM_INTEROP_THREADS": str(inter)}
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        return int(subprocess.check_output(command, env={**os.environ, **given}, stderr=subprocess.DEVNULL))
+
+    few = threads(2, 2)
+    assert threads(12, 2) >= few + 10 and threads(2, 12) >= few + 10
+
+
 def test_a_port_that_is_taken_is_told_before_anything_starts(launch, write, ports, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports + 1))

@@ -1,0 +1,387 @@
+"""What can befall workers, each as a user would meet it: the run ends soon, says why at once, and nothing is lost.
+
+Most runs share a workdir, so that each goes on from what the one before it left; at the end stands the same run as one
+that nothing befell.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from distloop import checkpoints, interrupts, peers
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SECS = 120  # what a test waits for at most, on a machine that is busy
+STEPS = 100
+
+PROGRAM = """
+    import json, os, signal, sys, time
+    import keras, numpy as np, tensorflow as tf
+    from absl import app, flags
+    import distloop
+    from tests import problems
+
+    distloop.define_flags(
+        steps={STEPS}, batch_size=16, device="cpu", log_every=20, checkpoint_every=5, average_decay=0.9
+    )
+    RATE = flags.DEFINE_float("rate", 0.01, "A setting of the experiment.")
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    what, worker, once = (os.environ.get("BEFALLS", "") + ",,").split(",")[:3]  # happens on that worker, if not before
+    befalls = what if worker == str(index) and not os.path.exists(once or "/nowhere") else ""
+    first = None  # step of this run
+
+    if befalls == "killed while joining":
+        meet = distloop.peers.Peers.meet
+        distloop.peers.Peers.meet = lambda *given: (meet(*given), os.kill(os.getpid(), signal.SIGKILL))
+
+    def model_fn():
+        if befalls == "model_fn":
+            raise RuntimeError("boom in model_fn")
+        return problems.classifier(dropout=0.5, optimizer=lambda: keras.optimizers.Adam(RATE.value))()
+
+    def act(report):
+        global first
+        first = first or report.step
+        if first + 8 == report.step:
+            print("eight steps on", flush=True)
+        if first + 8 <= report.step and what == "slow":
+            time.sleep(0.1)
+        if first + 8 != report.step or not befalls:
+            return
+        if once:
+            open(once, "w").close()
+        if befalls == "action":
+            raise RuntimeError("boom in an action")
+        if befalls == "exit":
+            sys.exit(3)
+        if befalls.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, befalls))
+            time.sleep(0.5)
+    act.every = 1
+
+    def check(x):
+        if first is not None:  # in this run
+            raise RuntimeError("boom in the pipeline")
+        return x
+
+    def checked(batch):
+        x = tf.ensure_shape(tf.py_function(check, [batch["x"]], tf.float32), batch["x"].shape)
+        return {**batch, "x": x}
+
+    def main(_):
+        config = distloop.Config.from_flags()
+        distloop.prepare(config)
+        data = distloop.make_dataset(problems.classification(67), config.batch_size, shuffle=True)
+        trainer = distloop.Trainer(model_fn, config)
+        trainer.fit(data.map(checked) if befalls == "pipeline" else data, actions=[act])
+        np.savez(os.path.join(config.workdir, f"end{index}.npz"), **problems.everything(trainer))
+
+    if __name__ == "__main__":
+        app.run(main)
+"""
+
+# What TensorFlow says at its start whatever TF_CPP_MIN_LOG_LEVEL is, and what distloop does when all is well.
+NOISE = re.compile(
+    r"WARNING: All log|[IWE]\d{4} |To enable the foll|step \d|eight steps|distloop: (\d repl|worker . of 2 r|step)"
+)
+
+
+class Worker:
+    """A process, and what it wrote so far."""
+
+    def __init__(self, command, path, environment):
+        self.path = path
+        settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT)}
+        with open(path, "w") as file:
+            environment = {**os.environ, **settings, **environment}
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+    @property
+    def lines(self):
+        """What it wrote, without the noise."""
+        return [line for line in self.path.read_text().splitlines() if not NOISE.match(line)]
+
+    def wait_for(self, text):
+        deadline = time.monotonic() + SECS
+        while text not in self.path.read_text():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.path.read_text()
+            time.sleep(0.02)
+
+    def end(self, secs=SECS):
+        """Waits until it has ended; returns its exit code."""
+        return self.process.wait(secs)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM).replace("{STEPS}", str(STEPS)))
+    return str(path)
+
+
+def free_ports(count):
+    found = []
+    for port in range(33_000 - os.getpid() % 1000 * 11 - time.monotonic_ns() % 97, 10_000, -1):
+        with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+            try:
+                tcp.bind(("", port)), udp.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+
+
+@pytest.fixture(scope="module")
+def start(program, tmp_path_factory):
+    """Returns a function that starts workers; kills what is left of them at the end."""
+    started = []
+
+    def start(workdir, befalls="", *flags, addresses=None, own_flags=((), ()), prefixes=((), ()), late_secs=0):
+        addresses = addresses or [f"127.0.0.1:{port}" for port in free_ports(len(own_flags))]
+        logs = tmp_path_factory.mktemp("logs")
+        workers = []
+        for index, (own, prefix) in enumerate(zip(own_flags, [*prefixes, ()], strict=False)):
+            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+            environment = {"TF_CONFIG": json.dumps(config), "BEFALLS": befalls}
+            command = [*prefix, sys.executable, program, f"--workdir={workdir}", *flags, *own]
+            workers.append(Worker(command, logs / f"worker{index}.txt", environment))
+            time.sleep(late_secs if index == 0 else 0)
+        started.extend(workers)
+        return workers
+
+    yield start
+    for worker in started:
+        worker.process.kill()
+        worker.process.wait()
+
+
+@pytest.fixture(scope="module")
+def straight(start, tmp_path_factory):
+    """What a run that nothing befell ends with, on each worker."""
+    workdir = tmp_path_factory.mktemp("straight")
+    workers = start(workdir)
+    assert [worker.end() for worker in workers] == [0, 0], [worker.lines for worker in workers]
+    assert [worker.lines for worker in workers] == [[], []]
+    return ends(workdir)
+
+
+def ends(workdir):
+    return [dict(np.load(workdir / f"end{index}.npz")) for index in range(2)]
+
+
+def assert_same(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert not [path for path in theirs if mine[path].tobytes() != theirs[path].tobytes()]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """The one that most runs share."""
+    return tmp_path_factory.mktemp("shared")
+
+
+def newest(workdir):
+    """The step of the newest checkpoint, which is whole."""
+    directory = workdir / "checkpoints"
+    steps = checkpoints.Checkpoints(str(directory)).steps if directory.exists() else []
+    return checkpoints.load(str(directory / str(steps[-1]))).step if steps else 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_killed(victim, start, workdir):
+    before = newest(workdir)
+    workers = start(workdir, f"SIGKILL,{victim}")
+    assert workers[victim].end() == -signal.SIGKILL
+    died = time.monotonic()
+    assert workers[1 - victim].end() == peers.EXIT_CODE and time.monotonic() - died < 8
+    (line,) = workers[1 - victim].lines
+    assert line.startswith(f"distloop: the process of worker {victim} (127.0.0.1:")
+    assert ") is gone without a word, last heard at step " in line
+    assert newest(workdir) >= before + 5
+
+
+def test_a_worker_that_is_killed_while_tensorflow_joins_the_others(start, workdir):
+    workers = start(workdir, "killed while joining,1")
+    assert workers[1].end() == -signal.SIGKILL
+    died = time.monotonic()
+    assert workers[0].end() == peers.EXIT_CODE and time.monotonic() - died < 8
+    (line,) = workers[0].lines
+    assert line.startswith("distloop: the process of worker 1 (") and line.endswith("(step 0, joining) ends, too.")
+
+
+def test_a_worker_that_hangs(start, workdir):
+    before = newest(workdir)
+    workers = start(workdir, "SIGSTOP,1", "--hang_timeout=6")
+    workers[1].wait_for("eight steps on")
+    stopped = time.monotonic()
+    assert workers[0].end() == peers.EXIT_CODE and time.monotonic() - stopped < 25
+    line = workers[0].lines[-1]
+    assert re.match(
+        r"distloop: worker 1 \(127.0.0.1:\d+\) has been silent for \d+ seconds, last heard at step \d", line
+    )
+    assert "Traceback" not in workers[0].lines
+    assert newest(workdir) >= before + 5
+
+
+@pytest.mark.parametrize(
+    ("befalls", "phase", "error"),
+    [
+        ("model_fn", "starting", "RuntimeError: boom in model_fn"),
+        ("action", "between two loops", "RuntimeError: boom in an action"),
+        ("pipeline", "training", ".*RuntimeError: boom in the pipeline"),
+    ],
+)
+def test_a_worker_that_raises(befalls, phase, error, start, workdir):
+    before = newest(workdir)
+    workers = start(workdir, f"{befalls},1")
+    assert workers[1].end() == 1
+    failed = time.monotonic()
+    assert workers[0].end() == peers.EXIT_CODE and time.monotonic() - failed < 5
+    assert workers[1].lines[0] == "Traceback (most recent call last):"
+    assert any(re.search(error, line) for line in workers[1].lines)
+    (line,) = workers[0].lines
+    step = {"model_fn": "0", "action": str(before + 9)}.get(befalls, r"\d+")
+    assert re.match(rf"distloop: worker 1 failed at step {step} \({phase}\): {error}. So worker 0 \(step \d+, ", line)
+    newest(workdir)
+
+
+def test_a_worker_that_leaves(start, workdir):
+    workers = start(workdir, "exit,1")
+    assert [worker.end() for worker in workers] == [peers.EXIT_CODE, 3]
+    (line,) = workers[0].lines
+    assert re.match(
+        r"distloop: worker 1 \(.*\) left at step \d+ \(between two loops\), before the run was over. So", line
+    )
+    newest(workdir)
+
+
+def test_a_worker_that_is_asked_to_stop(start, workdir):
+    before = newest(workdir)
+    workers = start(workdir, "SIGTERM,1")
+    assert [worker.end() for worker in workers] == [interrupts.EXIT_CODE] * 2
+    asked = before + 9
+    assert asked <= newest(workdir) <= asked + 2  # two loops
+    assert workers[1].lines == [
+        "distloop: SIGTERM, the run is saved and left when this loop ends; again to leave at once."
+    ]
+    assert workers[0].lines == [
+        f"distloop: worker 1 was asked to stop at step {newest(workdir)}; the same command goes on from there."
+    ]
+
+
+def test_a_worker_whose_port_is_taken(start, workdir):
+    ports = free_ports(2)
+    with socket.socket() as taken:
+        taken.bind(("", ports[1]))
+        taken.listen()
+        workers = start(workdir, "", "--start_timeout=6", addresses=[f"localhost:{port}" for port in ports])
+        assert [worker.end() for worker in workers] == [1, 1]
+    assert workers[1].lines[-1] == (
+        f"ValueError: Port {ports[1]} of worker 1 (localhost:{ports[1]}) cannot be used (Address already in use): is "
+        "another run there? Give other ports, or end it."
+    )
+    assert (
+        workers[0]
+        .lines[-1]
+        .startswith(
+            f"ValueError: worker 1 (localhost:{ports[1]}) did not come within 6 seconds, and worker 0 waits no longer"
+        )
+    )
+
+
+def test_workers_that_are_started_differently(start, workdir):
+    workers = start(workdir, own_flags=[(), ("--batch_size=32",), ("--rate=0.5",)])
+    assert [worker.end() for worker in workers] == [1, 1, 1]
+    wrong = [("--batch_size is 16", 0, "32", 1), ("--batch_size is 32", 1, "16", 0), ("--rate is 0.5", 2, "0.01", 0)]
+    for worker, (mine, index, theirs, other) in zip(workers, wrong, strict=True):
+        assert worker.lines[-1] == (
+            f"ValueError: Workers were started differently: {mine} on worker {index} and {theirs} on worker {other}; "
+            "start all with the same command."
+        )
+
+
+def test_a_worker_that_is_late_and_what_all_of_this_ends_with(start, workdir, straight):
+    workers = start(workdir, late_secs=8)
+    assert [worker.end() for worker in workers] == [0, 0], [worker.lines for worker in workers]
+    assert_same(ends(workdir), straight)
+    assert len(workers[0].lines) <= 1 and all("distloop: waiting for worker 1 (" in line for line in workers[0].lines)
+
+
+def test_the_launcher_starts_again_what_crashed(program, straight, tmp_path):
+    once = tmp_path / "has crashed"
+    command = [sys.executable, "-m", "distloop.launch", "--workers=2", "--max_restarts=1", program]
+    launcher = Worker([*command, f"--workdir={tmp_path}"], tmp_path / "log.txt", {"BEFALLS": f"action,1,{once}"})
+    assert launcher.end() == 0
+    assert once.exists()
+    assert_same(ends(tmp_path), straight)
+    told = [line for line in launcher.lines if line.startswith("distloop.launch: ")]
+    assert "distloop.launch: worker 1 failed first, with exit code 1; the others were stopped." in told
+    assert told[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
+    assert "[worker 1] RuntimeError: boom in an action" in launcher.lines
+    assert not [line for line in launcher.lines if "[worker 0] Traceback" in line]
+
+
+def inside(host):
+    """The beginning of a command that runs where a process is the network's."""
+    return ["nsenter", "-t", str(host.pid), "-n"]
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts with a cable between them: network namespaces, which end with the processes that hold them."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
+        pytest.skip("network namespaces need root, and the programs ip, unshare and nsenter")
+    held = [subprocess.Popen(["unshare", "-n", "sleep", "600"]) for _ in range(2)]
+    try:
+        time.sleep(0.5)
+        pids = [str(host.pid) for host in held]
+        cable = ["ip", "link", "add", "cable", "netns", pids[0], "type", "veth", "peer", "cable", "netns", pids[1]]
+        commands = [cable]
+        for i, host in enumerate(held):
+            commands += [[*inside(host), "ip", "address", "add", f"10.77.0.{i + 1}/24", "dev", "cable"]]
+            commands += [[*inside(host), "ip", "link", "set", name, "up"] for name in ("lo", "cable")]
+        for command in commands:
+            made = subprocess.run(command, capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {' '.join(command)}: {made.stderr.strip()}")
+        yield held
+    finally:
+        for host in held:
+            host.kill()
+            host.wait()
+
+
+def test_a_cable_that_is_cut(hosts, start, straight, tmp_path):
+    there = {"addresses": ["10.77.0.1:4000", "10.77.0.2:4000"], "prefixes": [inside(host) for host in hosts]}
+    workers = start(tmp_path, "slow", "--hang_timeout=6", **there)
+    workers[0].wait_for("eight steps on")
+    subprocess.run([*inside(hosts[0]), "ip", "link", "set", "cable", "down"], check=True)
+    cut = time.monotonic()
+    assert [worker.end() for worker in workers] == [peers.EXIT_CODE] * 2 and time.monotonic() - cut < 25
+    for index, worker in enumerate(workers):
+        other = rf"worker {1 - index} \(10.77.0.{2 - index}:4000\)"
+        pattern = (
+            rf"distloop: {other} has been silent for \d+ seconds, last heard at step \d+ \(.*\). So worker {index}"
+        )
+        assert re.match(pattern, worker.lines[-1])
+        assert not [line for line in worker.lines if "Traceback" in line]
+    assert newest(tmp_path) >= 5
+    subprocess.run([*inside(hosts[0]), "ip", "link", "set", "cable", "up"], check=True)
+    workers = start(tmp_path, **there)
+    assert [worker.end() for worker in workers] == [0, 0]
+    assert_same(ends(tmp_path), straight)

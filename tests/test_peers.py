@@ -1,0 +1,480 @@
+"""What workers tell each other, between plain processes: no TensorFlow, one program each, and a faster clock."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from distloop.peers import EXIT_CODE
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SECS = 30  # what a test waits for at most
+
+# What every program begins with. `start` meets and watches; `train` takes 50 steps a second.
+PRELUDE = """
+import os, signal, sys, threading, time
+from distloop import peers
+from distloop.peers import GATHERING, JOINING, TRAINING, Peers
+
+peers._SEND_SECS, peers._SILENT_SECS, peers._GONE_SECS = 0.1, 1.0, 0.4
+peers._LEFT_SECS, peers._LAST_WORDS_SECS = 1.0, 0.4
+
+index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
+step = 0
+
+def start(facts=None, *, timeout=20, hang=0, join=0):
+    found = Peers(addresses, index, facts or {})
+    found.step = lambda: step
+    try:
+        found.meet(timeout)
+    except ValueError as error:
+        found.fail(str(error))
+        raise
+    found.watch(hang, join)
+    print("met", flush=True)
+    return found
+
+def train(them, steps=3000):
+    global step
+    them.phase = TRAINING
+    for step in range(1, steps + 1):
+        time.sleep(0.02)
+"""
+
+
+class Worker:
+    """A process, and what it wrote so far."""
+
+    def __init__(self, command, path):
+        self.path = path
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+        with open(path, "w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+    @property
+    def text(self):
+        return self.path.read_text()
+
+    def wait_for(self, text):
+        deadline = time.monotonic() + SECS
+        while text not in self.text:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.02)
+
+    def end(self):
+        """Waits until it has ended; returns its exit code."""
+        return self.process.wait(SECS)
+
+
+@pytest.fixture
+def ports():
+    """Returns free ports, none of those that the system hands out."""
+    found = []
+    for port in range(33_000 - os.getpid() % 1000 * 11, 10_000, -1):
+        with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+            try:
+                tcp.bind(("", port)), udp.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == 3:
+            return found
+
+
+@pytest.fixture
+def run(tmp_path, ports):
+    """Returns a function that starts workers with a program each; kills what is left of them."""
+    workers = []
+
+    def run(*programs, addresses=None):
+        addresses = addresses or [f"127.0.0.1:{port}" for port in ports[: len(programs)]]
+        started = []
+        for index, program in enumerate(programs):
+            if program is None:
+                continue
+            path = tmp_path / f"worker{index}-{len(workers)}.py"
+            path.write_text(PRELUDE + textwrap.dedent(program))
+            command = [sys.executable, str(path), str(index), ",".join(addresses)]
+            started.append(Worker(command, path.with_suffix(".txt")))
+            workers.append(started[-1])
+        return started
+
+    yield run
+    for worker in workers:
+        worker.process.kill()
+        worker.process.wait()
+
+
+WAITS = "them = start()\ntrain(them)"
+
+
+def test_workers_meet_though_one_is_late(run):
+    program = "time.sleep({})\nstart({{'a': '1'}})\nprint('end')"
+    workers = run(*[program.format(secs) for secs in (0, 0.1, 1.5)])
+    assert [worker.end() for worker in workers] == [0, 0, 0]
+    assert [worker.text for worker in workers] == ["met\nend\n"] * 3
+
+
+def test_one_that_does_not_come_is_named_in_time(run, ports):
+    began = time.monotonic()
+    workers = run("start(timeout=1)", "start(timeout=60)", None)
+    assert [worker.end() for worker in workers] == [1, EXIT_CODE] and time.monotonic() - began < 10
+    why = f"worker 2 (127.0.0.1:{ports[2]}) did not come within 1 seconds, and worker 0 waits no longer: look at their "
+    assert f"ValueError: {why}" in workers[0].text
+    assert workers[1].text.startswith(f"distloop: worker 0 failed at step 0 (starting): {why}")
+
+
+@pytest.mark.slow
+def test_who_is_waited_for_is_told(run, ports):
+    (worker,) = run("peers.time.sleep, sleep = lambda s: sleep(s / 10), time.sleep\nstart(timeout=5.5)", None)
+    worker.end()
+    assert worker.text.startswith(f"distloop: waiting for worker 1 (127.0.0.1:{ports[1]}).\n")
+
+
+def message(worker, **fields):
+    known = {"run": "x", "state": "alive", "phase": "starting", "step": 0, "error": "", "has_met": False}
+    return json.dumps({"worker": worker, **known, **fields}).encode()
+
+
+@pytest.fixture
+def say():
+    """Returns a function that sends a datagram again and again to a port of this machine, as long as the test runs."""
+    is_over = threading.Event()
+    threads = []
+
+    def say(port, *messages):
+        def repeat():
+            with socket.socket(type=socket.SOCK_DGRAM) as sender:
+                while not is_over.wait(0.1):
+                    for data in messages:
+                        sender.sendto(data, ("127.0.0.1", port))
+
+        threads.append(threading.Thread(target=repeat))
+        threads[-1].start()
+
+    yield say
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_one_that_hears_nobody_is_named(run, say, ports):
+    say(ports[0], message(1))
+    (worker,) = run("start(timeout=1)", None)
+    assert worker.end() == 1
+    assert f"worker 1 (127.0.0.1:{ports[1]}) did not hear all others within 1 seconds" in worker.text
+
+
+def test_another_process_of_the_same_index_is_refused(run, say, ports):
+    say(ports[0], message(0))
+    (worker,) = run("start()", None)
+    assert worker.end() == 1
+    assert "Another process says that it is worker 0, too: give each its own task index" in worker.text
+
+
+def test_what_was_left_of_an_earlier_run_is_not_met(run, say, ports):
+    say(ports[0], message(1, has_met=True), message(1, has_met=True, state="failed", error="old", heard={"0": "old"}))
+    (worker,) = run("start(timeout=1)", None)
+    assert worker.end() == 1 and "did not hear all others" in worker.text and "old" not in worker.text
+
+
+def test_other_facts_are_refused_on_every_worker(run):
+    facts = ["{'--batch_size': '16', 'x': '1'}", "{'--batch_size': '16', 'x': '1'}", "{'--batch_size': '32'}"]
+    workers = run(*[f"start({fact})" for fact in facts])
+    assert [worker.end() for worker in workers] == [1, 1, 1]
+    for index, (mine, other, theirs) in enumerate([(16, 2, 32), (16, 2, 32), (32, 0, 16)]):
+        assert workers[index].text.splitlines()[-1] == (
+            f"ValueError: Workers were started differently: --batch_size is {mine} on worker {index} and {theirs} on "
+            f"worker {other}; start all with the same command."
+        )
+
+
+def test_other_addresses_are_refused_though_they_name_others(run):
+    program = "addresses = addresses[:{}]\nstart({{'workers': ', '.join(addresses)}})"
+    workers = run(program.format(3), program.format(2), None)
+    assert [worker.end() for worker in workers] == [1, 1]
+    for worker in workers:
+        assert "Workers were started differently: workers is 127.0.0.1" in worker.text
+
+
+def test_facts_too_long_for_a_datagram_are_told_apart(run):
+    program = "start({{'x': 'a' * 100_000 + '{}'}})"
+    workers = run(program.format("b"), program.format("c"))
+    assert [worker.end() for worker in workers] == [1, 1]
+    assert "Workers were started differently: x is aaa" in workers[0].text and len(workers[0].text) < 2000
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_port_that_is_taken_is_refused(kind, run, ports):
+    with socket.socket(type=kind) as taken:
+        taken.bind(("", ports[0]))
+        if kind == socket.SOCK_STREAM:
+            taken.listen()
+        (worker,) = run("start()", None)
+        assert worker.end() == 1
+    assert worker.text.splitlines()[-1] == (
+        f"ValueError: Port {ports[0]} of worker 0 (127.0.0.1:{ports[0]}) cannot be used (Address already in use): is "
+        "another run there? Give other ports, or end it."
+    )
+
+
+def test_garbage_is_ignored(run, ports):
+    workers = run(*["them = start()\ntrain(them, 100)\nprint('end')"] * 2)
+    good = json.loads(message(1))
+    garbage = [
+        *(b"", b"\xff\x00", b"[]", b"1", b"{}", b"[" * 60_000, os.urandom(1000), b'{"worker": 1}'),
+        *(message(worker, state="failed") for worker in (None, True, 1.0, "1", -1, 2, 10**30, [1])),
+        *(json.dumps({**good, **wrong}).encode() for wrong in [{"step": "1"}, {"state": 1}, {"facts": 1}, {"run": []}]),
+        message(1, state="failed"),  # of no run that was met
+    ]
+    with socket.socket(type=socket.SOCK_DGRAM) as sender:
+        for worker in workers:
+            worker.wait_for("met")
+        for data in garbage * 3:
+            sender.sendto(data, ("127.0.0.1", ports[0]))
+    assert [worker.end() for worker in workers] == [0, 0]
+    assert [worker.text for worker in workers] == ["met\nend\n"] * 2
+
+
+FAILS = """
+them = start()
+train(them, 10)
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "told", "code"),
+    [
+        ("raise RuntimeError('boom\\nmore.')", "RuntimeError: boom", 1),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", -signal.SIGINT),
+        ("sys.excepthook = sys.__excepthook__\n1 / 0", "ZeroDivisionError: division by zero", 1),
+    ],
+)
+def test_a_failure_is_told_to_the_others_which_end(failure, told, code, run):
+    workers = run(WAITS, FAILS.format(failure), WAITS)
+    workers[1].wait_for("met")
+    began = time.monotonic()
+    assert [worker.end() for worker in workers] == [EXIT_CODE, code, EXIT_CODE] and time.monotonic() - began < 8
+    for index in (0, 2):
+        (line,) = workers[index].text.splitlines()[1:]  # and no traceback
+        assert line.startswith(f"distloop: worker 1 failed at step 10 (training): {told}. So worker {index} (step ")
+        assert line.endswith(", training) ends, too.")
+    assert "Traceback" in workers[1].text and "ends, too" not in workers[1].text
+
+
+def test_the_one_that_failed_ends_first(run):
+    workers = run(WAITS, FAILS.format("raise RuntimeError('boom')"))
+    assert workers[1].end() == 1 and workers[0].process.poll() is None
+    assert workers[0].end() == EXIT_CODE
+
+
+def test_what_was_printed_before_the_end_is_not_lost(run):
+    (worker, _) = run("them = start()\nprint('a line\\nand a half', end='')\ntrain(them)", FAILS.format("1 / 0"))
+    assert worker.end() == EXIT_CODE and "a line\nand a half" in worker.text
+
+
+def test_a_thread_that_hangs_while_it_prints_does_not_keep_the_process(run):
+    program = """
+        them = start()
+        reading, writing = os.pipe()
+        sys.stdout = os.fdopen(writing, "w")
+        threading.Thread(target=lambda: print("x" * 10**6, flush=True), daemon=True).start()
+        train(them)
+    """
+    workers = run(program, FAILS.format("1 / 0"))
+    assert workers[0].end() == EXIT_CODE
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for(run):
+    program = """
+        def write():
+            time.sleep(3)
+            print("written", flush=True)
+        them = start()
+        threading.Thread(target=write, name="distloop-checkpoint").start()
+        train(them)
+    """
+    workers = run(program, FAILS.format("1 / 0"))
+    assert workers[0].end() == EXIT_CODE and workers[0].text.endswith("written\n")
+
+
+def test_a_failure_between_meeting_and_training_is_told(run):
+    workers = run("them = start(join=60)\nthem.phase = JOINING\ntime.sleep(60)", "start()\nraise ValueError('boom')")
+    assert [worker.end() for worker in workers] == [EXIT_CODE, 1]
+    assert "worker 1 failed at step 0 (starting): ValueError: boom. So worker 0 (step 0, joining)" in workers[0].text
+
+
+def test_what_happens_in_a_fork_is_not_told(run):
+    program = """
+        them = start()
+        if os.fork() == 0:
+            raise RuntimeError("in the fork")
+        os.wait()
+        train(them, 75)
+        print("end")
+    """
+    workers = run(program, "them = start()\ntrain(them, 100)\nprint('end')")
+    assert [worker.end() for worker in workers] == [0, 0]
+    assert workers[1].text == "met\nend\n" and "in the fork" in workers[0].text
+
+
+def test_one_that_is_killed_is_noticed_at_once(run, ports):
+    program = (
+        "them = start()\ntrain(them, 10)\nthem.phase = 'x'\ntime.sleep(0.5)\nprint('go', flush=True)\ntime.sleep(60)"
+    )
+    workers = run(program, program)
+    for worker in workers:
+        worker.wait_for("go")
+    workers[1].process.kill()
+    began = time.monotonic()
+    assert workers[0].end() == EXIT_CODE and time.monotonic() - began < 6  # with hang_timeout=0, and no need of it
+    assert workers[0].text.splitlines()[2:] == [
+        f"distloop: the process of worker 1 (127.0.0.1:{ports[1]}) is gone without a word, last heard at step 10 (x): "
+        "was it killed, or out of memory? Its own output may tell. So worker 0 (step 10, x) ends, too."
+    ]
+
+
+@pytest.mark.slow
+def test_one_that_falls_silent_is_noticed_within_the_hang_timeout(run, ports):
+    program = "them = start(hang=2)\ntrain(them)"
+    workers = run(program, program, program)
+    for worker in workers:
+        worker.wait_for("met")
+    time.sleep(1)
+    workers[1].process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert [workers[index].end() for index in (0, 2)] == [EXIT_CODE] * 2
+    assert 1.5 < time.monotonic() - began < 8
+    for index in (0, 2):
+        *stack, line = workers[index].text.splitlines()
+        assert line.startswith(f"distloop: worker 1 (127.0.0.1:{ports[1]}) has been silent for 2 seconds, last heard ")
+        assert f" (training). So worker {index} (step " in line
+        assert "distloop: thread MainThread:" in stack and "    time.sleep(0.02)" in stack
+        assert "_listen" not in workers[index].text
+    workers[1].process.send_signal(signal.SIGCONT)
+    assert workers[1].end() == EXIT_CODE  # it hears what they said, or that they are gone
+
+
+@pytest.mark.slow
+def test_one_that_was_stopped_itself_blames_nobody(run):
+    workers = run("them = start(hang=2)\ntrain(them, 100)", "them = start()\ntrain(them, 300)")
+    for worker in workers:
+        worker.wait_for("met")
+    workers[0].process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    workers[0].process.send_signal(signal.SIGCONT)
+    assert [worker.end() for worker in workers] == [0, 0], workers[0].text
+
+
+def test_one_that_was_started_again_is_noticed(run, ports):
+    first = run(WAITS, WAITS)
+    for worker in first:
+        worker.wait_for("met")
+    time.sleep(1)
+    first[1].process.send_signal(signal.SIGKILL)
+    first[1].end()
+    run(None, "start()")
+    assert first[0].end() == EXIT_CODE
+    assert f"worker 1 (127.0.0.1:{ports[1]}) " in first[0].text
+    assert "and was started again. So" in first[0].text or "is gone without a word" in first[0].text
+
+
+def test_standing_still_in_training_is_noticed(run, ports):
+    workers = run("them = start(hang=2)\ntrain(them, 20)\ntime.sleep(60)", "them = start()\ntrain(them)")
+    began = time.monotonic()
+    assert workers[0].end() == EXIT_CODE and time.monotonic() - began < SECS / 2
+    last = workers[0].text.splitlines()[-1]
+    assert last.startswith(
+        "distloop: no step has ended for hang_timeout=2 seconds; worker 0 is at step 20 (training), worker 1 "
+        f"(127.0.0.1:{ports[1]}) is at step "
+    )
+    assert workers[1].end() == EXIT_CODE and "no step has ended for hang_timeout=2 seconds" in workers[1].text
+    assert "thread MainThread" in workers[1].text  # of the one that hangs, it would be this
+
+
+def test_joining_has_a_time_of_its_own(run):
+    workers = run("them = start(hang=1, join=2)\nthem.phase = JOINING\ntime.sleep(60)", WAITS)
+    assert workers[0].end() == EXIT_CODE
+    last = workers[0].text.splitlines()[-1]
+    assert last.startswith("distloop: TensorFlow has not joined the workers for start_timeout=2 seconds, though they ")
+    assert "are their TCP ports open, too?. So" not in last
+
+
+def test_a_long_evaluation_is_no_hang(run):
+    workers = run("them = start(hang=1)\nthem.phase = 'evaluating'\ntime.sleep(2.5)\nprint('end')", "start()")
+    assert [worker.end() for worker in workers] == [0, 0] and workers[0].text == "met\nend\n"
+
+
+@pytest.mark.parametrize("how", ["sys.exit(3)", "sys.exit()"])
+def test_one_that_leaves_while_others_need_it_is_noticed(how, run, ports):
+    program = "them = start()\ntrain(them, 10)\n"
+    workers = run(program + "them.phase = GATHERING\ntime.sleep(60)", f"{program}{how}")
+    assert [worker.end() for worker in workers] == [EXIT_CODE, 3 if "3" in how else 0]
+    assert workers[0].text.splitlines()[1] == (
+        f"distloop: worker 1 (127.0.0.1:{ports[1]}) left at step 10 (training), before the run was over. So worker 0 "
+        "(step 10, waiting for all) ends, too."
+    )
+
+
+def test_one_that_is_done_waits_for_the_others(run):
+    began = time.monotonic()
+    workers = run("start()\nprint('done', flush=True)", "them = start()\nthem.phase = 'exporting'\ntime.sleep(2)")
+    workers[0].wait_for("done")
+    assert [worker.end() for worker in workers] == [0, 0] and time.monotonic() - began > 2
+
+
+def test_one_that_is_done_does_not_wait_for_the_dead(run):
+    workers = run("start()\nprint('done', flush=True)", "start()\ntime.sleep(60)")
+    workers[0].wait_for("done")
+    time.sleep(1)
+    assert workers[0].process.poll() is None
+    workers[1].process.kill()
+    began = time.monotonic()
+    assert workers[0].end() == 0 and time.monotonic() - began < 6
+
+
+def test_one_that_is_done_does_not_wait_for_ever(run):
+    began = time.monotonic()
+    workers = run("start(hang=2)", "start()\ntime.sleep(60)")
+    assert workers[0].end() == 0 and time.monotonic() - began < 15
+
+
+LOST = """
+class UnavailableError(Exception): pass
+them = start()
+{}
+raise UnavailableError("socket closed\\n\\tmore")
+"""
+
+
+def test_an_error_of_the_collectives_names_who_is_behind_it(run):
+    workers = run(LOST.format(""), "them = start()\ntime.sleep(0.5)\nos._exit(9)")
+    assert [worker.end() for worker in workers] == [EXIT_CODE, 9]
+    (line,) = workers[0].text.splitlines()[1:]
+    assert line.startswith("distloop: the process of worker 1 (")
+
+
+def test_an_error_on_the_way_out_of_one_of_the_collectives_is_one_too(run):
+    program = LOST.replace("raise", "try:\n    raise").format("") + "finally:\n    open('/nowhere/x')"
+    workers = run(program, "them = start()\ntime.sleep(0.5)\nos._exit(9)")
+    assert [worker.end() for worker in workers] == [EXIT_CODE, 9] and "Traceback" not in workers[0].text
+
+
+def test_an_error_of_the_collectives_that_nobody_is_behind_stands(run, ports):
+    workers = run(LOST.format(""), "them = start()\nthem.phase = 'x'\ntime.sleep(60)")
+    assert [worker.end() for worker in workers] == [1, EXIT_CODE]
+    assert workers[0].text.splitlines()[1] == (
+        f"distloop: this error of TensorFlow's is about the other workers: worker 1 (127.0.0.1:{ports[1]}) is at step "
+        "0 (x)."
+    )
+    assert "Traceback" in workers[0].text
+    assert "worker 0 failed at step 0 (starting): UnavailableError: socket closed. So" in workers[1].text
