@@ -11,9 +11,10 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining
+    from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining, Summary
     from distloop.cluster import prepare
     from distloop.config import Config, define_flags
+    from distloop.displays import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.inputs import make_dataset
     from distloop.learning_rates import make_schedule, scale_learning_rate
     from distloop.metrics import weighted
@@ -26,13 +27,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Audio",
     "Config",
+    "ConfusionMatrix",
+    "Histogram",
+    "Images",
     "LossScaleOptimizer",
     "ModelSpec",
+    "PRCurve",
     "Report",
     "SaveBest",
     "StopEarly",
     "StopTraining",
+    "Summary",
+    "Text",
     "Trainer",
     "Update",
     "define_flags",
@@ -51,13 +59,20 @@ __all__ = [
 # the launcher, starts at once. tests/test_house.py holds the three lists together.
 _MODULES = {
     "Action": "actions",
+    "Audio": "displays",
     "Config": "config",
+    "ConfusionMatrix": "displays",
+    "Histogram": "displays",
+    "Images": "displays",
     "LossScaleOptimizer": "precision",
     "ModelSpec": "state",
+    "PRCurve": "displays",
     "Report": "actions",
     "SaveBest": "actions",
     "StopEarly": "actions",
     "StopTraining": "actions",
+    "Summary": "actions",
+    "Text": "displays",
     "Trainer": "trainer",
     "Update": "state",
     "define_flags": "config",

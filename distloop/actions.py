@@ -1,8 +1,8 @@
 """Owns what happens between loops: evaluate, stop early, write, or whatever the user likes.
 
 An action is any callable with an attribute `every` (steps). It gets a `Report` and returns new numbers or None; they
-join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. It does not know the
-loop.
+join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. What is to be shown
+and is no number (`distloop.Images`, ...) comes up the same way, beside the numbers. It does not know the loop.
 
     def say(report):
         print(report.step, report.metrics["loss"])
@@ -10,12 +10,20 @@ loop.
     trainer.fit(dataset, steps=1000, actions=[say])
 """
 
+import contextlib
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any, Protocol
 
+from absl import logging
+
 from distloop import schedule
+from distloop.displays import Display
+from distloop.interrupts import Interrupted
+from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
 
 
@@ -30,6 +38,7 @@ class Report:
         state: everything that training changes, a `TrainState`.
         stop_reason: why an action before this one ended the run here; None: it did not.
         time: when the last step ended; Unix, seconds.
+        displays: name -> what actions returned to be shown that is no number.
     """
 
     step: int
@@ -38,6 +47,7 @@ class Report:
     state: Any
     stop_reason: str | None = None
     time: float = 0.0
+    displays: Mapping[str, Display] = field(default_factory=dict)
 
 
 class Action(Protocol):
@@ -45,8 +55,8 @@ class Action(Protocol):
 
     every: int | None
 
-    def __call__(self, report: Report) -> Mapping[str, float] | None:
-        """Acts, and returns new numbers or None."""
+    def __call__(self, report: Report) -> Mapping[str, float | Display] | None:
+        """Acts, and returns new numbers, or what else is to be shown, by name; or None."""
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, not an error
@@ -78,6 +88,47 @@ class Evaluate:
     def __call__(self, report: Report) -> Mapping[str, float]:
         """Evaluates."""
         return {f"{self.name}/{key}": value for key, value in self._evaluate().items()}
+
+
+class Summary:
+    """Shows what a function makes of the state: images, sounds, texts, histograms, curves, numbers.
+
+        noise = tf.random.normal([16, LATENT])
+        distloop.Summary("samples", lambda state: distloop.Images(state.model(noise)), every=500)
+
+    A name that begins with that of an evaluation, as in `test/confusion`, stands beside its charts.
+    """
+
+    def __init__(self, name: str, fn: Callable[[Any], Any], every: int = 0):
+        """Keeps what to call.
+
+        Args:
+            name: of what it shows.
+            fn: gets the `TrainState`, and returns something to show, a number, or a dict of them by name. The weights
+                are those that train; `with state.averaged():` puts the average in their place. Every worker calls it.
+            every: steps; 0: at the end only.
+        """
+        self.name = name
+        self.every: int | None = every
+        self._fn = fn
+
+    def __call__(self, report: Report) -> dict[str, float | Display]:
+        """Calls the function.
+
+        Raises:
+            ValueError: if it returned something else.
+        """
+        found = self._fn(report.state)
+        named = found.items() if isinstance(found, Mapping) else [("", found)]
+        shown = {f"{self.name}/{key}" if key else self.name: value for key, value in named}
+        for name, value in shown.items():
+            if not isinstance(value, (Display, numbers.Real)) and not getattr(value, "shape", None) == ():
+                raise ValueError(
+                    f"The function of Summary({self.name!r}) returned a {type(value).__name__} as {name!r}; it returns "
+                    "numbers, or what says how to show it: distloop.Images(array), Text, Audio, Histogram, PRCurve or "
+                    "ConfusionMatrix."
+                )
+        return {name: value if isinstance(value, Display) else float(value) for name, value in shown.items()}
 
 
 class StopEarly:
@@ -251,20 +302,68 @@ class Agree:
 
 
 class Write:
-    """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary."""
+    """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary.
+
+    A disk that is full or gone stops all that is written to files, not the training; one log line tells. As a context,
+    it closes the writers in the end, and tells TensorBoard how the run went.
+    """
 
     every: int | None = None
     phase = "logging"
     only_writes = True  # reads nothing of the state, so the loop may call it late
 
     def __init__(self, writers: Sequence[Any]):
-        """Keeps the writers: objects with `write(step, metrics, time)`."""
+        """Keeps the writers.
+
+        Args:
+            writers: objects with `write(step, metrics, time)` and `close()`; those that write to files have a `path`.
+        """
         self.writers = list(writers)
 
     def __call__(self, report: Report) -> None:
-        """Writes a row."""
-        for writer in self.writers:
-            writer.write(report.step, dict(report.metrics), report.time)
+        """Writes a row, and shows what is to be shown."""
+        try:
+            for writer in self.writers:
+                writer.write(report.step, dict(report.metrics), report.time)
+                if report.displays and isinstance(writer, SummaryWriter):
+                    writer.show(report.step, report.displays, report.time)
+        except OSError as error:
+            self._stop_files(writer, error)
+
+    def __enter__(self) -> "Write":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the writers; a run that was interrupted counts as running, as the same command goes on with it."""
+        for writer in list(self.writers):
+            try:
+                if isinstance(writer, SummaryWriter):
+                    writer.close(None if isinstance(error, Interrupted) else error is None)
+                else:
+                    writer.close()
+            except OSError as failure:
+                self._stop_files(writer, failure)
+
+    def _stop_files(self, writer: Any, error: OSError) -> None:
+        """Goes on without the writers of files.
+
+        Raises:
+            OSError: the error, if it is not about a file.
+        """
+        if not hasattr(writer, "path"):
+            raise error
+        if writer in self.writers:
+            logging.error(
+                "%s cannot be written (%s): the run goes on and writes no more numbers to files.",
+                writer.path,
+                error.strerror or error,
+            )
+        for file_writer in [writer for writer in self.writers if hasattr(writer, "path")]:
+            self.writers.remove(file_writer)
+            with contextlib.suppress(OSError):
+                file_writer.close()
 
 
 def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -> tuple[dict[str, float], str | None]:
@@ -286,8 +385,13 @@ def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -
             continue
         try:
             with clock.phase(getattr(action, "phase", "other")):
-                metrics.update(action(replace(report, metrics=dict(metrics))) or {})
+                found = action(replace(report, metrics=dict(metrics))) or {}
         except StopTraining as stop:
             reason = reason or stop.reason
             report = replace(report, until=report.step, stop_reason=reason)
+            continue
+        displays = {name: value for name, value in found.items() if isinstance(value, Display)}
+        metrics.update({name: value for name, value in found.items() if not isinstance(value, Display)})
+        if displays:
+            report = replace(report, displays={**report.displays, **displays})
     return metrics, reason

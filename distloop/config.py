@@ -95,6 +95,14 @@ class Config:
     jit_compile: bool = setting(False, "Compile the forward and backward pass with XLA; pays on large layers only.")
     steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
     log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
+    histograms_every: int = setting(
+        0, "Steps between two histograms of weights and gradients, with norms; 0: none. Needs a workdir."
+    )
+    graph: str = setting(
+        "auto",
+        "Whether TensorBoard gets the graph of loss_fn; auto: of small models, where it costs little.",
+        choices=("auto", "always", "never"),
+    )
     eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
     checkpoint_every: int = setting(0, "Steps between two checkpoints; 0: only at the end. Needs a workdir.")
     keep_checkpoints: int = setting(3, "How many of the newest checkpoints are kept.", minimum=1)
@@ -251,6 +259,19 @@ def facts(config: Config) -> dict[str, str]:
     return {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()} | {
         name: value for name, _, value in lines
     }
+
+
+def hyperparameters(config: Config) -> dict[str, bool | float | str]:
+    """Tells, by name, what tells runs apart: settings that differ from their defaults, and the program's own flags."""
+    fields = _fields()
+    found = {name: getattr(config, name) for name, field in fields.items() if getattr(config, name) != field.default}
+    for fact in facts(config):
+        # A flag that is a boolean and false is written as --noname.
+        name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
+        if name is not None and name not in fields:
+            value = flags.FLAGS[name].value
+            found[name] = value if isinstance(value, bool | int | float) else str(value)
+    return {name: value for name, value in found.items() if name != "workdir"}
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:

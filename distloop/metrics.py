@@ -16,7 +16,7 @@ import tensorflow as tf
 # What distloop itself reports; values of the user's have other names.
 RESERVED_NAMES = frozenset(
     ["regularization", "learning_rate", "gradient_norm", "clipped_share", "loss_scale", "skipped_steps"]
-    + ["steps_per_sec", "examples_per_sec", "input_wait", "host_share"]
+    + ["steps_per_sec", "examples_per_sec", "input_wait", "host_share", "weight_norm", "update_norm", "update_ratio"]
 )
 
 # Stands before and after the message for users in that of a failed operation; `inputs.explain` finds it.

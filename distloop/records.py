@@ -15,7 +15,7 @@ from typing import Any
 # Numbers about the run, not the model: the files have them, in front of people they would hide the others.
 ABOUT_THE_RUN = frozenset(
     ["clipped_share", "examples_per_sec", "gradient_norm", "host_share", "input_wait", "learning_rate", "loss_scale"]
-    + ["steps_per_sec"]
+    + ["steps_per_sec", "weight_norm", "update_norm", "update_ratio"]
 )
 
 

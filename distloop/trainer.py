@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, export, precision
+from distloop import cluster, export, overview, precision
 from distloop.actions import Action, Agree, Evaluate, Save, SaveBest, Write
 from distloop.config import Config
 from distloop.config import write as write_config
@@ -29,9 +29,11 @@ from distloop.progress import Progress
 from distloop.records import read_metrics, read_steps
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
+from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
 from distloop.warm_start import warm_start
-from distloop.writers import JsonWriter, SummaryWriter
+from distloop.watched import WatchedSteps
+from distloop.writers import JsonWriter
 
 
 class Trainer:
@@ -83,6 +85,7 @@ class Trainer:
         self._train_source: Source | None = None
         self._element_spec: Any = None
         self._train_loop: TrainLoop | None = None
+        self._watched: WatchedSteps | None = None
         self._eval_loop: EvalLoop | None = None
         self._predict_loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and whether dtypes are kept
 
@@ -181,7 +184,7 @@ class Trainer:
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
-        to_do = [*evaluations, *actions]
+        to_do: list[Action] = [*evaluations, *actions, *([self._watched] if self._watched is not None else [])]
         if actions and cluster.num_workers(self.strategy) > 1:
             to_do.append(Agree(functools.partial(cluster.gather, self.strategy)))
         to_do += saves
@@ -213,12 +216,11 @@ class Trainer:
     ) -> dict[str, float]:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
-        writers = self._make_writers(until, evals)
-        try:
+        with Write(self._make_writers(until, evals)) as write:
             metrics = self._train_loop.train(
                 source,
                 until,
-                [*to_do, Write(writers)],
+                [*to_do, write],
                 log_every=self.config.log_every,
                 steps_per_loop=self.config.steps_per_loop,
                 window=window,
@@ -227,16 +229,15 @@ class Trainer:
             )
             with clock.phase("saving"):
                 self._progress.wait()
-        finally:
-            for writer in writers:
-                writer.close()
-        for writer in writers:
+        for writer in write.writers:
             if isinstance(writer, Console):
                 writer.summarize(clock)
         return metrics
 
     def _make_train_loop(self) -> TrainLoop:
-        settings = self.config
+        settings, state = self.config, self.state
+        if settings.workdir and settings.histograms_every:
+            self._watched = WatchedSteps(state.variables_of_update, state.paths, state.step, settings.histograms_every)
         step = TrainStep(
             self.state,
             microbatches=settings.microbatches,
@@ -245,6 +246,7 @@ class Trainer:
             jit_compile=settings.jit_compile,
             locate_nonfinite=settings.locate_nonfinite,
             loss_jump=settings.loss_jump if settings.on_divergence == "rollback" else None,
+            watched=self._watched,
         )
         return TrainLoop(self.state, step)
 
@@ -482,6 +484,7 @@ class Trainer:
                 summaries = os.path.join(workdir, "summaries")
                 os.makedirs(summaries, exist_ok=True)
                 writers.append(SummaryWriter(summaries, evals, self.step))
+                overview.introduce(writers[-1], self.state, self.config, self._element_spec)
                 writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl"), self.step))
             except OSError as error:
                 raise ValueError(

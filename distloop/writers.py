@@ -1,4 +1,4 @@
-"""Owns *numbers to disk*: TensorBoard, `metrics.jsonl`.
+"""Owns *numbers to disk* beside TensorBoard: `metrics.jsonl`.
 
 Each writer has `write(step, metrics, when)` and `close()`; it does not know when it is called, nor where numbers come
 from.
@@ -16,75 +16,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from collections.abc import Mapping
 
 from distloop.records import format_row, parse_row
-
-
-class SummaryWriter:
-    """Writes TensorBoard scalars: evaluations to `<directory>/<eval>`, all others to `<directory>/train`.
-
-    An evaluation's tag is its name without the prefix, so that its chart lies over the one of training; an evaluation
-    that is called `train` keeps its prefix. Files are made at the first number for them.
-    """
-
-    def __init__(self, directory: str, evals: Sequence[str], start: int | None = None):
-        """Remembers where; writes nothing.
-
-        Args:
-            directory: under which the directories are made.
-            evals: names of the evaluations.
-            start: the global step that the run starts from; TensorBoard is told to forget what comes after it. None:
-                it is not.
-        """
-        self._directory = directory
-        self._start = start
-        self._evals = frozenset(evals) - {"train"}
-        self._files: dict[str, EventFileWriter] = {}
-        self._flushed = -math.inf  # when; seconds of the monotonic clock
-
-    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Writes each number, all of a directory in one event; files are flushed once a second at most.
-
-        Args:
-            step: that the numbers belong to.
-            metrics: name -> number.
-            when: Unix, seconds; None: now.
-
-        Raises:
-            OSError: if a directory cannot be made.
-        """
-        events: dict[str, Event] = {}
-        for name, value in metrics.items():
-            prefix, _, rest = name.partition("/")
-            run, tag = (prefix, rest) if prefix in self._evals and rest else ("train", name)
-            event = events.setdefault(run, Event(wall_time=when or time.time(), step=step))
-            event.summary.value.add(tag=tag, simple_value=float(value))
-        for run, event in events.items():
-            self._file(run).add_event(event)
-        if time.monotonic() - self._flushed >= 1:  # a flush waits for another thread; nobody looks more often
-            self._flushed = time.monotonic()
-            for file in self._files.values():
-                file.flush()
-
-    def close(self) -> None:
-        """Closes the files; a later write makes new ones."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _file(self, run: str) -> EventFileWriter:
-        if run not in self._files:
-            directory = os.path.join(self._directory, run)
-            os.makedirs(directory, exist_ok=True)  # raises OSError; TensorFlow has errors of its own
-            self._files[run] = EventFileWriter(directory)
-            if self._start is not None:
-                begin = SessionLog(status=SessionLog.START)
-                self._files[run].add_event(Event(wall_time=time.time(), step=self._start + 1, session_log=begin))
-        return self._files[run]
 
 
 class JsonWriter:
@@ -105,6 +39,7 @@ class JsonWriter:
         Raises:
             OSError: if it cannot be written.
         """
+        self.path = path
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         if start is not None and os.path.isfile(path):
             if start:

@@ -11,6 +11,7 @@ and 4 replicas 0.997 too.
 import os
 
 import keras
+import numpy as np
 from absl import app, flags
 
 import distloop
@@ -61,13 +62,20 @@ def model_fn():
     )
 
 
+def confusion(state):
+    held_out = next(datasets.digits("test", 360).as_numpy_iterator())
+    with state.averaged():
+        logits = state.spec.predict_fn(held_out)  # [360, 10]
+    return distloop.ConfusionMatrix(held_out["label"], np.argmax(logits, 1))
+
+
 def main(_):
     config = distloop.Config.from_flags()
     distloop.prepare(config)  # before the first dataset
     train = datasets.digits("train", config.batch_size)
     test = datasets.digits("test", config.batch_size)
     trainer = distloop.Trainer(model_fn, config)
-    trainer.fit(train, evals={"test": test})
+    trainer.fit(train, evals={"test": test}, actions=[distloop.Summary("test/confusion", confusion)])
     result = trainer.evaluate(test)
     print(f"test accuracy {result['accuracy']:.4f}  loss {result['loss']:.4f}")
     if config.workdir:

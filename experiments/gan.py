@@ -4,7 +4,7 @@
 
 The discriminator's update runs first, the generator's sees the discriminator that it left. The noise is drawn from a
 stream that differs on every replica, so on 2 replicas other digits are drawn than on 1. Samples come from the average
-of the generator's weights.
+of the generator's weights; TensorBoard shows what it makes of the same noise each 500 steps.
 
 Seen on 2 virtual CPUs (2 cores): digits that can be read after 3,000 steps, a minute; the mean of 360 samples is off
 that of the test images by 0.018, the pixels' deviation by 0.015 (in 0..1). The discriminator's loss ends at 1.33, where
@@ -12,6 +12,7 @@ chance is 1.39.
 """
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
@@ -21,6 +22,7 @@ from experiments import datasets
 distloop.define_flags(steps=3_000, batch_size=128, average_decay=0.995, log_every=500)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-4, "Adam's step size, of both models.")
 LATENT = 32  # numbers that the generator draws from
+FIXED_NOISE = np.random.default_rng(0).normal(size=(8, LATENT)).astype(np.float32)
 
 
 def make_generator():
@@ -88,11 +90,17 @@ def make_optimizer():
     return keras.optimizers.Adam(LEARNING_RATE.value, beta_1=0.5)
 
 
+def draw_samples(state):
+    with state.averaged():
+        return distloop.Images(state.model["generator"](FIXED_NOISE, training=False))
+
+
 def main(_):
     config = distloop.Config.from_flags()
     distloop.prepare(config)
     trainer = distloop.Trainer(model_fn, config)
-    trainer.fit(datasets.digits("train", config.batch_size))
+    samples_action = distloop.Summary("samples", draw_samples, every=500)
+    trainer.fit(datasets.digits("train", config.batch_size), actions=[samples_action])
     test = datasets.digits("test", config.batch_size)
     samples = trainer.predict(test)[..., 0]  # [N, 8, 8]
     real = next(datasets.digits("test", 360).as_numpy_iterator())["image"][..., 0]

@@ -33,6 +33,8 @@ OTHER_VALUES = {
     "jit_compile": True,
     "steps_per_loop": 5,
     "log_every": 6,
+    "histograms_every": 14,
+    "graph": "always",
     "eval_every": 8,
     "checkpoint_every": 11,
     "keep_checkpoints": 4,

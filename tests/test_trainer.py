@@ -212,7 +212,7 @@ def test_a_run_leaves_its_files(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert "test/accuracy" in rows[-1] and "test/accuracy" not in rows[0]
-    assert sorted(os.listdir(tmp_path / "run" / "summaries")) == ["test", "train"]
+    assert sorted(os.listdir(tmp_path / "run" / "summaries")) == ["hparams", "test", "train"]
 
 
 def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):

@@ -1,0 +1,308 @@
+"""Owns *what can be shown beside numbers*: texts, histograms, images, sounds, curves, as TensorBoard takes them.
+
+    display = Images(samples, max=8)        # an action returns it under a name, as it does a number
+    tensor, metadata = display.encode()     # for the plugin that shows it
+
+It needs no TensorFlow, and does not know files.
+"""
+
+import io
+import wave
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from tensorboard.plugins.audio import metadata as audio
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.plugins.histogram import metadata as histograms
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.image import metadata as images
+from tensorboard.plugins.pr_curve import metadata as pr_curves
+from tensorboard.plugins.text import metadata as text
+from tensorboard.util.tensor_util import make_tensor_proto
+
+Encoded = tuple[TensorProto, SummaryMetadata]
+
+_BUCKETS = 30
+_THRESHOLDS = 201  # of a precision-recall curve, as TensorBoard's own
+
+
+class Display:
+    """Something to show that is no number."""
+
+    def encode(self) -> Encoded:
+        """Gives it as TensorBoard's plugin for its kind takes it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Text(Display):
+    """A text in Markdown."""
+
+    text: str
+
+    def encode(self) -> Encoded:
+        """Gives a string for the text plugin."""
+        return make_tensor_proto([self.text.encode()], DT_STRING, shape=[]), text.create_summary_metadata(None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram(Display):
+    """How numbers are distributed, of any shape; those that are not finite are left out."""
+
+    values: Any
+
+    def encode(self) -> Encoded:
+        """Gives rows of left edge, right edge and count, `[k, 3]`, for the histogram plugin."""
+        values = np.asarray(self.values, np.float64).ravel()
+        values = values[np.isfinite(values)]
+        buckets = np.zeros([1, 3])
+        if values.size:
+            low, high = values.min(), values.max()
+            if high - low <= 1e-12 * max(abs(low), abs(high)):  # nearly one value, which no bucket is narrow enough for
+                low, high = low - 0.5 * max(abs(low), 1.0), high + 0.5 * max(abs(high), 1.0)
+            counts, edges = np.histogram(values, _BUCKETS, (low, high))
+            buckets = np.stack([edges[:-1], edges[1:], counts], 1)
+        return make_tensor_proto(buckets.astype(np.float64)), histograms.create_summary_metadata(None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Images(Display):
+    """Images in a row.
+
+    Attributes:
+        array: `[N, H, W, C]`, C in 1 (grey), 3 (RGB), 4 (RGBA): uint8, or floats in 0..1, cut off outside.
+        max: how many are shown, the first ones.
+    """
+
+    array: Any
+    max: int = 16
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.array)
+        if len(shape) != 4 or shape[-1] not in (1, 3, 4) or 0 in shape:
+            raise ValueError(
+                f"Images was given an array of shape {list(shape)}; it takes [N, H, W, C] with C in 1, 3, 4, none of "
+                "them 0: add an axis with array[..., None] or array[None]."
+            )
+        dtype = np.asarray(self.array).dtype
+        if dtype != np.uint8 and dtype.kind != "f":
+            raise ValueError(f"Images was given an array of {dtype}; it takes uint8, or floats in 0..1: convert it.")
+
+    def encode(self) -> Encoded:
+        """Gives width, height and a PNG of each for the image plugin."""
+        array = np.asarray(self.array[: self.max])
+        if array.dtype != np.uint8:
+            array = np.round(255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)).astype(np.uint8)
+        return _encode_images([Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image) for image in array])
+
+
+@dataclass(frozen=True, eq=False)
+class Audio(Display):
+    """A sound.
+
+    Attributes:
+        array: `[T]` or `[T, channels]`, floats in -1..1, cut off outside.
+        rate: samples per second.
+    """
+
+    array: Any
+    rate: int
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.array) not in (1, 2) or np.asarray(self.array).dtype.kind != "f":
+            raise ValueError(
+                f"Audio was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))}; it takes "
+                "floats in -1..1, [T] or [T, channels]: give one sound at a time."
+            )
+
+    def encode(self) -> Encoded:
+        """Gives a WAV file of 16 bits and an empty label for the audio plugin."""
+        array = np.clip(np.nan_to_num(np.asarray(self.array, np.float32)), -1, 1)
+        file = io.BytesIO()
+        with wave.open(file, "wb") as sound:
+            sound.setnchannels(array.shape[1] if array.ndim == 2 else 1)
+            sound.setsampwidth(2)
+            sound.setframerate(self.rate)
+            sound.writeframes(np.round(array * 32767).astype("<i2").tobytes())
+        tensor = make_tensor_proto([file.getvalue(), b""], DT_STRING, shape=[1, 2])
+        return tensor, audio.create_summary_metadata(None, None, audio.Encoding.Value("WAV"))
+
+
+@dataclass(frozen=True, eq=False)
+class PRCurve(Display):
+    """Precision over recall of a yes-or-no classifier.
+
+    Attributes:
+        labels: `[N]`, true or 1 where the answer is yes.
+        probabilities: `[N]`, in 0..1, of yes.
+    """
+
+    labels: Any
+    probabilities: Any
+
+    def __post_init__(self) -> None:
+        if np.shape(self.labels) != np.shape(self.probabilities):
+            raise ValueError(
+                f"PRCurve was given labels of shape {list(np.shape(self.labels))} and probabilities of shape "
+                f"{list(np.shape(self.probabilities))}; it takes one of each per example: give both as [N]."
+            )
+
+    def encode(self) -> Encoded:
+        """Gives true and false positives and negatives, precision and recall by threshold, `[6, thresholds]`."""
+        labels, probabilities = np.ravel(self.labels).astype(np.float64), np.ravel(self.probabilities)
+        buckets = np.clip(np.nan_to_num(probabilities) * (_THRESHOLDS - 1), 0, _THRESHOLDS - 1).astype(np.int64)
+
+        def above(weights: Any) -> Any:  # how many lie at or above each threshold
+            return np.bincount(buckets, weights, _THRESHOLDS)[::-1].cumsum()[::-1]
+
+        hits, misses = above(labels), above(1 - labels)
+        precision, recall = hits / np.maximum(hits + misses, 1e-7), hits / max(hits[0], 1e-7)
+        rows = np.stack([hits, misses, misses[0] - misses, hits[0] - hits, precision, recall])
+        metadata = pr_curves.create_summary_metadata(None, None, _THRESHOLDS)
+        return make_tensor_proto(rows.astype(np.float32), DT_FLOAT), metadata
+
+
+@dataclass(frozen=True, eq=False)
+class ConfusionMatrix(Display):
+    """A picture of how often each label was taken for each other one.
+
+    Attributes:
+        labels: `[N]`, whole numbers from 0.
+        predictions: `[N]`, whole numbers from 0.
+        names: of the classes; None: their numbers.
+    """
+
+    labels: Any
+    predictions: Any
+    names: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        arrays = [np.asarray(self.labels), np.asarray(self.predictions)]
+        if any(a.ndim != 1 or not a.size or a.dtype.kind not in "iub" for a in arrays) or len({*map(len, arrays)}) > 1:
+            shapes = " and ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+            raise ValueError(
+                f"ConfusionMatrix was given {shapes}; it takes labels and predictions as whole numbers, [N] each: "
+                "take the argmax of logits first."
+            )
+        low, high = min(int(a.min()) for a in arrays), max(int(a.max()) for a in arrays)
+        if low < 0 or (self.names is not None and high >= len(self.names)):
+            raise ValueError(
+                f"ConfusionMatrix was given classes {low} to {high} and {len(self.names or [])} names; classes count "
+                "from 0 and each has a name: correct either."
+            )
+
+    def counts(self) -> np.ndarray:
+        """Counts examples by label and prediction, `[classes, classes]`."""
+        labels, predictions = (np.asarray(a).astype(np.int64) for a in (self.labels, self.predictions))
+        size = len(self.names) if self.names is not None else int(max(labels.max(), predictions.max())) + 1
+        return np.bincount(labels * size + predictions, minlength=size * size).reshape(size, size)
+
+    def encode(self) -> Encoded:
+        """Gives a PNG for the image plugin: a row per label, a column per prediction, darker where more of the row."""
+        counts = self.counts()
+        names = list(self.names) if self.names is not None else [str(i) for i in range(len(counts))]
+        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        side = 40 if len(names) <= 30 else 12  # pixels of a cell; numbers fit into large ones only
+        draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+        margin = 26 + max(round(draw.textlength(name)) for name in names)
+        picture = Image.new("RGB", (margin + side * len(names) + 8, margin + side * len(names) + 8), "white")
+        draw = ImageDraw.Draw(picture)
+        for i, name in enumerate(names):
+            middle = margin + side * i + side // 2
+            draw.text((margin - 6, middle), name, "black", anchor="rm")
+            upright = Image.new("RGB", (margin - 20, 14), "white")
+            ImageDraw.Draw(upright).text((2, 7), name, "black", anchor="lm")
+            picture.paste(upright.rotate(90, expand=True), (middle - 7, 16))
+            for j, share in enumerate(shares[i]):
+                left, top = margin + side * j, margin + side * i
+                shade = (round(255 - 225 * share), round(255 - 150 * share), round(255 - 75 * share))
+                draw.rectangle((left, top, left + side - 2, top + side - 2), shade)
+                if side == 40 and counts[i, j]:
+                    ink = "white" if share > 0.5 else "black"
+                    draw.text((left + 19, top + 19), str(counts[i, j]), ink, anchor="mm")
+        draw.text((margin, 2), "predicted", "black")
+        draw.text((2, 2), "label", "black")
+        return _encode_images([picture])
+
+
+@dataclass(frozen=True, eq=False)
+class HParams(Display):
+    """What a run was started with, by name: booleans, numbers or strings; TensorBoard lists runs by it."""
+
+    values: Mapping[str, Any]
+    start: float  # Unix, seconds
+
+    def encode(self) -> Encoded:
+        """Gives the start of a session for the HParams plugin."""
+        info = plugin_data_pb2.SessionStartInfo(start_time_secs=self.start)
+        for name, value in self.values.items():
+            if isinstance(value, bool):
+                info.hparams[name].bool_value = value
+            elif isinstance(value, (int, float)):
+                info.hparams[name].number_value = value
+            else:
+                info.hparams[name].string_value = str(value)
+        data = plugin_data_pb2.HParamsPluginData(session_start_info=info)
+        return hparams.NULL_TENSOR, hparams.create_summary_metadata(data)
+
+
+@dataclass(frozen=True, eq=False)
+class RunEnd(Display):
+    """That a run has ended well or failed; one without counts as running."""
+
+    has_succeeded: bool
+    end: float  # Unix, seconds
+
+    def encode(self) -> Encoded:
+        """Gives the end of a session for the HParams plugin."""
+        status = api_pb2.STATUS_SUCCESS if self.has_succeeded else api_pb2.STATUS_FAILURE
+        info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=self.end)
+        data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
+        return hparams.NULL_TENSOR, hparams.create_summary_metadata(data)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout(Display):
+    """Which charts the custom-scalars page shows: category -> title -> regular expressions of tags."""
+
+    categories: Mapping[str, Mapping[str, Sequence[str]]]
+
+    def encode(self) -> Encoded:
+        """Gives the layout for the custom-scalars plugin."""
+        layout = layout_pb2.Layout(
+            category=[
+                layout_pb2.Category(
+                    title=category,
+                    chart=[
+                        layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
+                        for title, tags in charts.items()
+                    ],
+                )
+                for category, charts in self.categories.items()
+            ]
+        )
+        tensor = make_tensor_proto([layout.SerializeToString()], DT_STRING, shape=[])
+        return tensor, custom_scalars.create_summary_metadata()
+
+
+HPARAMS_TAG, END_TAG = hparams.SESSION_START_INFO_TAG, hparams.SESSION_END_INFO_TAG
+LAYOUT_TAG = custom_scalars.CONFIG_SUMMARY_TAG
+
+
+def _encode_images(pictures: Sequence[Image.Image]) -> Encoded:
+    files = []
+    for picture in pictures:
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        files.append(file.getvalue())
+    width, height = pictures[0].size
+    parts = [str(width).encode(), str(height).encode(), *files]
+    return make_tensor_proto(parts, DT_STRING, shape=[len(parts)]), images.create_summary_metadata(None, None)

@@ -1,0 +1,151 @@
+"""Tests what can be shown beside numbers, as TensorBoard's own code reads it."""
+
+import io
+import wave
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.metrics import precision_score, recall_score
+from tensorboard.plugins.audio import metadata as audio
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.pr_curve import summary as pr_curve
+from tensorboard.util.tensor_util import make_ndarray
+
+import distloop
+from distloop.displays import HParams, Layout, RunEnd
+
+
+def encoded(display, plugin):
+    tensor, metadata = display.encode()
+    assert metadata.plugin_data.plugin_name == plugin
+    return make_ndarray(tensor)
+
+
+def pictures(display):
+    width, height, *files = encoded(display, "images")
+    images = [np.asarray(Image.open(io.BytesIO(file))) for file in files]
+    assert all(image.shape[:2] == (int(height), int(width)) for image in images)
+    return images
+
+
+def test_a_text_is_one_string():
+    assert encoded(distloop.Text("# Größe"), "text").item().decode() == "# Größe"
+
+
+def test_a_histogram_counts_every_number_in_buckets_side_by_side():
+    values = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
+    rows = encoded(distloop.Histogram(values), "histograms")
+    assert rows.shape == (30, 3) and rows[:, 2].sum() == 2000
+    assert rows[0, 0] == values.min() and rows[-1, 1] == values.max()
+    assert np.array_equal(rows[1:, 0], rows[:-1, 1])
+    inside = (values >= rows[7, 0]) & (values < rows[7, 1])
+    assert inside.sum() == rows[7, 2]
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e-30, 1e30])
+def test_a_histogram_of_one_value_has_it_in_one_bucket(value):
+    rows = encoded(distloop.Histogram([value] * 5), "histograms")
+    (bucket,) = rows[rows[:, 2] > 0]
+    assert bucket[0] <= value <= bucket[1] and bucket[2] == 5
+
+
+def test_a_histogram_leaves_out_what_is_not_finite():
+    assert encoded(distloop.Histogram([1.0, np.nan, np.inf, 2.0]), "histograms")[:, 2].sum() == 2
+    assert encoded(distloop.Histogram([np.nan]), "histograms").tolist() == [[0, 0, 0]]
+    assert encoded(distloop.Histogram(np.zeros([0])), "histograms").tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize(("channels", "shape"), [(1, (5, 7)), (3, (5, 7, 3)), (4, (5, 7, 4))])
+def test_images_come_out_as_they_went_in(channels, shape):
+    array = np.random.default_rng(0).integers(256, size=(3, 5, 7, channels)).astype(np.uint8)
+    found = pictures(distloop.Images(array, max=2))
+    assert len(found) == 2
+    assert all(np.array_equal(image, array[i].reshape(shape)) for i, image in enumerate(found))
+
+
+def test_images_of_floats_are_cut_off_and_nan_is_black():
+    array = np.array([0.0, 0.5, 1.0, 2.0, -1.0, np.nan], np.float32).reshape(1, 1, 6, 1)
+    assert pictures(distloop.Images(array))[0].tolist() == [[0, 128, 255, 255, 0, 0]]
+
+
+def test_images_of_another_shape_or_dtype_are_refused():
+    with pytest.raises(ValueError, match=r"shape \[8, 8\]; it takes \[N, H, W, C\] .*: add an axis"):
+        distloop.Images(np.zeros([8, 8]))
+    with pytest.raises(ValueError, match="array of int64; it takes uint8, or floats in 0..1: convert"):
+        distloop.Images(np.zeros([1, 8, 8, 1], np.int64))
+
+
+def test_audio_is_a_wav_file():
+    tone = np.stack([np.sin(np.arange(800) / 10), np.full(800, 2.0)], 1)
+    display = distloop.Audio(tone, 8000)
+    ((content, label),) = encoded(display, "audio")
+    with wave.open(io.BytesIO(content)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (8000, 2, 800)
+        samples = np.frombuffer(file.readframes(800), "<i2").reshape(800, 2) / 32767
+    assert label == b"" and np.allclose(samples, np.clip(tone, -1, 1), atol=1e-4)
+    parsed = audio.parse_plugin_metadata(display.encode()[1].plugin_data.content)
+    assert parsed.encoding == audio.Encoding.Value("WAV")
+    with pytest.raises(ValueError, match=r"int64 of shape \[3\]; it takes floats"):
+        distloop.Audio(np.zeros(3, np.int64), 8000)
+
+
+def test_a_pr_curve_is_that_of_tensorboard_and_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    labels = rng.random(500) < 0.3
+    probabilities = np.clip(0.4 * labels + 0.6 * rng.random(500), 0, 1).astype(np.float32)
+    rows = encoded(distloop.PRCurve(labels, probabilities), "pr_curves")
+    expected = make_ndarray(pr_curve.pb("p", labels, probabilities, num_thresholds=201).value[0].tensor)
+    assert np.allclose(rows, expected)
+    assert rows[4, 100] == pytest.approx(precision_score(labels, probabilities >= 0.5))
+    assert rows[5, 100] == pytest.approx(recall_score(labels, probabilities >= 0.5))
+    with pytest.raises(ValueError, match="labels of shape .* and probabilities"):
+        distloop.PRCurve([1], [0.5, 0.5])
+
+
+def test_a_pr_curve_without_a_positive_example_is_zero():
+    rows = encoded(distloop.PRCurve([0, 0], [0.2, 0.7]), "pr_curves")
+    assert np.isfinite(rows).all() and not rows[4:].any()
+
+
+def test_a_confusion_matrix_is_a_picture_darker_where_more_of_a_row_is():
+    display = distloop.ConfusionMatrix([0, 0, 1, 2], [0, 1, 1, 2], names=["a", "bb", "cat"])
+    assert display.counts().tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
+    (picture,) = pictures(display)
+    corner = picture.shape[0] - 8 - 3 * 40
+
+    def darkness(i, j):
+        return 255 - int(picture[corner + 40 * i + 3, corner + 40 * j + 3].mean())
+
+    assert darkness(1, 1) > darkness(0, 0) == darkness(0, 1) > darkness(0, 2) == 0
+
+
+def test_a_confusion_matrix_of_many_classes_and_bad_input():
+    (picture,) = pictures(distloop.ConfusionMatrix(np.arange(100), np.arange(100)))
+    assert max(picture.shape) < 1500
+    with pytest.raises(ValueError, match=r"int64\[2\] and float64\[2\]; it takes .*: take the argmax"):
+        distloop.ConfusionMatrix(np.array([0, 1]), np.array([0.1, 0.9]))
+    with pytest.raises(ValueError, match="classes 0 to 2 and 2 names"):
+        distloop.ConfusionMatrix(np.array([0, 1]), np.array([0, 2]), names=["a", "b"])
+
+
+def test_hparams_keep_their_types_and_a_run_its_end():
+    content = HParams({"rate": 1e-3, "on": True, "name": "x"}, 5.0).encode()[1].plugin_data.content
+    info = hparams.parse_session_start_info_plugin_data(content)
+    assert {n: v.WhichOneof("kind") for n, v in info.hparams.items()} == {
+        "rate": "number_value",
+        "on": "bool_value",
+        "name": "string_value",
+    }
+    statuses = []
+    for has_succeeded in (True, False):
+        content = RunEnd(has_succeeded, 6.0).encode()[1].plugin_data.content
+        statuses.append(hparams.parse_session_end_info_plugin_data(content).status)
+    assert statuses == [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE]
+
+
+def test_a_layout_holds_its_charts():
+    layout = layout_pb2.Layout.FromString(encoded(Layout({"a": {"b": ["c$"]}}), "custom_scalars").item())
+    assert layout.category[0].title == "a" and list(layout.category[0].chart[0].multiline.tag) == ["c$"]

@@ -1,0 +1,118 @@
+"""Tests what TensorBoard is told of a run before its first step."""
+
+import json
+import re
+
+import keras
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop import overview
+from tests import problems
+
+SPEC = {
+    "x": tf.TensorSpec([None, 8], tf.float32),
+    "label": tf.TensorSpec([None], tf.int32),
+    "weight": tf.TensorSpec([None], tf.float32),
+}
+
+
+def trainer_of(model_fn=None, replicas=2, **settings):
+    return distloop.Trainer(model_fn or problems.classifier(), problems.on(replicas, **settings))
+
+
+def test_settings_that_differ_come_first():
+    changed, others = overview.describe_config(problems.on(2, clip_norm=0.5)).split("All others")
+    assert "| `clip_norm` | `0.5` | `0.0` |" in changed and "`average_decay`" not in changed
+    assert "| `average_decay` | `0.0` |" in others and "`clip_norm`" not in others
+
+
+def test_the_model_is_a_table_of_its_variables():
+    text = overview.describe_model(trainer_of(problems.classifier(batch_norm="synchronized")).state)
+    assert "| `net/hidden/kernel` | `[8, 16]` | `float32` | `yes` | `128` |" in text
+    assert "| `net/norm/moving_mean` | `[16]` | `float32` | `no` | `16` |" in text
+    assert text.startswith("244 trained parameters of 276 in 8 variables")
+
+
+def test_a_large_model_is_cut_off():
+    def model_fn():
+        layers = [keras.layers.Dense(1) for _ in range(120)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        return distloop.ModelSpec(
+            model, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": model(batch["x"])[:, 0]}
+        )
+
+    text = overview.describe_model(trainer_of(model_fn, 1).state)
+    assert text.count("\n| `") == 200 and text.endswith("and 40 more variables")
+
+
+def test_the_environment_has_versions_and_devices():
+    text = overview.describe_environment(trainer_of().state, problems.on(2))
+    assert f"| `TensorFlow` | `{tf.__version__}` |" in text and "| `replicas` | `2` |" in text
+
+
+def test_values_cannot_break_a_table():
+    assert overview._table(["a"], [["x|y`z\nw"]]).splitlines()[-1] == "| `x\\|y'z w` |"
+
+
+def test_incidents_are_told(tmp_path):
+    assert overview.describe_incidents(str(tmp_path)) == ""
+    row = {"step": 5, "batch": 4, "reason": "it jumped", "action": "rollback", "checkpoint": 2, "left_out": 4}
+    (tmp_path / "incidents.jsonl").write_text(json.dumps(row) + "\n")
+    assert "| `5` | `4` | `rollback` | `2` | `4` | `it jumped` |" in overview.describe_incidents(str(tmp_path))
+
+
+def test_the_graph_has_the_layers_by_name_and_no_large_constants():
+    trainer = trainer_of()
+    graph = tf.compat.v1.GraphDef.FromString(overview.trace_graph(trainer.state, SPEC))
+    names = [node.name for node in graph.node]
+    assert any(re.search(r"net\w*/hidden\w*/MatMul", name) for name in names) and {"x", "label"} <= set(names)
+    assert sum(node.ByteSize() for node in graph.node) < 100_000
+
+
+def test_a_model_that_cannot_be_traced_alone_trains_without_a_graph(tmp_path):
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+
+        def loss_fn(batch, training):
+            if tf.distribute.in_cross_replica_context():
+                raise RuntimeError("only on a replica")
+            return {"loss": tf.reduce_sum(model(batch["x"]), 1)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    trainer = trainer_of(model_fn, workdir=str(tmp_path), graph="always")
+    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
+    assert trainer.fit(data, steps=2)
+    with trainer.strategy.scope():
+        assert overview.trace_graph(trainer.state, SPEC) is None
+
+
+def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
+    monkeypatch.setattr(overview, "_MOST_NODES", 10)
+    assert overview.trace_graph(trainer_of().state, SPEC) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "few", "has_graph"), [("auto", 100, True), ("auto", 1, False), ("never", 100, False)]
+)
+def test_the_graph_is_written_by_default_where_it_costs_little(setting, few, has_graph, tmp_path, monkeypatch):
+    monkeypatch.setattr(overview, "_FEW_VARIABLES", few)
+    traced = []
+    monkeypatch.setattr(overview, "trace_graph", lambda *_: traced.append(1))
+    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
+    trainer_of(workdir=str(tmp_path), graph=setting).fit(data, steps=2)
+    assert bool(traced) == has_graph
+
+
+def test_the_layout_has_charts_for_what_the_run_reports():
+    def titles(**settings):
+        return {
+            title for part in overview.make_layout(problems.on(1, **settings)).categories.values() for title in part
+        }
+
+    assert {"loss", "metrics", "learning rate"} <= titles()
+    assert titles(clip_norm=1.0) - titles() == {"share of the steps that were clipped"}
+    assert titles(precision="mixed_float16") - titles() == {"loss scale"}
+    assert "weight norm" in titles(histograms_every=5)

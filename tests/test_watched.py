@@ -1,0 +1,118 @@
+"""Tests what a watched step did to the weights."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.watched import WatchedSteps
+from tests import problems
+
+
+class Look:
+    """Keeps the numbers and displays of every boundary; stands behind what it looks at."""
+
+    every = 1
+
+    def __init__(self):
+        self.weights = {}
+
+    def __call__(self, report):
+        self.weights[report.step] = [np.array(w) for w in report.state.model.get_weights()]
+
+
+def data():
+    return tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
+
+
+def train(workdir, model_fn, replicas=2, steps=9, actions=(), **settings):
+    config = problems.on(replicas, workdir=str(workdir), log_every=2, **settings)
+    trainer = distloop.Trainer(model_fn, config)
+    trainer.fit(data(), steps=steps, actions=actions)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_norm": 0.1, "average_decay": 0.9},
+        {"precision": "mixed_float16"},
+        {"on_nonfinite": "skip"},
+        {"microbatches": 2, "replicas": 3},
+        {"jit_compile": True, "replicas": 1},
+    ],
+    ids=str,
+)
+def test_histograms_change_no_bit_of_a_run(settings, tmp_path):
+    model_fn = problems.classifier(dropout=0.2, batch_norm="synchronized" if "mic" not in str(settings) else None)
+    if settings.get("jit_compile"):
+        model_fn = problems.classifier()
+    plain = train(tmp_path / "a", model_fn, **settings)
+    watched = train(tmp_path / "b", model_fn, histograms_every=2, **settings)
+    assert plain._watched is None and watched._watched is not None
+    left, right = problems.everything(plain), problems.everything(watched)
+    assert [value.tobytes() for value in left.values()] == [value.tobytes() for value in right.values()]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_are_those_of_the_very_step_and_updates_those_since_the_last_time(replicas, tmp_path):
+    look, seen = Look(), []
+
+    class Watch(WatchedSteps):
+        def __call__(self, report):
+            seen.append((report.step, found := super().__call__(report)))
+            return found
+
+    rate = 0.5
+    model_fn = problems.classifier(optimizer=lambda: keras.optimizers.SGD(rate))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distloop.trainer.WatchedSteps", Watch)
+        train(tmp_path, model_fn, replicas, steps=7, actions=[look], histograms_every=3)
+    assert [step for step, _ in seen] == [3, 6, 7]
+    for step, found in seen:
+        gradients = [display.values for name, display in found.items() if name.startswith("gradients/")]
+        for gradient, old, new in zip(gradients, look.weights[step - 1], look.weights[step], strict=True):
+            np.testing.assert_allclose(rate * gradient, old - new, atol=1e-6)
+    rows = {row["step"]: row for row in distloop.read_metrics(tmp_path)}
+    norm = np.sqrt(sum(np.square(w).sum() for w in look.weights[6]))
+    pairs = zip(look.weights[6], look.weights[3], strict=True)
+    moved = np.sqrt(sum(np.square(new - old).sum() for new, old in pairs))
+    assert rows[6]["weight_norm"] == pytest.approx(norm, rel=1e-5)
+    assert rows[6]["update_norm"] == pytest.approx(moved, rel=1e-4)
+    assert rows[6]["update_ratio"] == pytest.approx(moved / norm, rel=1e-4)
+    assert [step for step, row in rows.items() if "update_norm" in row] == [3, 6]
+
+
+def test_each_update_has_norms_of_its_own(tmp_path):
+    def model_fn():
+        models = {name: keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name=name) for name in "ab"}
+
+        def loss_of(name):
+            return lambda batch, training: {
+                "loss": keras.losses.sparse_categorical_crossentropy(
+                    batch["label"], models[name](batch["x"]), from_logits=True
+                )
+            }
+
+        return distloop.ModelSpec(
+            models, updates=[distloop.Update(n, loss_of(n), keras.optimizers.SGD(0.1), f"^{n}/") for n in "ab"]
+        )
+
+    train(tmp_path, model_fn, steps=2, histograms_every=2)
+    assert {"a/weight_norm", "b/update_norm", "b/update_ratio"} <= set(distloop.read_metrics(tmp_path)[-1])
+
+
+def test_without_a_workdir_nothing_is_kept():
+    trainer = distloop.Trainer(problems.classifier(), problems.on(1, histograms_every=2))
+    assert "weight_norm" not in trainer.fit(data(), steps=2)
+
+
+def test_steps_that_were_skipped_moved_nothing(tmp_path):
+    rows = problems.classification()
+    rows["x"][16:48] = np.nan  # the second batch and the third
+    config = problems.on(2, workdir=str(tmp_path), histograms_every=1, on_nonfinite="skip")
+    trainer = distloop.Trainer(problems.classifier(), config)
+    metrics = trainer.fit(tf.data.Dataset.from_tensor_slices(rows).batch(16), steps=3)
+    assert metrics["skipped_steps"] == 2 and metrics["update_norm"] == 0 and metrics["weight_norm"] > 0
