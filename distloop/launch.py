@@ -11,7 +11,7 @@ and left, else 0. A worker that ends with 76 was not the first: another one fail
 host. The first Ctrl-C or SIGTERM is passed on and the launcher waits; the second kills.
 
 On several hosts each launcher restarts its own workers, which need not fall together: a crash breaks the workers of the
-other hosts, too, and TensorFlow waits for its peers when it starts.
+other hosts, too, and workers wait for each other when they start.
 """
 
 import argparse

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
@@ -273,16 +273,16 @@ class Peers:
         told = "; ".join(self._describe(i) for i in self._others)
         print(f"distloop: this error of TensorFlow's is about the other workers: {told}.", file=sys.stderr, flush=True)
 
-    def _end(self, reason: str, *, with_stacks: bool = False) -> None:
+    def _end(self, reason: str, *, with_stacks: bool = False) -> NoReturn:
         """Leaves at once: the main thread may hang in a collective that nobody ends."""
         self._ending.acquire()  # whoever comes second waits for the end
         try:
             where = f"worker {self._index} (step {self._last_step}, {self.phase})"
             self._state, self._error = "ended", reason
             self._send_now()
-            stacks = _stacks() if with_stacks else ""
-            mark = "" if reason.endswith("?") else "."
-            print(f"{stacks}distloop: {reason}{mark} So {where} ends, too.", file=sys.stderr, flush=True)
+            line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {where} ends, too."
+            with contextlib.suppress(OSError):  # nobody reads any more
+                print(line, *([_stacks(), line] if with_stacks else []), sep="\n", file=sys.stderr, flush=True)
             deadline = time.monotonic() + _SAVE_SECS
             time.sleep(_LAST_WORDS_SECS)  # the one that failed is to be the first that ends
             for thread in threading.enumerate():
@@ -412,12 +412,11 @@ def _stacks() -> str:
     """Tells what every thread but ours is doing; the main one last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found = ""
+    found = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda pair: pair[0] == main):
         if not names.get(ident, "").startswith("distloop-"):
-            stack = "".join(traceback.format_stack(frame))
-            found += f"distloop: thread {names.get(ident, ident)}:\n{stack}"
-    return found
+            found.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(found)
 
 
 def _clipped(text: str) -> str:
@@ -434,10 +433,12 @@ def _in_short(error: str) -> str:
 
 def _is_of_the_cluster(error: BaseException | None) -> bool:
     """Says whether an error is, or comes from, what TensorFlow raises where another worker is gone."""
-    if error is None:
-        return False
-    name = type(error).__name__
-    is_lost = name in ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
-    if is_lost or (hasattr(error, "error_code") and re.search("ollective|GRPC|RecvBuf", str(error))):
-        return True
-    return _is_of_the_cluster(error.__cause__ or error.__context__)
+    for _ in range(20):  # an error may be its own cause
+        if error is None:
+            return False
+        name = type(error).__name__
+        is_lost = name in ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
+        if is_lost or (hasattr(error, "error_code") and re.search("ollective|GRPC|RecvBuf", str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

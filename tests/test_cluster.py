@@ -443,3 +443,19 @@ def test_a_worker_that_comes_back_under_another_address_is_found():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
     )
     assert result.stdout == "True\n", result.stderr
+
+
+def test_another_build_of_tensorflow_joins_as_it_does(monkeypatch):
+    from tensorflow.python import pywrap_tfe
+
+    original = pywrap_tfe.TFE_EnableCollectiveOps
+    with cluster._threads_running():
+        assert pywrap_tfe.TFE_EnableCollectiveOps is not original
+    assert pywrap_tfe.TFE_EnableCollectiveOps is original
+
+    def missing(path):
+        raise OSError(path)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    with cluster._threads_running():
+        assert pywrap_tfe.TFE_EnableCollectiveOps is original

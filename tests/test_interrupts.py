@@ -172,6 +172,7 @@ def test_a_second_signal_ends_the_process_at_once():
         import os, signal, time
         from distloop.interrupts import Interrupts
         with Interrupts() as interrupts:
+            print("not flushed", end="")
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(1.2)
@@ -180,7 +181,7 @@ def test_a_second_signal_ends_the_process_at_once():
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
     )
-    assert result.returncode == 128 + signal.SIGINT
+    assert result.returncode == 128 + signal.SIGINT and result.stdout == "not flushed"
     assert "again to leave at once" in result.stderr and "leaving at once" in result.stderr
 
 

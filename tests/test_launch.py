@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from distloop import peers
 from distloop.interrupts import EXIT_CODE
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -494,6 +495,69 @@ def test_the_first_in_time_is_blamed_not_the_first_in_order(launch, write):
     assert code == 5 and "worker 1 failed first, with exit code 5" in err[-1]
 
 
+@pytest.mark.parametrize("end", ["sys.exit(5)", "os.kill(os.getpid(), signal.SIGABRT)"])
+def test_one_that_ended_because_another_one_failed_is_not_blamed(end, launch, write):
+    program = f"""
+        if index == 1:
+            sys.exit({peers.EXIT_CODE})
+        time.sleep(0.5)
+        print("why")
+        {end}
+    """
+    code, out, err = launch("--workers=2", write(program))
+    how, expected = ("with exit code 5", 5) if "exit" in end else ("by signal 6 (Aborted)", 128 + signal.SIGABRT)
+    assert code == expected and out == ["[worker 0] why"]
+    assert err[0] == "distloop.launch: worker 1 ended with exit code 76."
+    assert err[-1] == f"distloop.launch: worker 0 failed first, {how}."
+
+
+def test_one_that_hangs_and_made_another_one_end_is_stopped(launch, write, tmp_path):
+    program = f"""
+        if index == 1:
+            wait_for("ready0")
+            sys.exit({peers.EXIT_CODE})
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note("ready0", 1)
+        time.sleep(60)
+    """
+    command = patched(_FAIL_SECS=0.2)
+    code, _, err = launch("--workers=2", "--grace_secs=0.2", write(program), command=command)
+    assert code == peers.EXIT_CODE and err == [
+        "distloop.launch: worker 1 ended with exit code 76.",
+        "distloop.launch: worker 0 ended by signal 9 (Killed).",
+        "distloop.launch: worker 1 ended first, because another one had failed or fallen silent; the others were "
+        "stopped.",
+    ]
+
+
+@pytest.mark.parametrize("code", [0, peers.EXIT_CODE])
+def test_where_no_one_here_failed_the_first_that_ended_for_it_is_named_and_all_start_again(code, launch, write):
+    program = f"""
+        count = len(list(here.glob(f"run*-{{index}}")))
+        note(f"run{{count}}-{{index}}", 1)
+        time.sleep(0.3 * index)
+        sys.exit(0 if count else {code} if index else {peers.EXIT_CODE})
+    """
+    found, _, err = launch("--workers=2", "--max_restarts=1", write(program))
+    assert found == 0 and err[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
+    assert " ended first, because another one had failed or fallen silent." in err[-2]
+
+
+def test_a_worker_that_lost_one_on_another_host_says_so(launch, write, ports):
+    flags = ["--hosts=a,b", "--host_index=1", f"--port={ports}"]
+    code, _, err = launch(*flags, write(f"sys.exit({peers.EXIT_CODE})"))
+    assert code == peers.EXIT_CODE
+    assert err[-1] == "distloop.launch: worker 1 ended, because another one had failed or fallen silent."
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_tensorflow_is_told_to_be_quiet_unless_it_was_told_something_else(given, launch, write, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    path = write("print(os.environ['TF_CPP_MIN_LOG_LEVEL'])")
+    code, out, _ = launch(path, env={} if given is None else {"TF_CPP_MIN_LOG_LEVEL": given})
+    assert code == 0 and out == [f"[worker 0] {given or 2}"]
+
+
 CRASHES = """
     count = len(list(here.glob(f"run*-{index}")))
     note(f"run{count}-{index}", 1)
@@ -647,10 +711,12 @@ def test_tensorflow_heeds_the_shares_of_cores():
     assert threads(12, 2) >= few + 10 and threads(2, 12) >= few + 10
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(launch, write, ports, tmp_path):
-    with socket.socket() as taken:
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_port_that_is_taken_is_told_before_anything_starts(kind, launch, write, ports, tmp_path):
+    with socket.socket(type=kind) as taken:
         taken.bind(("127.0.0.1", ports + 1))
-        taken.listen()
+        if kind == socket.SOCK_STREAM:
+            taken.listen()
         flags = ["--hosts=a,b", "--host_index=1", "--workers=2", f"--port={ports}"]
         code, out, err = launch(*flags, write(""))
     assert (code, out) == (2, []) and not list(tmp_path.glob("pid*"))

@@ -355,10 +355,11 @@ def test_one_that_falls_silent_is_noticed_within_the_hang_timeout(run, ports):
     assert [workers[index].end() for index in (0, 2)] == [EXIT_CODE] * 2
     assert 1.5 < time.monotonic() - began < 8
     for index in (0, 2):
-        *stack, line = workers[index].text.splitlines()
-        assert line.startswith(f"distloop: worker 1 (127.0.0.1:{ports[1]}) has been silent for 2 seconds, last heard ")
-        assert f" (training). So worker {index} (step " in line
-        assert "distloop: thread MainThread:" in stack and "    time.sleep(0.02)" in stack
+        _, first, *stack, last = workers[index].text.splitlines()
+        assert first == last  # in sight from both ends
+        assert last.startswith(f"distloop: worker 1 (127.0.0.1:{ports[1]}) has been silent for 2 seconds, last heard ")
+        assert f" (training). So worker {index} (step " in last
+        assert "Thread MainThread:" in stack and "    time.sleep(0.02)" in stack
         assert "_listen" not in workers[index].text
     workers[1].process.send_signal(signal.SIGCONT)
     assert workers[1].end() == EXIT_CODE  # it hears what they said, or that they are gone
@@ -398,7 +399,7 @@ def test_standing_still_in_training_is_noticed(run, ports):
         f"(127.0.0.1:{ports[1]}) is at step "
     )
     assert workers[1].end() == EXIT_CODE and "no step has ended for hang_timeout=2 seconds" in workers[1].text
-    assert "thread MainThread" in workers[1].text  # of the one that hangs, it would be this
+    assert "Thread MainThread" in workers[1].text  # of the one that hangs, it would be this
 
 
 def test_joining_has_a_time_of_its_own(run):
