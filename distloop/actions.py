@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from distloop import schedule
+from distloop import memory, schedule
 from distloop.displays import Display
 from distloop.interrupts import Interrupted
 from distloop.summaries import SummaryWriter
@@ -39,6 +39,7 @@ class Report:
         stop_reason: why an action before this one ended the run here; None: it did not.
         time: when the last step ended; Unix, seconds.
         displays: name -> what actions returned to be shown that is no number.
+        is_complete: whether a number that is not there will never be: all that reports any has done so.
     """
 
     step: int
@@ -48,6 +49,31 @@ class Report:
     stop_reason: str | None = None
     time: float = 0.0
     displays: Mapping[str, Display] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def require(self, metric: str, asker: str, *, was_seen: bool) -> None:
+        """Refuses a metric that is not there and will not come; at the end of the run, where that would cost it, tells.
+
+        Args:
+            metric: its name.
+            asker: who wants it.
+            was_seen: whether it was there before.
+
+        Raises:
+            ValueError: if all that could have reported it did report, or something else of the same name before the
+                slash came without it.
+        """
+        if metric in self.metrics or was_seen:
+            return
+        prefix, _, rest = metric.partition("/")
+        has_siblings = bool(rest) and any(name.startswith(f"{prefix}/") for name in self.metrics)
+        # A run that another action ends between two evaluations never measured it, and that is no mistake.
+        is_over = self.step >= self.until and self.stop_reason is None
+        if is_over or self.is_complete or has_siblings:
+            wrong = f"{asker} was given the metric {metric!r}; there are {sorted(self.metrics)}: name one of them."
+            if not is_over:
+                raise ValueError(wrong)
+            logging.error("%s", wrong)
 
 
 class Action(Protocol):
@@ -88,6 +114,33 @@ class Evaluate:
     def __call__(self, report: Report) -> Mapping[str, float]:
         """Evaluates."""
         return {f"{self.name}/{key}": value for key, value in self._evaluate().items()}
+
+
+class Utilization:
+    """Reports how much of the machine the run uses: peak memory, and floating-point operations where they are known."""
+
+    every: int | None = None
+    phase = "logging"
+    only_writes = True
+
+    def __init__(self, flops_per_example: float | None = None, peak_flops: float | None = None):
+        """Keeps what is known.
+
+        Args:
+            flops_per_example: floating-point operations that training takes for one.
+            peak_flops: what all devices together can do, in operations a second.
+        """
+        self._flops_per_example = flops_per_example
+        self._peak_flops = peak_flops
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Works it out from the report's examples per second."""
+        found = memory.peaks()
+        if self._flops_per_example:
+            found["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]
+            if self._peak_flops:
+                found["model_flops_utilization"] = found["model_flops_per_sec"] / self._peak_flops
+        return found
 
 
 class Summary:
@@ -174,15 +227,10 @@ class StopEarly:
 
         Raises:
             StopTraining: when patience is over.
-            ValueError: if the run ends and nothing of that name was ever measured.
+            ValueError: if nothing of that name is ever measured.
         """
+        report.require(self.metric, "StopEarly", was_seen=self.best != math.inf or self.waited > 0)
         if self.metric not in report.metrics:
-            # A run that another action ends between two evaluations never measured it, and that is no mistake.
-            if report.step >= report.until and report.stop_reason is None and self.best == math.inf:
-                raise ValueError(
-                    f"StopEarly was given the metric {self.metric!r}; there are {sorted(report.metrics)}: "
-                    "name one of them."
-                )
             return
         value = report.metrics[self.metric]
         cost = value if self.mode == "min" else -value
@@ -229,7 +277,12 @@ class SaveBest:
         self.wants_save = False
 
     def __call__(self, report: Report) -> None:
-        """Looks at the metric; the Save that stands after it writes."""
+        """Looks at the metric; the Save that stands after it writes.
+
+        Raises:
+            ValueError: if nothing of that name is ever measured.
+        """
+        report.require(self.metric, "SaveBest", was_seen=bool(self.best))
         value = report.metrics.get(self.metric)
         self.wants_save = False
         if value is None or math.isnan(value) or any(step == report.step for _, step in self.best):
@@ -366,6 +419,9 @@ class Write:
                 file_writer.close()
 
 
+_ALWAYS_REPORTS = (Evaluate, Utilization, StopEarly, SaveBest)  # the same names each time that they are due
+
+
 def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -> tuple[dict[str, float], str | None]:
     """Runs the actions that are due, each on what those before it found.
 
@@ -380,8 +436,12 @@ def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -
     metrics = dict(report.metrics)
     reason = None
     clock = clock or Clock()
+    report = replace(report, is_complete=True)
     for action in actions:
-        if action.every is not None and not schedule.is_due(report.step, action.every, report.until):
+        is_due = action.every is None or schedule.is_due(report.step, action.every, report.until)
+        if not is_due or not isinstance(action, _ALWAYS_REPORTS):
+            report = replace(report, is_complete=False)  # for those after it
+        if not is_due:
             continue
         try:
             with clock.phase(getattr(action, "phase", "other")):

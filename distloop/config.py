@@ -103,6 +103,11 @@ class Config:
         "Whether TensorBoard gets the graph of loss_fn; auto: of small models, where it costs little.",
         choices=("auto", "always", "never"),
     )
+    peak_flops: float = setting(
+        0.0,
+        "What one device can do, in floating-point operations a second, to tell model_flops_utilization; 0: that of "
+        "known GPUs.",
+    )
     eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
     checkpoint_every: int = setting(0, "Steps between two checkpoints; 0: only at the end. Needs a workdir.")
     keep_checkpoints: int = setting(3, "How many of the newest checkpoints are kept.", minimum=1)

@@ -18,6 +18,7 @@ from distloop.actions import Action, Report
 from distloop.cluster import HOST
 from distloop.inputs import Layout, Source
 from distloop.interrupts import Interrupted, Interrupts
+from distloop.paths import tensorflow_variable
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
 from distloop.timing import Clock
@@ -169,12 +170,15 @@ class TrainLoop:
         cluster.report(self._state.strategy, "between two loops")
         rows: list[_Row] = []
         done = 0
-        ends, waited = result["rows"][:, 1], result["rows"][:, -1]
-        between = self._clock.loop(start, float(ends[-1]), float(waited.sum()))
-        for done_then, end, *numbers in result["rows"].tolist():
-            of_update, sums = numbers[: len(self._names)], np.array(numbers[len(self._names) :])
-            own = dict(zip(self._names, of_update, strict=True))
-            rows.append(_Row(int(done_then) - done, end, end - start, sums, own))
+        of_replicas = _num_timed(self._state.strategy)
+        sizes = [2, len(self._names), result["rows"].shape[1] - 2 - len(self._names) - of_replicas]
+        heads, of_updates, sums, replica_secs = np.split(result["rows"], np.cumsum(sizes), axis=1)
+        between = self._clock.loop(start, float(heads[-1, 1]), float(sums[:, -1].sum()))
+        for i, (done_then, end) in enumerate(heads.tolist()):
+            own = dict(zip(self._names, of_updates[i].tolist(), strict=True))
+            # From the beginning of each step to that of the next one.
+            step_secs = np.diff(result["begun"][done : int(done_then)], append=end)
+            rows.append(_Row(int(done_then) - done, end, end - start, sums[i], own, step_secs, replica_secs[i]))
             done, start = int(done_then), end
         rows[0] = rows[0]._replace(between=between)
         rows[-1].own.update(_floats(result["keras_metrics"]))
@@ -186,31 +190,38 @@ class TrainLoop:
         """Runs `count` steps, or up to the first one that is an error; a row for each log and for the rest."""
         first = self._state.step.read_value()
 
-        def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
+        of_replicas = _num_timed(self._state.strategy)
+
+        def to_next_log(
+            done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, begun: tf.TensorArray, _: tf.Tensor
+        ) -> Any:
             target = tf.minimum(count, done + log_every - (first + done) % log_every)
-            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target)
+            done, failed, sums, begun, diagnosis = self._steps(iterator, layout, done, target, begun)
             with tf.device(HOST), tf.control_dependencies([sums]):
+                sums, replica_secs = sums[: tf.size(sums) - of_replicas], sums[tf.size(sums) - of_replicas :]
                 examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
                 if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
                     examples = cluster.sum_over_workers(self._state.strategy, examples)
                 own = self._read_numbers()
                 self._names = list(own)
                 head = [tf.cast(done, tf.float64), tf.timestamp(), *(tf.cast(v, tf.float64) for v in own.values())]
-                row = tf.concat([tf.stack(head), sums[:-2], [examples], sums[-1:]], 0)
-            return done, failed, rows.write(rows.size(), row), diagnosis
+                row = tf.concat([tf.stack(head), sums[:-2], [examples], sums[-1:], replica_secs], 0)
+            return done, failed, rows.write(rows.size(), row), begun, diagnosis
 
         with tf.device(HOST):
             rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
-            none = (tf.constant(0, tf.int64), tf.constant(False), rows, tf.zeros([0]))
-            _, failed, rows, diagnosis = tf.while_loop(
-                lambda done, failed, rows, _: (rows.size() == 0) | ((done < count) & ~failed),
+            begun = tf.TensorArray(tf.float64, tf.cast(count, tf.int32), element_shape=[])
+            none = (tf.constant(0, tf.int64), tf.constant(False), rows, begun, tf.zeros([0]))
+            _, failed, rows, begun, diagnosis = tf.while_loop(
+                lambda done, failed, rows, *_: (rows.size() == 0) | ((done < count) & ~failed),
                 to_next_log,
                 none,
-                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), _VECTOR),
+                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), tf.TensorShape(None), _VECTOR),
                 parallel_iterations=1,
             )
             return {
                 "rows": rows.stack(),
+                "begun": begun.stack(),  # when each step began
                 "failed": failed,
                 "diagnosis": diagnosis,
                 "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
@@ -221,16 +232,18 @@ class TrainLoop:
         state = self._state
         rates = {name: optimizer.learning_rate for name, optimizer in state.optimizers.items()}
         scales = {name: scaler.loss_scale for name, scaler in state.loss_scalers.items()}
+        norms = {name: _norm(variables) for name, variables in state.variables_of_update.items()}
         return {
             "skipped_steps": state.skipped_steps.read_value(),
             **_by_update("learning_rate", rates),
             **_by_update("loss_scale", scales),
+            **_by_update("weight_norm", norms),
         }
 
-    def _steps(self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor) -> Any:
+    def _steps(self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor, begun: tf.TensorArray) -> Any:
         """Runs steps until `target` of them are done, or up to the first one that is an error."""
 
-        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
+        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, begun: tf.TensorArray, _: tf.Tensor) -> Any:
             start = tf.timestamp()
             with tf.control_dependencies([start]), tf.device(HOST):
                 batch = inputs.next_batch(iterator, layout)
@@ -241,7 +254,11 @@ class TrainLoop:
             outcome = self._step(batch, layout)
             with tf.device(HOST):
                 examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)
-                sums += tf.concat([tf.cast(outcome.tallies, tf.float64), [examples, waited]], 0)
+                parts = [tf.cast(outcome.tallies, tf.float64), [examples, waited]]
+                if outcome.replica_secs is not None:
+                    parts.append(tf.cast(outcome.replica_secs, tf.float64))
+                sums += tf.concat(parts, 0)
+                begun = begun.write(tf.cast(done, tf.int32), start)
                 # Counted as it is done: a later step whose data fails takes the whole loop's results with it.
                 with tf.control_dependencies([outcome.applied]):
                     self._state.step.assign_add(1)
@@ -249,7 +266,7 @@ class TrainLoop:
                     self._state.skipped_steps.assign_add(tf.cast(~outcome.applied, tf.int64))
                 if self._step.may_fail:  # else the next step may start before this one has ended
                     failed = outcome.failed
-            return done + 1, failed, sums, outcome.diagnosis
+            return done + 1, failed, sums, begun, outcome.diagnosis
 
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
@@ -257,8 +274,8 @@ class TrainLoop:
             return tf.while_loop(
                 lambda done, failed, *_: (done < target) & ~failed,
                 body,
-                (done, tf.constant(False), none, tf.zeros([0])),
-                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
+                (done, tf.constant(False), none, begun, tf.zeros([0])),
+                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, tf.TensorShape(None), _VECTOR),
             )
 
     def _open_window(self) -> None:
@@ -275,6 +292,8 @@ class _Row(NamedTuple):
     seconds: float
     sums: np.ndarray  # [2 * M + 2]: the tallies, examples, and seconds waited for data
     own: dict[str, float]  # what stood at the end
+    step_secs: np.ndarray  # [steps]
+    replica_secs: np.ndarray  # [R]: forward and backward on each, of all steps; [0] where there is only one
     between: float = 0.0  # seconds since the loop before
     failed: np.ndarray | None = None  # the diagnosis, where the last step is an error
 
@@ -286,6 +305,8 @@ class _Window:
         self.sums: Any = 0.0
         self.steps, self.seconds, self.between = 0, 0.0, 0.0
         self.own: dict[str, float] = {}
+        self.step_secs: list[np.ndarray] = []
+        self.replica_secs: Any = 0.0
         self.secs_per_log = secs_per_log  # how long the one before took; 0: unknown
         if saved is not None:
             self.sums, self.steps, self.seconds = np.array(saved["sums"]), saved["steps"], saved["seconds"]
@@ -301,6 +322,8 @@ class _Window:
         self.seconds += row.seconds
         self.between += row.between
         self.own = row.own
+        self.step_secs.append(row.step_secs)
+        self.replica_secs = self.replica_secs + row.replica_secs
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
         *tallies, examples, waited = self.sums
@@ -309,6 +332,11 @@ class _Window:
         numbers["examples_per_sec"] = float(examples) / self.seconds
         numbers["input_wait"] = min(1.0, float(waited) / self.seconds)
         numbers["host_share"] = self.between / (self.between + self.seconds)
+        step_secs = np.sort(np.concatenate(self.step_secs))
+        for percent in (50, 90, 99):  # the smallest that so many are no longer than
+            numbers[f"step_secs_p{percent}"] = float(step_secs[-(-percent * len(step_secs) // 100) - 1])
+        if np.size(self.replica_secs) > 1:
+            numbers["replica_imbalance"] = float(np.max(self.replica_secs) / np.mean(self.replica_secs)) - 1.0
         return numbers
 
 
@@ -398,6 +426,18 @@ class PredictLoop:
                 except tf.errors.OpError as error:
                     raise inputs.explain(error) or error from error
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+
+def _norm(variables: Sequence[Any]) -> tf.Tensor:
+    """Computes the Euclidean norm over all numbers of some variables."""
+    halves = [tf.nn.l2_loss(tf.cast(tensorflow_variable(variable), tf.float32)) for variable in variables]
+    return tf.sqrt(2.0 * tf.add_n(halves))
+
+
+def _num_timed(strategy: tf.distribute.Strategy) -> int:
+    """Counts the replicas that are compared with each other."""
+    replicas = strategy.num_replicas_in_sync
+    return replicas if replicas > 1 else 0
 
 
 def _compiled(fn: Callable[..., Any]) -> Any:

@@ -13,11 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.records import ABOUT_THE_RUN
+
 # What distloop itself reports; values of the user's have other names.
-RESERVED_NAMES = frozenset(
-    ["regularization", "learning_rate", "gradient_norm", "clipped_share", "loss_scale", "skipped_steps"]
-    + ["steps_per_sec", "examples_per_sec", "input_wait", "host_share", "weight_norm", "update_norm", "update_ratio"]
-)
+RESERVED_NAMES = ABOUT_THE_RUN | {"regularization", "skipped_steps"}
 
 # Stands before and after the message for users in that of a failed operation; `inputs.explain` finds it.
 USER_ERROR = "distloop: "

@@ -1,6 +1,7 @@
 """Owns what TensorBoard is told of a run before its first step: settings, flags, model, environment, incidents, graph.
 
-    introduce(writer, state, config, element_spec)      # of a SummaryWriter
+    forward = trace_forward(state, config, element_spec)
+    introduce(writer, state, config, forward)           # of a SummaryWriter
 
 It does not know how a run goes.
 """
@@ -17,7 +18,7 @@ import tensorboard
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, config, records
+from distloop import cluster, config, flops, records
 from distloop.config import Config
 from distloop.displays import Layout, Text
 from distloop.paths import named_variables
@@ -31,14 +32,14 @@ _MOST_BYTES = 1024  # of a constant in a graph
 _FEW_VARIABLES = 100
 
 
-def introduce(writer: SummaryWriter, state: TrainState, settings: Config, element_spec: Any) -> None:
+def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forward: tf.Graph | None) -> None:
     """Writes what is known of a run before its first step.
 
     Args:
         writer: of the run.
         state: what is trained; built.
         settings: of the run.
-        element_spec: what a batch looks like.
+        forward: the forward pass, as `trace_forward` gave it.
 
     Raises:
         OSError: if it cannot be written.
@@ -51,10 +52,9 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, elemen
     }
     if incidents := describe_incidents(settings.workdir):
         texts["run/incidents"] = Text(incidents)
-    is_cheap = len(state.paths) <= _FEW_VARIABLES and cluster.num_workers(state.strategy) == 1
     graph = None
-    if settings.graph == "always" or (settings.graph == "auto" and is_cheap and int(state.step) == 0):
-        graph = trace_graph(state, element_spec)
+    if forward is not None and (settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0)):
+        graph = drawable(forward)
     writer.begin(config.hyperparameters(settings), texts, make_layout(settings), graph)
 
 
@@ -69,11 +69,13 @@ def make_layout(settings: Config) -> Layout:
         },
         "Speed": {
             "steps per second": r"steps_per_sec$",
+            "seconds of a step: half, 90 % and 99 % of them took no longer": r"step_secs_p\d+$",
             "share of the time that the loop waited for data": r"input_wait$",
         },
         "Steps": {
             "learning rate": r"(.*/)?learning_rate$",
             "gradient norm": r"(.*/)?gradient_norm$",
+            "weight norm": r"(.*/)?weight_norm$",
             "skipped steps": r"skipped_steps$",
         },
     }
@@ -82,7 +84,7 @@ def make_layout(settings: Config) -> Layout:
     if settings.precision == "mixed_float16":
         charts["Steps"]["loss scale"] = r"(.*/)?loss_scale$"
     if settings.histograms_every:
-        charts["Steps"] |= {"weight norm": r"(.*/)?weight_norm$", "update norm": r"(.*/)?update_norm$"}
+        charts["Steps"]["update norm"] = r"(.*/)?update_norm$"
         charts["Steps"]["update norm over weight norm"] = r"(.*/)?update_ratio$"
     return Layout({title: {name: [tag] for name, tag in part.items()} for title, part in charts.items()})
 
@@ -154,16 +156,44 @@ def describe_incidents(workdir: str) -> str:
     return _table(names, [[row.get(name, "") for name in names] for row in rows]) if rows else ""
 
 
-def trace_graph(state: TrainState, element_spec: Any) -> bytes | None:
-    """Traces the forward pass of every `loss_fn`, as one replica runs it to evaluate.
+def peak_flops(state: TrainState, settings: Config) -> float | None:
+    """Tells what all devices together can do at best, in floating-point operations a second; None: not known."""
+    peak: float | None = settings.peak_flops
+    if not peak:
+        gpus = tf.config.get_visible_devices("GPU") if settings.device != "cpu" else []
+        names = {tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus}
+        peak = flops.peak_of(names.pop(), settings.precision != "float32") if len(names) == 1 else None
+    return peak and peak * state.strategy.num_replicas_in_sync
+
+
+def flops_per_example(forward: tf.Graph | None, batch_size: int | None) -> float | None:
+    """Counts the floating-point operations that training takes for one example; None: not known.
+
+    Args:
+        forward: the forward pass of a batch, as `trace_forward` gave it.
+        batch_size: of that batch.
+    """
+    found = flops.count(forward) if forward is not None and batch_size else None
+    return found and flops.TRAINING_PASSES * found / (batch_size or 1)
+
+
+def trace_forward(
+    state: TrainState, settings: Config, element_spec: Any, batch_size: int | None = None
+) -> tf.Graph | None:
+    """Traces the forward pass of every `loss_fn`, as one replica would run it to evaluate, for who looks at its graph.
 
     Args:
         state: what is trained; built.
+        settings: of the run.
         element_spec: what a batch looks like.
+        batch_size: of a whole batch; None: not known.
 
     Returns:
-        A GraphDef; None where there is none to be had or it is too large, which a log line tells.
+        The graph; None where nobody wants it enough, or there is none to be had, which a log line tells.
     """
+    is_cheap = len(state.paths) <= _FEW_VARIABLES and cluster.num_workers(state.strategy) == 1
+    if not is_cheap and settings.graph != "always" and not peak_flops(state, settings):
+        return None
 
     def forward(batch: Any) -> None:
         for update in state.spec.updates:
@@ -171,11 +201,21 @@ def trace_graph(state: TrainState, element_spec: Any) -> bytes | None:
                 update.loss_fn(batch, False)
 
     try:
-        traced = tf.function(forward, autograph=False).get_concrete_function(_named(element_spec))
-        graph = traced.graph.as_graph_def(add_shapes=True)
+        traced = tf.function(forward, autograph=False).get_concrete_function(_named(element_spec, batch_size))
+        graph: tf.Graph = traced.graph
+        return graph
     except Exception as error:  # whatever a model does that cannot be traced alone: the run itself may do well
         logging.info("There is no graph of this model for TensorBoard: %s", error)
         return None
+
+
+def drawable(traced: tf.Graph) -> bytes | None:
+    """Makes of a graph what TensorBoard draws.
+
+    Returns:
+        A GraphDef, without large constants; None where it is too large, which a log line tells.
+    """
+    graph = traced.as_graph_def(add_shapes=True)
     functions = [function.node_def for function in graph.library.function]
     count = len(graph.node) + sum(map(len, functions))
     if count > _MOST_NODES:
@@ -189,10 +229,10 @@ def trace_graph(state: TrainState, element_spec: Any) -> bytes | None:
     return content
 
 
-def _named(element_spec: Any) -> Any:
-    """Names the inputs of a graph after the entries of the batch."""
+def _named(element_spec: Any, batch_size: int | None) -> Any:
+    """Names the inputs of a graph after the entries of the batch, and gives them its size."""
     leaves = [
-        tf.TensorSpec(leaf.shape, leaf.dtype, "_".join(map(str, path)) or "batch")
+        tf.TensorSpec([batch_size or leaf.shape[0], *leaf.shape[1:]], leaf.dtype, "_".join(map(str, path)) or "batch")
         if isinstance(leaf, tf.TensorSpec)
         else leaf
         for path, leaf in keras.tree.flatten_with_path(element_spec)

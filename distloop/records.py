@@ -12,11 +12,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# Numbers about the run, not the model: the files have them, in front of people they would hide the others.
-ABOUT_THE_RUN = frozenset(
-    ["clipped_share", "examples_per_sec", "gradient_norm", "host_share", "input_wait", "learning_rate", "loss_scale"]
-    + ["steps_per_sec", "weight_norm", "update_norm", "update_ratio"]
+# What the clock and the machine say: runs that are equal differ in it.
+OF_THE_MACHINE = frozenset(
+    ["steps_per_sec", "examples_per_sec", "input_wait", "host_share", "step_secs_p50", "step_secs_p90", "step_secs_p99"]
+    + ["replica_imbalance", "host_memory_gb", "device_memory_gb", "model_flops_per_sec", "model_flops_utilization"]
 )
+# Numbers about the run, not the model: the files have them, in front of people they would hide the others.
+ABOUT_THE_RUN = OF_THE_MACHINE | {
+    *["clipped_share", "gradient_norm", "learning_rate", "loss_scale", "weight_norm", "update_norm", "update_ratio"]
+}
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:

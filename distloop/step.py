@@ -44,6 +44,7 @@ class Outcome(NamedTuple):
     failed: tf.Tensor  # []: whether it is an error
     tallies: tf.Tensor  # [2 * M]: total and weight of each of `TrainStep.names`; zeros where the step was skipped
     diagnosis: tf.Tensor  # [D]: for `explain`, of a step that may turn out to be an error
+    replica_secs: tf.Tensor | None  # [R]: how long each replica took, forward and backward; None: there is only one
 
 
 class _Forward(NamedTuple):
@@ -56,6 +57,7 @@ class _Forward(NamedTuple):
     finite: tf.Tensor  # []
     before: list[tf.Tensor]  # what stood where the forward pass wrote
     after: list[tf.Tensor]  # what is to stand there if the step counts
+    secs: list[tf.Tensor]  # [R], of forward and backward on each replica; of a single one nothing
 
 
 class _UpdateTrace:
@@ -144,8 +146,10 @@ class TrainStep:
         losses: list[tf.Tensor] = []  # total and weight of each update's
         diagnoses: list[tf.Tensor] = []
         undo: list[tuple[list[Any], Any]] = []  # variables, and per replica what to put back
+        secs: list[tf.Tensor] = []
         for trace in self._traces:
             forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
+            secs += map(self._first, forward.secs)
             tallies = self._first(forward.tallies)
             losses.append(tallies[:2])
             each_finite.append(self._first(forward.finite))
@@ -174,7 +178,8 @@ class TrainStep:
         failed = self._rescale(each_finite, finite)
         if self._loss_jump is not None:
             failed |= self._has_diverged(tf.stack(losses), self._loss_jump)
-        return Outcome(finite, failed, tallies, tf.concat(diagnoses or [tf.zeros([0])], 0))
+        diagnosis = tf.concat(diagnoses or [tf.zeros([0])], 0)
+        return Outcome(finite, failed, tallies, diagnosis, tf.add_n(secs) if secs else None)
 
     def _count_examples(self, batch: Batch, layout: inputs.Layout) -> tf.Tensor:
         """Counts the rows of a step; those of this worker alone where it has rows of its own and nobody asks."""
@@ -369,6 +374,8 @@ class TrainStep:
 
     def _forward(self, trace: _UpdateTrace, layout: inputs.Layout, batch: Batch, examples: tf.Tensor) -> _Forward:
         """Computes an update's gradients and sums, and reduces them; in a replica's context."""
+        replicas = self._strategy.num_replicas_in_sync
+        begun = _now(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if replicas > 1 else None
         factor = trace.factor(examples)
         candidates = self._state.untrained_variables + [
             variable for metric in self._state.train_metrics.values() for variable in metric.variables
@@ -397,14 +404,23 @@ class TrainStep:
                 segments, tallies = self._sum_over_microbatches(trace, microbatch)
         trace.written = [v for v in candidates if id(v) in written]
         after = {id(v): tf.identity(v) for v in trace.written}
-        drifting = self._drifting(trace.written) if self._strategy.num_replicas_in_sync > 1 else []
+        drifting = self._drifting(trace.written) if replicas > 1 else []
         extras = tallies
         if drifting:
             # A statistic's mean over the replicas is weighted with their rows, and divided once, as every other value.
             share = tf.cast(inputs.share_size(batch, layout), tf.float32)
             statistics = [tf.reshape(tf.cast(after[id(v)], tf.float32) * share, [-1]) for v in drifting]
             extras = tf.concat([tallies, [share], *statistics], 0)
+        secs = []
+        if begun is not None:
+            with tf.device(HOST):  # a copy: what merely depends on a GPU's tensor starts before that is computed
+                last = tf.identity(segments[-1][:1])
+            took = tf.cast(_now([*segments, last]) - begun, tf.float32)
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            extras = tf.concat([extras, tf.one_hot(replica, replicas) * took], 0)
         segments, extras = trace.packing.all_reduce(segments, extras)
+        if begun is not None:
+            extras, *secs = tf.split(extras, [-1, replicas])
         tallies = extras[: 2 * len(trace.names)]
         if drifting:
             share, *sums = tf.split(extras[2 * len(trace.names) :], [1, *(s.shape[0] for s in statistics)])
@@ -424,6 +440,7 @@ class TrainStep:
             finite,
             [before[id(v)] for v in trace.written],
             [after[id(v)] for v in trace.written],
+            secs,
         )
 
     def _gradients(
@@ -740,6 +757,12 @@ def _find_entry(rows: Any) -> str:
             if len(bad):
                 return f"in {'/'.join(map(str, path)) or 'its only entry'}, first in row {bad[0][0]}"
     return "in one of its entries"
+
+
+def _now(after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Tells the time at which some tensors are there."""
+    with tf.control_dependencies(after):
+        return tf.timestamp()
 
 
 def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:

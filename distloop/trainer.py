@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import cluster, export, overview, precision
-from distloop.actions import Action, Agree, Evaluate, Save, SaveBest, Write
+from distloop.actions import Action, Agree, Evaluate, Save, SaveBest, Utilization, Write
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.console import Console, say, show_parts, show_split
@@ -184,14 +184,22 @@ class Trainer:
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
-        to_do: list[Action] = [*evaluations, *actions, *([self._watched] if self._watched is not None else [])]
+        batch_size = split[0] if (split := source.split()) is not None else None
+        forward = overview.trace_forward(self.state, settings, source.element_spec, batch_size)
+        flops_per_example = overview.flops_per_example(forward, batch_size)
+        to_do: list[Action] = [
+            Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
+            *evaluations,
+            *actions,
+            *([self._watched] if self._watched is not None else []),
+        ]
         if actions and cluster.num_workers(self.strategy) > 1:
             to_do.append(Agree(functools.partial(cluster.gather, self.strategy)))
         to_do += saves
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
-                    return self._train(source, until, to_do, list(sources), window, interrupts, clock)
+                    return self._train(source, until, to_do, list(sources), forward, window, interrupts, clock)
                 except Diverged as diverged:
                     if not may_roll_back:
                         raise
@@ -210,13 +218,14 @@ class Trainer:
         until: int,
         to_do: Sequence[Action],
         evals: Sequence[str],
+        forward: tf.Graph | None,
         window: Mapping[str, Any] | None,
         interrupts: Interrupts,
         clock: Clock,
     ) -> dict[str, float]:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
-        with Write(self._make_writers(until, evals)) as write:
+        with Write(self._make_writers(until, evals, forward)) as write:
             metrics = self._train_loop.train(
                 source,
                 until,
@@ -474,7 +483,7 @@ class Trainer:
             self._eval_loop = EvalLoop(self.state)
         return self._eval_loop.evaluate(source)
 
-    def _make_writers(self, until: int, evals: Sequence[str]) -> list[Any]:
+    def _make_writers(self, until: int, evals: Sequence[str], forward: tf.Graph | None) -> list[Any]:
         if not self._is_chief:
             return []
         writers: list[Any] = []
@@ -484,7 +493,7 @@ class Trainer:
                 summaries = os.path.join(workdir, "summaries")
                 os.makedirs(summaries, exist_ok=True)
                 writers.append(SummaryWriter(summaries, evals, self.step))
-                overview.introduce(writers[-1], self.state, self.config, self._element_spec)
+                overview.introduce(writers[-1], self.state, self.config, forward)
                 writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl"), self.step))
             except OSError as error:
                 raise ValueError(

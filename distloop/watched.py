@@ -20,7 +20,7 @@ from distloop.displays import Histogram
 from distloop.gradients import Packing, scaled
 from distloop.paths import tensorflow_variable
 
-WEIGHT_NORM, UPDATE_NORM, UPDATE_RATIO = "weight_norm", "update_norm", "update_ratio"
+UPDATE_NORM, UPDATE_RATIO = "update_norm", "update_ratio"
 
 
 class WatchedSteps:
@@ -69,18 +69,17 @@ class WatchedSteps:
             variable.assign(value)
 
     def __call__(self, report: Any) -> dict[str, Any]:
-        """Tells norms, and histograms of weights and gradients.
+        """Tells how far the weights moved, and histograms of weights and gradients.
 
-        How far the weights moved is told at multiples of `every` alone, and where they were known at the one before.
+        How far they moved is told at multiples of `every` alone, and where they were known at the one before.
         """
         found: dict[str, Any] = {}
         now, is_due = self._read(), report.step % self.every == 0
         for update, variables in self._variables.items():
             prefix = f"{update}/" if update else ""
-            norm = _norm(now[update])
-            found[prefix + WEIGHT_NORM] = norm
             if is_due and self._before is not None:
                 moved = _norm([new - old for new, old in zip(now[update], self._before[update], strict=True)])
+                norm = _norm(now[update])
                 found[prefix + UPDATE_NORM] = moved
                 found[prefix + UPDATE_RATIO] = moved / norm if norm else float("nan")
             *segments, scale = self._kept[update]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from distloop.actions import Evaluate, Report, StopEarly, StopTraining, Write, run
+from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Write, run
 
 
 def report(step=10, until=100, **metrics):
@@ -205,11 +205,25 @@ def test_it_is_asked_whenever_anything_is_due():
     assert StopEarly("m").every is None
 
 
-def test_a_metric_that_never_came_is_named_at_the_end():
-    stop = StopEarly("tset/loss")
-    stop(report(step=10, loss=1.0))
-    with pytest.raises(ValueError, match=r"given the metric 'tset/loss'; there are \['loss', 'test/loss'\]: name one"):
-        stop(Report(100, 100, {"loss": 1.0, "test/loss": 1.0}, None))
+@pytest.mark.parametrize("make", [StopEarly, SaveBest])
+def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
+    evaluate = Evaluate("test", lambda: {"loss": 1.0}, every=10)
+    now_and_then = action(10, {})
+    for wrong, others in (("tst/loss", [evaluate]), ("test/los", [evaluate, now_and_then])):
+        to_do = [*others, make(wrong)]
+        run(to_do, report(step=5, loss=1.0))
+        with pytest.raises(ValueError, match=f"{make.__name__} was given the metric '{wrong}'; .*'loss', 'test/loss'"):
+            run(to_do, report(step=10, loss=1.0))
+
+
+@pytest.mark.parametrize("make", [StopEarly, SaveBest])
+def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
+    to_do = [Evaluate("test", lambda: {"loss": 1.0}, every=10), action(10, {}), make("score")]
+    run(to_do, report(step=10, loss=1.0))
+    run(to_do, report(step=20, loss=1.0))
+    assert not caplog.text
+    run(to_do, report(step=100, loss=1.0))
+    assert f"{make.__name__} was given the metric 'score'; there are ['loss', 'test/loss']: name one" in caplog.text
 
 
 def test_a_run_that_another_action_stops_between_two_measurements_just_ends():

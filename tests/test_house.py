@@ -21,6 +21,8 @@ LAYERS = {
     "config": 0,
     "interrupts": 0,
     "timing": 0,
+    "memory": 0,
+    "flops": 0,
     "records": 0,
     "launch": 1,
     "runs": 1,

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.interrupts import EXIT_CODE, Interrupts
+from distloop.records import OF_THE_MACHINE
 from tests.problems import classification, classifier, on
 
 PROGRAM = """
@@ -103,7 +104,7 @@ def test_a_run_stopped_by_every_means_ends_bit_for_bit_like_one_that_was_not(rep
     expected, found = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
     assert sorted(expected) == sorted(found)
     assert not [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
-    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait", "host_share"}
+    timed = {"time", *OF_THE_MACHINE}
     rows = [[json.loads(line) for line in (w / "metrics.jsonl").read_text().splitlines()] for w in (straight, stopped)]
     assert [row["step"] for row in rows[1]] == list(range(1, 61))
     for row, other in zip(*rows, strict=True):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.loop import Diverged, TrainLoop
+from distloop.records import OF_THE_MACHINE
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
 from tests.test_bad_input import refused
@@ -614,7 +615,7 @@ def test_logs_that_come_late_are_those_that_come_at_once(replicas, tmp_path, mon
     late, found = rows("late")
     assert max(loops) > 3  # several logs in one loop
     assert_equal(late, at_once)
-    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait", "host_share"}
+    timed = {"time", *OF_THE_MACHINE}
     for row, other in zip(found, expected, strict=True):
         assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
         assert row.keys() == other.keys()

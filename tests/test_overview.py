@@ -65,7 +65,8 @@ def test_incidents_are_told(tmp_path):
 
 def test_the_graph_has_the_layers_by_name_and_no_large_constants():
     trainer = trainer_of()
-    graph = tf.compat.v1.GraphDef.FromString(overview.trace_graph(trainer.state, SPEC))
+    forward = overview.trace_forward(trainer.state, trainer.config, SPEC)
+    graph = tf.compat.v1.GraphDef.FromString(overview.drawable(forward))
     names = [node.name for node in graph.node]
     assert any(re.search(r"net\w*/hidden\w*/MatMul", name) for name in names) and {"x", "label"} <= set(names)
     assert sum(node.ByteSize() for node in graph.node) < 100_000
@@ -86,12 +87,13 @@ def test_a_model_that_cannot_be_traced_alone_trains_without_a_graph(tmp_path):
     data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
     assert trainer.fit(data, steps=2)
     with trainer.strategy.scope():
-        assert overview.trace_graph(trainer.state, SPEC) is None
+        assert overview.trace_forward(trainer.state, trainer.config, SPEC) is None
 
 
 def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
     monkeypatch.setattr(overview, "_MOST_NODES", 10)
-    assert overview.trace_graph(trainer_of().state, SPEC) is None
+    trainer = trainer_of()
+    assert overview.drawable(overview.trace_forward(trainer.state, trainer.config, SPEC)) is None
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,31 @@ def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
 )
 def test_the_graph_is_written_by_default_where_it_costs_little(setting, few, has_graph, tmp_path, monkeypatch):
     monkeypatch.setattr(overview, "_FEW_VARIABLES", few)
-    traced = []
-    monkeypatch.setattr(overview, "trace_graph", lambda *_: traced.append(1))
+    drawn = []
+    monkeypatch.setattr(overview, "drawable", lambda *_: drawn.append(1))
     data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
     trainer_of(workdir=str(tmp_path), graph=setting).fit(data, steps=2)
-    assert bool(traced) == has_graph
+    assert bool(drawn) == has_graph
+
+
+def test_utilization_is_told_of_a_known_peak():
+    data = tf.data.Dataset.from_tensor_slices(problems.classification(64)).batch(16)
+    found = trainer_of(peak_flops=1e9).fit(data, steps=4)
+    of_one = 3 * 2 * (8 * 16 + 16 * 4)  # forward and backward; two layers
+    assert found["model_flops_per_sec"] == pytest.approx(of_one * found["examples_per_sec"])
+    assert found["model_flops_utilization"] == pytest.approx(found["model_flops_per_sec"] / 2e9)
+    assert "model_flops_utilization" not in trainer_of().fit(data, steps=4)
+
+
+def test_known_gpus_have_a_peak(monkeypatch):
+    trainer = trainer_of()
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["first", "second"])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": "NVIDIA L4"})
+    on = distloop.Config(device="gpu", precision="mixed_bfloat16")
+    assert overview.peak_flops(trainer.state, on) == 2 * 121e12
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": f"NVIDIA {gpu}"})
+    assert overview.peak_flops(trainer.state, on) is None
+    assert overview.peak_flops(trainer.state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
 
 
 def test_the_layout_has_charts_for_what_the_run_reports():
@@ -115,4 +137,4 @@ def test_the_layout_has_charts_for_what_the_run_reports():
     assert {"loss", "metrics", "learning rate"} <= titles()
     assert titles(clip_norm=1.0) - titles() == {"share of the steps that were clipped"}
     assert titles(precision="mixed_float16") - titles() == {"loss scale"}
-    assert "weight norm" in titles(histograms_every=5)
+    assert "update norm" in titles(histograms_every=5)

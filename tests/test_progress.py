@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.records import OF_THE_MACHINE
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 BATCH_SIZE, BATCHES = 16, 5  # the last one is odd
@@ -59,7 +60,7 @@ def incidents(workdir):
 
 
 def rows_of(workdir):
-    timed = {"time", "steps_per_sec", "examples_per_sec", "input_wait", "host_share"}
+    timed = {"time", *OF_THE_MACHINE}
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 

@@ -121,7 +121,8 @@ def test_reports_hold_the_standard_names():
     trainer = distloop.Trainer(classifier(l2=0.1), on(2, clip_norm=1.0))
     found = trainer.fit(batches(), steps=4, evals={"test": batches()})
     names = "loss accuracy regularization learning_rate gradient_norm clipped_share skipped_steps"
-    names += " steps_per_sec examples_per_sec input_wait host_share"
+    names += " weight_norm steps_per_sec examples_per_sec input_wait host_share"
+    names += " step_secs_p50 step_secs_p90 step_secs_p99 replica_imbalance host_memory_gb"
     assert (
         set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
     )
@@ -130,6 +131,40 @@ def test_reports_hold_the_standard_names():
     kernel = trainer.model.layers[0].kernel.numpy()
     assert trainer.evaluate(batches())["loss"] == found["test/loss"]
     assert found["regularization"] == pytest.approx(0.1 * (kernel**2).sum(), rel=0.2)
+
+
+def test_the_time_of_steps_is_told_in_percentiles():
+    def slow(number):
+        time.sleep(0.2 if number % 10 == 5 else 0.0)
+        return number
+
+    def with_pauses(number, rows):
+        number = tf.numpy_function(slow, [number], tf.int64)
+        with tf.control_dependencies([number]):
+            return tf.nest.map_structure(tf.identity, rows)
+
+    data = batches().repeat().enumerate().map(with_pauses)
+    found = distloop.Trainer(classifier(), on(2)).fit(data, steps=40)
+    assert found["step_secs_p50"] < 0.1 <= found["step_secs_p99"] < 0.4
+    assert found["step_secs_p50"] <= found["step_secs_p90"] <= found["step_secs_p99"]
+
+
+@pytest.mark.parametrize(("slow_replica", "least", "most"), [(None, 0.0, 0.7), (1, 0.8, 1.0)])
+def test_a_slow_replica_is_told(slow_replica, least, most):
+    def model_fn():
+        spec = classifier()()
+
+        def loss_fn(batch, training):
+            values = spec.updates[0].loss_fn(batch, training)
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            pause = lambda replica: np.float32(time.sleep(0.05 * (replica == slow_replica)) or 1)  # noqa: E731
+            values["loss"] *= tf.ensure_shape(tf.numpy_function(pause, [replica], tf.float32), [])
+            return values
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
+
+    found = distloop.Trainer(model_fn, on(2)).fit(batches(), steps=10)
+    assert least <= found["replica_imbalance"] <= most
 
 
 def steps_of_norms(*norms):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import cluster
+from distloop.records import OF_THE_MACHINE
 from tests.problems import classification, classifier, everything, weights
 
 ROWS = 67
@@ -324,8 +325,7 @@ SCENARIOS = [
 
 
 def numbers(metrics):
-    timed = ("steps_per_sec", "examples_per_sec", "input_wait", "host_share")
-    return {f"number/{name}": np.array(value) for name, value in metrics.items() if name not in timed}
+    return {f"number/{name}": np.array(value) for name, value in metrics.items() if name not in OF_THE_MACHINE}
 
 
 def run(scenario, num_devices, workdir):

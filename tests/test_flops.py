@@ -1,0 +1,67 @@
+"""Tests the count of floating-point operations against counts by hand."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from distloop import flops
+
+
+def counted(fn, *shapes):
+    specs = [tf.TensorSpec(shape) for shape in shapes]
+    return flops.count(tf.function(fn, autograph=False).get_concrete_function(*specs).graph)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (keras.layers.Dense(5), (4, 3), 2 * 4 * 3 * 5),
+        (keras.layers.Dense(5), (4, 7, 3), 2 * 4 * 7 * 3 * 5),
+        (keras.layers.Conv2D(5, 3, padding="same"), (4, 8, 6, 2), 2 * (4 * 8 * 6 * 5) * (3 * 3 * 2)),
+        (keras.layers.Conv2D(6, 3, strides=2, groups=2), (4, 9, 9, 4), 2 * (4 * 4 * 4 * 6) * (3 * 3 * 2)),
+        (keras.layers.DepthwiseConv2D(3, padding="same"), (4, 8, 6, 2), 2 * (4 * 8 * 6 * 2) * 9),
+        (keras.layers.Conv2DTranspose(5, 3, strides=2), (4, 8, 6, 2), 2 * (4 * 8 * 6 * 2) * (3 * 3 * 5)),
+        (keras.layers.Conv3D(5, 3, padding="same"), (1, 4, 4, 4, 2), 2 * (64 * 5) * (27 * 2)),
+        (keras.layers.LayerNormalization(), (4, 3), 0),
+    ],
+)
+def test_layers(layer, shape, expected):
+    layer.build(shape)
+    assert counted(layer, shape) == expected
+
+
+def test_attention():
+    layer = keras.layers.MultiHeadAttention(num_heads=2, key_dim=4, flash_attention=False)
+    layer.build((3, 5, 8), (3, 5, 8))
+    projections = 4 * 2 * (3 * 5) * 8 * (2 * 4)  # query, key, value, output
+    scores_and_mixing = 2 * 2 * 3 * 2 * (5 * 5) * 4
+    assert counted(lambda x: layer(x, x), (3, 5, 8)) == projections + scores_and_mixing
+
+
+def test_a_function_that_is_called_counts_each_time():
+    square = tf.function(lambda x: x @ x)
+    assert counted(lambda x: square(square(x)), (3, 3)) == 2 * 2 * 27
+
+
+def test_what_cannot_be_known_is_not_guessed():
+    assert counted(lambda x, w: x @ w, (None, 3), (3, 5)) is None
+    loop = lambda body: lambda x: tf.while_loop(lambda i, _: i < 3, body, [0, x])  # noqa: E731
+    assert counted(loop(lambda i, x: (i + 1, x @ x)), (3, 3)) is None
+    assert counted(loop(lambda i, x: (i + 1, x + x)), (3, 3)) == 0
+    assert counted(lambda x: tf.cond(x[0, 0] > 0, lambda: x @ x, lambda: x), (3, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "is_half", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", True, 312e12),
+        ("NVIDIA H100 PCIe", False, 378e12),
+        ("NVIDIA H100 80GB HBM3", True, 989e12),
+        ("Tesla T4", False, 8.1e12),
+        ("NVIDIA L40S", True, 362e12),
+        ("NVIDIA L4", True, 121e12),
+        ("GeForce 256", True, None),
+    ],
+)
+def test_peaks_of_known_devices(device, is_half, expected):
+    assert flops.peak_of(device, is_half) == expected

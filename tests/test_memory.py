@@ -1,0 +1,31 @@
+"""Tests the peak of memory, against what a process of its own takes."""
+
+import subprocess
+import sys
+
+import tensorflow as tf
+
+from distloop import memory
+
+
+def test_what_was_given_back_still_counts():
+    code = """
+import numpy as np
+from distloop import memory
+print(memory.peaks()["host_memory_gb"])
+taken = np.ones(2_000_000_000, np.uint8)
+del taken
+print(memory.peaks()["host_memory_gb"])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(float, found.stdout.split())
+    assert before < 1.0 and 2.0 < after < 3.0
+
+
+def test_only_accelerators_have_memory_of_their_own(monkeypatch):
+    assert set(memory.peaks()) == {"host_memory_gb"}
+    devices = [tf.config.LogicalDevice(f"/device:{name}", name[:3]) for name in ("CPU:0", "GPU:0", "GPU:1")]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: devices)
+    held = {"GPU:0": 3_000_000_000, "GPU:1": 5_000_000_000}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda name: {"peak": held[name], "current": 0})
+    assert memory.peaks()["device_memory_gb"] == 5.0
