@@ -103,6 +103,9 @@ class Config:
         "Whether TensorBoard gets the graph of loss_fn; auto: of small models, where it costs little.",
         choices=("auto", "always", "never"),
     )
+    profile: str = setting(
+        "", "Which steps to profile for TensorBoard; 100:110: those after 100, up to 110. Needs a workdir."
+    )
     peak_flops: float = setting(
         0.0,
         "What one device can do, in floating-point operations a second, to tell model_flops_utilization; 0: that of "
@@ -169,6 +172,11 @@ class Config:
             raise ValueError(
                 f"max_secs={self.max_secs:g} was given without a workdir, so the run would be lost: give a workdir too."
             )
+        if profile_window(self.profile) != (0, 0) and not self.workdir:
+            raise ValueError(
+                f"profile={self.profile!r} was given without a workdir, so the profile would be lost: give a workdir "
+                "too."
+            )
         if self.strategy == "none" and self.num_devices > 1:
             raise ValueError(
                 f"strategy=none and num_devices={self.num_devices} contradict each other; without a strategy there is "
@@ -201,6 +209,26 @@ class Config:
                     values[other] = 0
             values.update(later)
         return cls(**values)
+
+
+def profile_window(text: str) -> tuple[int, int]:
+    """Reads `Config.profile`.
+
+    Returns:
+        How many steps are done when the profile begins and when it ends; 0 and 0 where there is none.
+
+    Raises:
+        ValueError: if it does not say that.
+    """
+    if not text:
+        return 0, 0
+    start, _, stop = text.partition(":")
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+        raise ValueError(
+            f"profile={text!r} is not allowed: give two whole numbers, the smaller one first, as in profile=100:110 "
+            "for the steps after 100, up to 110."
+        )
+    return int(start), int(stop)
 
 
 def define_flags(**new_defaults: Any) -> None:

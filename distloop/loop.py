@@ -5,6 +5,8 @@ length and no setting has to divide another. The host reads once a boundary, the
 but the writers wants them. It does not know flags or files.
 """
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from distloop.cluster import HOST
 from distloop.inputs import Layout, Source
 from distloop.interrupts import Interrupted, Interrupts
 from distloop.paths import tensorflow_variable
+from distloop.profiles import Profile
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
 from distloop.timing import Clock
@@ -50,11 +53,13 @@ class TrainLoop:
         self._state = state
         self._step = step
         self._run = _compiled(self._logs)
+        self._run_one = _compiled(functools.partial(self._logs, while_loop=_once))
         self._names: list[str] = []  # of the numbers in a row beside sums; known once it was traced
         self._prepared_for: Source | None = None
         self._last_batch: inputs.LastBatch | None = None
         self._window = _Window()
         self._clock = Clock()
+        self._profile: Profile | None = None
 
     def train(
         self,
@@ -67,6 +72,7 @@ class TrainLoop:
         window: Mapping[str, Any] | None = None,
         interrupts: Interrupts | None = None,
         clock: Clock | None = None,
+        profile: Profile | None = None,
     ) -> dict[str, float]:
         """Trains until a step, stopping at boundaries to act.
 
@@ -79,6 +85,7 @@ class TrainLoop:
             window: what `save_window` gave, to go on with; None: a new window begins.
             interrupts: asked after each loop whether to go on.
             clock: of the run; None: a new one.
+            profile: of some of its steps.
 
         Returns:
             The last report's numbers.
@@ -90,6 +97,7 @@ class TrainLoop:
         """
         step = int(self._state.step)
         self._clock = clock or Clock()
+        self._profile = profile
         reported: dict[str, float] = {}
         if window is None:
             self._open_window()
@@ -99,7 +107,7 @@ class TrainLoop:
             left = source.start_loop()
             boundary = self._next_boundary(step, until, to_do, log_every, steps_per_loop)
             count = boundary - step if left is None else min(boundary - step, left)
-            for row in self._run_steps(source, count, log_every):
+            for row in self._run_steps(source, step, count, log_every):
                 self._window.add(row)
                 step += row.steps
                 source.batches_taken += row.steps
@@ -134,7 +142,8 @@ class TrainLoop:
                 logs = max(1, int(min(_LOOP_SECS / secs, (steps_per_loop or np.inf) / log_every)))
             logs = int(cluster.gather(self._state.strategy, logs)[0])  # the chief's clock counts
         last_log = (step // log_every + logs) * log_every if log_every else until
-        return min(schedule.next_boundary(step, until, everys, steps_per_loop), last_log)
+        boundary = min(schedule.next_boundary(step, until, everys, steps_per_loop), last_log)
+        return boundary if self._profile is None else int(min(boundary, self._profile.next_boundary(step)))
 
     def _interruption(self, interrupts: Interrupts) -> str | None:
         """Says why the run is to be left, if any worker has a reason to."""
@@ -146,8 +155,8 @@ class TrainLoop:
         """Gives the sums since the last log, as JSON can hold them."""
         return self._window.save()
 
-    def _run_steps(self, source: Source, count: int, log_every: int) -> list["_Row"]:
-        """Runs `count` steps, or up to the first one that is an error; gives a row for each log and for the rest."""
+    def _run_steps(self, source: Source, step: int, count: int, log_every: int) -> list["_Row"]:
+        """Runs `count` steps after `step`, or up to the first that is an error; a row for each log and for the rest."""
         every = tf.constant(log_every or count + 1, tf.int64)
         try:
             if self._prepared_for is not source:
@@ -160,8 +169,12 @@ class TrainLoop:
                 self._prepared_for = source
             start = time.time()
             cluster.report(self._state.strategy, "training")
-            result = self._run(source.iterator(), source.layout, tf.constant(count, tf.int64), every)
-            result = tf.nest.map_structure(lambda t: t.numpy(), result)
+            run = self._run
+            if self._profile is not None and self._profile.is_single(step):
+                run = self._run_one
+            with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
+                result = run(source.iterator(), source.layout, tf.constant(count, tf.int64), every)
+                result = tf.nest.map_structure(lambda t: t.numpy(), result)
         except tf.errors.OpError as error:
             explained = inputs.explain(error) or self._step.explain_error(error)
             if explained is None:
@@ -186,7 +199,14 @@ class TrainLoop:
             rows[-1] = rows[-1]._replace(failed=result["diagnosis"])
         return rows
 
-    def _logs(self, iterator: Any, layout: Layout, count: tf.Tensor, log_every: tf.Tensor) -> dict[str, Any]:
+    def _logs(
+        self,
+        iterator: Any,
+        layout: Layout,
+        count: tf.Tensor,
+        log_every: tf.Tensor,
+        while_loop: Callable[..., Any] = tf.while_loop,
+    ) -> dict[str, Any]:
         """Runs `count` steps, or up to the first one that is an error; a row for each log and for the rest."""
         first = self._state.step.read_value()
 
@@ -196,7 +216,7 @@ class TrainLoop:
             done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, begun: tf.TensorArray, _: tf.Tensor
         ) -> Any:
             target = tf.minimum(count, done + log_every - (first + done) % log_every)
-            done, failed, sums, begun, diagnosis = self._steps(iterator, layout, done, target, begun)
+            done, failed, sums, begun, diagnosis = self._steps(iterator, layout, done, target, begun, while_loop)
             with tf.device(HOST), tf.control_dependencies([sums]):
                 sums, replica_secs = sums[: tf.size(sums) - of_replicas], sums[tf.size(sums) - of_replicas :]
                 examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
@@ -212,7 +232,7 @@ class TrainLoop:
             rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
             begun = tf.TensorArray(tf.float64, tf.cast(count, tf.int32), element_shape=[])
             none = (tf.constant(0, tf.int64), tf.constant(False), rows, begun, tf.zeros([0]))
-            _, failed, rows, begun, diagnosis = tf.while_loop(
+            _, failed, rows, begun, diagnosis = while_loop(
                 lambda done, failed, rows, *_: (rows.size() == 0) | ((done < count) & ~failed),
                 to_next_log,
                 none,
@@ -240,7 +260,15 @@ class TrainLoop:
             **_by_update("weight_norm", norms),
         }
 
-    def _steps(self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor, begun: tf.TensorArray) -> Any:
+    def _steps(
+        self,
+        iterator: Any,
+        layout: Layout,
+        done: tf.Tensor,
+        target: tf.Tensor,
+        begun: tf.TensorArray,
+        while_loop: Callable[..., Any],
+    ) -> Any:
         """Runs steps until `target` of them are done, or up to the first one that is an error."""
 
         def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, begun: tf.TensorArray, _: tf.Tensor) -> Any:
@@ -271,7 +299,7 @@ class TrainLoop:
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
             none = tf.zeros([1], tf.float64)
-            return tf.while_loop(
+            return while_loop(
                 lambda done, failed, *_: (done < target) & ~failed,
                 body,
                 (done, tf.constant(False), none, begun, tf.zeros([0])),
@@ -443,6 +471,11 @@ def _num_timed(strategy: tf.distribute.Strategy) -> int:
 def _compiled(fn: Callable[..., Any]) -> Any:
     """Compiles; a function object of its own keeps TensorFlow from counting several trainers' traces as one's."""
     return tf.function(lambda *arguments: fn(*arguments), autograph=False)
+
+
+def _once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:
+    """Stands for `tf.while_loop` where one turn is wanted."""
+    return body(*start)
 
 
 def _only_writes(action: Action) -> bool:

@@ -5,6 +5,7 @@ trainer.fit(train_dataset, evals={"test": test_dataset})
 outputs = trainer.predict(test_dataset)
 """
 
+import contextlib
 import functools
 import os
 import shlex
@@ -25,6 +26,7 @@ from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop
 from distloop.paths import count_parameters
+from distloop.profiles import Profile
 from distloop.progress import Progress
 from distloop.records import read_metrics, read_steps
 from distloop.state import ModelSpec, TrainState
@@ -225,7 +227,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
-        with Write(self._make_writers(until, evals, forward)) as write:
+        profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
+        with contextlib.closing(profile), Write(self._make_writers(until, evals, forward)) as write:
             metrics = self._train_loop.train(
                 source,
                 until,
@@ -235,6 +238,7 @@ class Trainer:
                 window=window,
                 interrupts=interrupts,
                 clock=clock,
+                profile=profile if self._is_chief else None,
             )
             with clock.phase("saving"):
                 self._progress.wait()

@@ -35,6 +35,8 @@ OTHER_VALUES = {
     "log_every": 6,
     "histograms_every": 14,
     "graph": "always",
+    "profile": "100:110",
+    "peak_flops": 312e12,
     "eval_every": 8,
     "checkpoint_every": 11,
     "keep_checkpoints": 4,

@@ -22,6 +22,7 @@ LAYERS = {
     "interrupts": 0,
     "timing": 0,
     "memory": 0,
+    "profiles": 1,
     "flops": 0,
     "records": 0,
     "launch": 1,

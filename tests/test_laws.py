@@ -607,7 +607,7 @@ def test_logs_that_come_late_are_those_that_come_at_once(replicas, tmp_path, mon
         assert report.state.step == report.step
 
     loops, run_steps = [], TrainLoop._run_steps
-    monkeypatch.setattr(TrainLoop, "_run_steps", lambda *a: (loops.append(a[2]), run_steps(*a))[1])
+    monkeypatch.setattr(TrainLoop, "_run_steps", lambda *a: (loops.append(a[3]), run_steps(*a))[1])
     looked_at, look.every = [], None  # whoever may want to see the state at each log gets to
     at_once, expected = rows("at once", actions=[look])
     assert looked_at == [row["step"] for row in expected] and max(loops) == 3
