@@ -31,6 +31,8 @@ from tensorflow.python.framework import errors_impl
 from distloop.config import Config, facts
 from distloop.peers import GATHERING, JOINING, Peers
 
+SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # what runs a graph, as TensorFlow calls it
+_SMALL_STEP_FLOPS = 2e7  # below, to hand an operation to another thread takes longer than to run it
 HOST = "/CPU:0"  # where iterators, loop counters and the numbers for people live
 _PEERS = "_distloop_peers"  # the attribute of a strategy that holds its Peers
 
@@ -200,12 +202,40 @@ def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.T
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Says how many replicas of what, as in `2 replicas (CPU:0, CPU:1)`."""
     count = strategy.num_replicas_in_sync
-    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
-        names = [":".join(device.split(":")[-2:]) for device in strategy.extended.worker_devices]
-    else:  # TensorFlow's default strategy does not know its device
-        names = ["GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"]
+    names = _device_names(strategy)
     of_workers = f" on each of {num_workers(strategy)} workers" if num_workers(strategy) > 1 else ""
     return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(names)}{of_workers})"
+
+
+def _device_names(strategy: tf.distribute.Strategy) -> list[str]:
+    """Names the devices of this worker, as in `CPU:0`."""
+    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+        return [":".join(device.split(":")[-2:]) for device in strategy.extended.worker_devices]
+    return ["GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"]  # the default strategy does not know it
+
+
+def find_executor(strategy: tf.distribute.Strategy, setting: str, step_flops: float | None) -> str:
+    """Chooses what runs the graph of a step.
+
+    Args:
+        strategy: who takes part.
+        setting: `Config.executor`.
+        step_flops: the floating-point operations of a step; None: not known.
+
+    Returns:
+        A name for `tf.experimental.function_executor_type`.
+
+    Raises:
+        ValueError: if the operations of several replicas are to run one after another.
+    """
+    replicas = strategy.num_replicas_in_sync
+    if setting == "serial" and replicas > 1:
+        raise ValueError(
+            f"executor=serial was given with {replicas} replicas, which would wait for each other: use executor=auto."
+        )
+    is_one_cpu = replicas == 1 and _device_names(strategy)[0].startswith("CPU")
+    is_small = is_one_cpu and step_flops is not None and step_flops < _SMALL_STEP_FLOPS
+    return SERIAL_EXECUTOR if setting == "serial" or (setting == "auto" and is_small) else PARALLEL_EXECUTOR
 
 
 @functools.cache

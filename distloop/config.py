@@ -93,6 +93,12 @@ class Config:
         False, "Where a loss or gradient that is not finite is an error, find the operation it came from; slower."
     )
     jit_compile: bool = setting(False, "Compile the forward and backward pass with XLA; pays on large layers only.")
+    executor: str = setting(
+        "auto",
+        "How the operations of a training step run; serial: one after another, which spares small steps the change of "
+        "threads; parallel: each as soon as it can; auto: serial for small steps of one replica on a CPU.",
+        choices=("auto", "parallel", "serial"),
+    )
     steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
     log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
     histograms_every: int = setting(

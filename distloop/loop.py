@@ -60,6 +60,9 @@ class TrainLoop:
         self._window = _Window()
         self._clock = Clock()
         self._profile: Profile | None = None
+        self._executor = cluster.PARALLEL_EXECUTOR
+        with tf.device(HOST):  # when each step of a call began; Unix, seconds
+            self._begun = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
     def train(
         self,
@@ -73,6 +76,7 @@ class TrainLoop:
         interrupts: Interrupts | None = None,
         clock: Clock | None = None,
         profile: Profile | None = None,
+        executor: str = cluster.PARALLEL_EXECUTOR,
     ) -> dict[str, float]:
         """Trains until a step, stopping at boundaries to act.
 
@@ -86,6 +90,7 @@ class TrainLoop:
             interrupts: asked after each loop whether to go on.
             clock: of the run; None: a new one.
             profile: of some of its steps.
+            executor: what runs the operations, as `cluster.find_executor` gives it.
 
         Returns:
             The last report's numbers.
@@ -98,6 +103,7 @@ class TrainLoop:
         step = int(self._state.step)
         self._clock = clock or Clock()
         self._profile = profile
+        self._executor = executor
         reported: dict[str, float] = {}
         if window is None:
             self._open_window()
@@ -164,7 +170,8 @@ class TrainLoop:
                     self._last_batch = inputs.LastBatch(source.iterator())
                 # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
                 cluster.report(self._state.strategy, "tracing the step")
-                self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), every)
+                with tf.experimental.function_executor_type(self._executor):
+                    self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), every)
                 self._step.warn()
                 self._prepared_for = source
             start = time.time()
@@ -172,7 +179,8 @@ class TrainLoop:
             run = self._run
             if self._profile is not None and self._profile.is_single(step):
                 run = self._run_one
-            with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
+            profiled = contextlib.nullcontext() if self._profile is None else self._profile.loop(step)
+            with tf.experimental.function_executor_type(self._executor), profiled:
                 result = run(source.iterator(), source.layout, tf.constant(count, tf.int64), every)
                 result = tf.nest.map_structure(lambda t: t.numpy(), result)
         except tf.errors.OpError as error:
@@ -212,11 +220,9 @@ class TrainLoop:
 
         of_replicas = _num_timed(self._state.strategy)
 
-        def to_next_log(
-            done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, begun: tf.TensorArray, _: tf.Tensor
-        ) -> Any:
+        def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
             target = tf.minimum(count, done + log_every - (first + done) % log_every)
-            done, failed, sums, begun, diagnosis = self._steps(iterator, layout, done, target, begun, while_loop)
+            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target, while_loop)
             with tf.device(HOST), tf.control_dependencies([sums]):
                 sums, replica_secs = sums[: tf.size(sums) - of_replicas], sums[tf.size(sums) - of_replicas :]
                 examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
@@ -226,22 +232,22 @@ class TrainLoop:
                 self._names = list(own)
                 head = [tf.cast(done, tf.float64), tf.timestamp(), *(tf.cast(v, tf.float64) for v in own.values())]
                 row = tf.concat([tf.stack(head), sums[:-2], [examples], sums[-1:], replica_secs], 0)
-            return done, failed, rows.write(rows.size(), row), begun, diagnosis
+            return done, failed, rows.write(rows.size(), row), diagnosis
 
         with tf.device(HOST):
             rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
-            begun = tf.TensorArray(tf.float64, tf.cast(count, tf.int32), element_shape=[])
-            none = (tf.constant(0, tf.int64), tf.constant(False), rows, begun, tf.zeros([0]))
-            _, failed, rows, begun, diagnosis = while_loop(
-                lambda done, failed, rows, *_: (rows.size() == 0) | ((done < count) & ~failed),
+            self._begun.assign(tf.zeros([count], tf.float64))
+            none = (tf.constant(0, tf.int64), tf.constant(False), rows, tf.zeros([0]))
+            _, failed, rows, diagnosis = while_loop(
+                lambda done, failed, rows, _: (rows.size() == 0) | ((done < count) & ~failed),
                 to_next_log,
                 none,
-                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), tf.TensorShape(None), _VECTOR),
+                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), _VECTOR),
                 parallel_iterations=1,
             )
             return {
                 "rows": rows.stack(),
-                "begun": begun.stack(),  # when each step began
+                "begun": self._begun.read_value(),
                 "failed": failed,
                 "diagnosis": diagnosis,
                 "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
@@ -261,17 +267,11 @@ class TrainLoop:
         }
 
     def _steps(
-        self,
-        iterator: Any,
-        layout: Layout,
-        done: tf.Tensor,
-        target: tf.Tensor,
-        begun: tf.TensorArray,
-        while_loop: Callable[..., Any],
+        self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor, while_loop: Callable[..., Any]
     ) -> Any:
         """Runs steps until `target` of them are done, or up to the first one that is an error."""
 
-        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, begun: tf.TensorArray, _: tf.Tensor) -> Any:
+        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
             with tf.control_dependencies([start]), tf.device(HOST):
                 batch = inputs.next_batch(iterator, layout)
@@ -286,7 +286,7 @@ class TrainLoop:
                 if outcome.replica_secs is not None:
                     parts.append(tf.cast(outcome.replica_secs, tf.float64))
                 sums += tf.concat(parts, 0)
-                begun = begun.write(tf.cast(done, tf.int32), start)
+                self._begun.scatter_update(tf.IndexedSlices(start, done))
                 # Counted as it is done: a later step whose data fails takes the whole loop's results with it.
                 with tf.control_dependencies([outcome.applied]):
                     self._state.step.assign_add(1)
@@ -294,7 +294,7 @@ class TrainLoop:
                     self._state.skipped_steps.assign_add(tf.cast(~outcome.applied, tf.int64))
                 if self._step.may_fail:  # else the next step may start before this one has ended
                     failed = outcome.failed
-            return done + 1, failed, sums, begun, outcome.diagnosis
+            return done + 1, failed, sums, outcome.diagnosis
 
         with tf.device(HOST):
             # How many values loss_fn returns is known only when the body has been traced: one zero spreads to all.
@@ -302,8 +302,8 @@ class TrainLoop:
             return while_loop(
                 lambda done, failed, *_: (done < target) & ~failed,
                 body,
-                (done, tf.constant(False), none, begun, tf.zeros([0])),
-                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, tf.TensorShape(None), _VECTOR),
+                (done, tf.constant(False), none, tf.zeros([0])),
+                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
 
     def _open_window(self) -> None:

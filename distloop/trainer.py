@@ -86,6 +86,7 @@ class Trainer:
             others.phase = "starting"
         self._train_source: Source | None = None
         self._element_spec: Any = None
+        self._forward: tuple[Any, tf.Graph | None] | None = None  # of what data, the forward pass
         self._train_loop: TrainLoop | None = None
         self._watched: WatchedSteps | None = None
         self._eval_loop: EvalLoop | None = None
@@ -187,8 +188,13 @@ class Trainer:
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
         batch_size = split[0] if (split := source.split()) is not None else None
-        forward = overview.trace_forward(self.state, settings, source.element_spec, batch_size)
+        if self._forward is None or self._forward[0] != (source.element_spec, batch_size):
+            forward = overview.trace_forward(self.state, settings, source.element_spec, batch_size)
+            self._forward = (source.element_spec, batch_size), forward
+        forward = self._forward[1]
         flops_per_example = overview.flops_per_example(forward, batch_size)
+        step_flops = flops_per_example and flops_per_example * (batch_size or 0)
+        executor = cluster.find_executor(self.strategy, settings.executor, step_flops)
         to_do: list[Action] = [
             Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
             *evaluations,
@@ -201,7 +207,9 @@ class Trainer:
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
-                    return self._train(source, until, to_do, list(sources), forward, window, interrupts, clock)
+                    return self._train(
+                        source, until, to_do, list(sources), forward, window, interrupts, clock, executor
+                    )
                 except Diverged as diverged:
                     if not may_roll_back:
                         raise
@@ -224,6 +232,7 @@ class Trainer:
         window: Mapping[str, Any] | None,
         interrupts: Interrupts,
         clock: Clock,
+        executor: str,
     ) -> dict[str, float]:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
@@ -239,6 +248,7 @@ class Trainer:
                 interrupts=interrupts,
                 clock=clock,
                 profile=profile if self._is_chief else None,
+                executor=executor,
             )
             with clock.phase("saving"):
                 self._progress.wait()

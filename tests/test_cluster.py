@@ -194,6 +194,32 @@ def test_strategies_of_different_sizes_work_side_by_side():
         np.testing.assert_array_equal(results[-1], [count] * 3)
 
 
+@pytest.mark.parametrize(
+    "replicas, setting, step_flops, expected",
+    [
+        (1, "auto", 1e6, cluster.SERIAL_EXECUTOR),
+        (1, "auto", 1e9, cluster.PARALLEL_EXECUTOR),
+        (1, "auto", None, cluster.PARALLEL_EXECUTOR),
+        (1, "serial", 1e9, cluster.SERIAL_EXECUTOR),
+        (1, "parallel", 1e6, cluster.PARALLEL_EXECUTOR),
+        (2, "auto", 1e6, cluster.PARALLEL_EXECUTOR),
+    ],
+)
+def test_small_steps_of_one_replica_run_one_operation_after_another(replicas, setting, step_flops, expected):
+    strategy = cluster.make_strategy(config(num_devices=replicas))
+    assert cluster.find_executor(strategy, setting, step_flops) == expected
+
+
+def test_several_replicas_one_operation_after_another_are_refused():
+    with pytest.raises(ValueError, match="executor=serial was given with 2 replicas.*: use executor=auto."):
+        cluster.find_executor(cluster.make_strategy(config(num_devices=2)), "serial", 1e6)
+
+
+def test_small_steps_on_a_gpu_run_as_they_can(claimed_gpus, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
+    assert cluster.find_executor(tf.distribute.get_strategy(), "auto", 1e6) == cluster.PARALLEL_EXECUTOR
+
+
 def test_more_devices_than_there_are_is_refused():
     with pytest.raises(ValueError, match="num_devices=9 of device=cpu were asked for, but there are 4: ask for"):
         cluster.make_strategy(config(num_devices=9))

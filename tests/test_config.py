@@ -27,6 +27,7 @@ OTHER_VALUES = {
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
     "on_nonfinite": "skip",
+    "executor": "serial",
     "on_divergence": "rollback",
     "loss_jump": 2.5,
     "max_rollbacks": 2,
