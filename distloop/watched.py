@@ -43,7 +43,10 @@ class WatchedSteps:
         self._variables, self._paths = variables, paths
         self._packings: dict[str, Packing] = {}
         self._kept: dict[str, list[tf.Variable]] = {}  # by update: segments, then what they are multiplied by
-        self._before = self._read() if int(step) % every == 0 else None  # the weights at the last multiple of `every`
+        self._look = tf.function(self._read_all, autograph=False)  # many small operations, which cost more one by one
+        self._before: dict[str, list[np.ndarray]] | None = None  # the weights at the last multiple of `every`
+        if int(step) % every == 0:
+            self._before = {update: [w.numpy() for w in weights] for update, weights in self._read().items()}
 
     def make_room(self, update: str, packing: Packing) -> None:
         """Makes variables for what an update leaves, on the device where its gradients are.
@@ -74,7 +77,9 @@ class WatchedSteps:
         How far they moved is told at multiples of `every` alone, and where they were known at the one before.
         """
         found: dict[str, Any] = {}
-        now, is_due = self._read(), report.step % self.every == 0
+        looked: dict[str, Any] = {name: [t.numpy() for t in parts] for name, parts in self._look().items()}
+        now = {update: looked[f"weights/{update}"] for update in self._variables}
+        is_due = report.step % self.every == 0
         for update, variables in self._variables.items():
             prefix = f"{update}/" if update else ""
             if is_due and self._before is not None:
@@ -82,21 +87,26 @@ class WatchedSteps:
                 norm = _norm(now[update])
                 found[prefix + UPDATE_NORM] = moved
                 found[prefix + UPDATE_RATIO] = moved / norm if norm else float("nan")
-            *segments, scale = self._kept[update]
-            gradients = self._packings[update].unpack(scaled([tf.identity(s) for s in segments], tf.identity(scale)))
-            for variable, weight, gradient in zip(variables, now[update], gradients, strict=True):
+            for variable, weight, gradient in zip(variables, now[update], looked[f"gradients/{update}"], strict=True):
                 found[f"weights/{self._paths[id(variable)]}"] = Histogram(weight)
-                found[f"gradients/{self._paths[id(variable)]}"] = Histogram(gradient.numpy())
+                found[f"gradients/{self._paths[id(variable)]}"] = Histogram(gradient)
         if is_due:
             self._before = now
         return found
 
-    def _read(self) -> dict[str, list[np.ndarray]]:
-        """Copies the weights of each update."""
+    def _read(self) -> dict[str, list[tf.Tensor]]:
+        """Reads the weights of each update."""
         return {
-            update: [np.array(tf.identity(tensorflow_variable(variable))) for variable in variables]
+            update: [tf.identity(tensorflow_variable(variable)) for variable in variables]
             for update, variables in self._variables.items()
         }
+
+    def _read_all(self) -> dict[str, list[tf.Tensor]]:
+        """Reads the weights and the last gradients of each update."""
+        found = {f"weights/{update}": weights for update, weights in self._read().items()}
+        for update, (*segments, scale) in self._kept.items():
+            found[f"gradients/{update}"] = self._packings[update].unpack(scaled(segments, scale))
+        return found
 
 
 def _norm(arrays: Sequence[np.ndarray]) -> float:

@@ -100,7 +100,8 @@ PROGRAM = """
 # What TensorFlow says at its start whatever TF_CPP_MIN_LOG_LEVEL is, and what distloop does when all is well.
 NOISE = re.compile(
     r"WARNING: All log|[IWE]\d{4} |To enable the foll|step \d|eight steps|"
-    r"distloop: (devices|precision|parameters|batch|workdir|tensorboard|loss|accuracy|time|step|worker . of 2 r)"
+    r"distloop: (devices|precision|parameters|batch|workdir|tensorboard|loss|accuracy|time|step|worker . of 2 r|"
+    r"\d+ % of the time)"
 )
 
 

@@ -614,7 +614,10 @@ def test_one_that_does_not_follow_is_stopped_in_the_end(heeds, launch, write):
         while True:
             time.sleep(1)
     """
-    code, _, err = launch("--workers=2", "--grace_secs=0.1", write(program), command=patched(_FOLLOW_SECS=0.2))
+    grace_secs = 30 if heeds else 0.1
+    code, _, err = launch(
+        "--workers=2", f"--grace_secs={grace_secs}", write(program), command=patched(_FOLLOW_SECS=0.2)
+    )
     assert code == (EXIT_CODE if heeds else 128 + signal.SIGKILL)
     assert "worker 0 ended " + ("with exit code 75" if heeds else "by signal 9") in err[-1]
 

@@ -106,7 +106,7 @@ def test_each_update_has_norms_of_its_own(tmp_path):
 
 def test_without_a_workdir_nothing_is_kept():
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, histograms_every=2))
-    assert "weight_norm" not in trainer.fit(data(), steps=2)
+    assert "update_norm" not in trainer.fit(data(), steps=2)
 
 
 def test_steps_that_were_skipped_moved_nothing(tmp_path):
