@@ -28,9 +28,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Time a step: make bench FLAGS="--workloads=tiny --replicas=2".
+# Measure it next to others: make bench FLAGS="--workloads=tiny --replicas=2 --only=training".
 bench: $(READY)
-	$(BIN)/python -m experiments.benchmarks.step_time $(FLAGS)
+	$(BIN)/python -m experiments.benchmarks $(FLAGS)
 
 # Written last, so a set-up that was cut short starts again.
 $(READY): pyproject.toml

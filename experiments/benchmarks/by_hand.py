@@ -1,0 +1,127 @@
+"""The loops that people write with tf.distribute: a call a step, a compiled loop, and the limit, constant data."""
+
+import functools
+import operator
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from experiments.benchmarks import workloads
+from experiments.benchmarks.turns import System
+
+
+class ByHand:
+    """A model under a strategy, trained in several ways; they share the weights."""
+
+    def __init__(self, workload: workloads.Workload, strategy: tf.distribute.Strategy, batch_size: int):
+        self._workload, self._strategy, self._batch_size = workload, strategy, batch_size
+        with strategy.scope():
+            self.model = workload.make_model()
+            self.optimizer = tf.keras.optimizers.Adam(workloads.LEARNING_RATE)
+            self.optimizer.build(self.model.trainable_variables)
+
+    def _dataset(self, num_examples: int | None = None) -> tf.distribute.DistributedDataset:
+        return self._strategy.experimental_distribute_dataset(self._workload.dataset(self._batch_size, num_examples))
+
+    def _step(self, batch: tuple) -> list[tf.Tensor]:
+        """Takes a replica's share of the batch; returns its parts of the mean loss and accuracy."""
+        model = self.model
+        with tf.GradientTape() as tape:
+            values = self._workload.values(model, *batch, training=True)
+            examples = values["loss"].shape.num_elements() * self._strategy.num_replicas_in_sync
+            loss = tf.reduce_sum(values["loss"]) / examples
+        gradients = tape.gradient(loss, model.trainable_variables)
+        self.optimizer.apply(gradients, model.trainable_variables)  # sums over the replicas
+        return [loss, tf.reduce_sum(values["accuracy"]) / examples]
+
+    def _reduced_step(self, iterator: tf.distribute.DistributedIterator) -> list[tf.Tensor]:
+        values = self._strategy.run(self._step, args=(next(iterator),))
+        return [self._strategy.reduce("SUM", value, axis=None) for value in values]
+
+    def bare(self) -> System:
+        """Makes the loop over constant data: what the step itself costs, the optimizer's reduction included."""
+        batch = next(iter(self._dataset(self._batch_size)))
+
+        def step_fn():
+            values = self._strategy.run(self._step, args=(batch,))
+            return [part for value in values for part in self._strategy.experimental_local_results(value)]
+
+        return System(_compiled_loop(step_fn, 2 * len(self._strategy.experimental_local_results(batch[0]))))
+
+    def handloop(self) -> System:
+        """Makes the compiled loop that a careful person writes."""
+        iterator = iter(self._dataset())
+        return System(_compiled_loop(lambda: self._reduced_step(iterator), 2))
+
+    def hand(self) -> System:
+        """Makes the usual loop: a call of a tf.function a step; the host reads loss and accuracy each 100 steps."""
+        iterator = iter(self._dataset())
+        step_fn = tf.function(lambda: self._reduced_step(iterator), autograph=False)
+
+        def call(steps):
+            sums = [0.0, 0.0]
+            for i in range(steps):
+                sums = [a + b for a, b in zip(sums, step_fn(), strict=True)]
+                if i % 100 == 99 or i == steps - 1:
+                    sums = [float(a) for a in sums]
+
+        return System(call)
+
+    def evaluate(self, num_examples: int) -> Callable[[], np.ndarray]:
+        """Makes the usual evaluation: a call of a tf.function a batch; sums of loss, accuracy and examples."""
+        dataset = self._dataset(num_examples)
+        sums_fn = tf.function(self._reduced_sums, autograph=False)
+        return lambda: functools.reduce(operator.add, map(sums_fn, dataset)).numpy()
+
+    def evaluate_compiled(self, num_examples: int) -> Callable[[], np.ndarray]:
+        """Makes the evaluation in one call."""
+        dataset = self._dataset(num_examples)
+
+        @tf.function
+        def loop():
+            sums = tf.zeros([3])
+            for batch in dataset:
+                sums += self._reduced_sums(batch)
+            return sums
+
+        return lambda: loop().numpy()
+
+    def predict(self, num_examples: int) -> Callable[[], np.ndarray]:
+        """Makes the usual prediction: a call of a tf.function a batch; all outputs in order."""
+        dataset = self._dataset(num_examples)
+
+        @tf.function(autograph=False)
+        def predict_fn(batch):
+            return self._strategy.run(lambda features, _: self.model(features, training=False), args=batch)
+
+        def call():
+            parts = [self._strategy.experimental_local_results(predict_fn(batch)) for batch in dataset]
+            return np.concatenate([part.numpy() for of_batch in parts for part in of_batch])
+
+        return call
+
+    def _reduced_sums(self, batch: tuple) -> tf.Tensor:
+        def sums(*share):
+            values = self._workload.values(self.model, *share, training=False)
+            examples = tf.cast(tf.size(values["loss"]), tf.float32)
+            return tf.stack([*map(tf.reduce_sum, values.values()), examples])
+
+        return self._strategy.reduce("SUM", self._strategy.run(sums, args=batch), axis=None)
+
+
+def _compiled_loop(step_fn: Callable[[], list[tf.Tensor]], size: int) -> Callable[[int], None]:
+    """Makes a compiled loop over a step that returns `size` numbers; their sums are read once, at the end."""
+
+    @tf.function(autograph=False)
+    def loop(steps):
+        def body(i, sums):
+            return i + 1, [a + b for a, b in zip(sums, step_fn(), strict=True)]
+
+        return tf.while_loop(lambda i, _: i < steps, body, [tf.constant(0), [tf.zeros([])] * size])
+
+    def call(steps):
+        _, sums = loop(tf.constant(steps))
+        sums[0].numpy()
+
+    return call

@@ -1,0 +1,71 @@
+"""Orbit from here: its environment, which is made at first use, and the process that trains."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+import venv
+
+from experiments.benchmarks.turns import System
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ENVIRONMENT = ROOT / ".venv-orbit"
+PACKAGES = ["tf-models-official", "tf_keras"]  # all that Orbit imports beside TensorFlow and absl
+
+
+PYTHON = str(ENVIRONMENT / "bin" / "python")
+VARIABLES = {"TF_USE_LEGACY_KERAS": "1"}
+
+
+def make_environment() -> None:
+    """Makes the environment, if it is not there: TensorFlow is that of this process.
+
+    Raises:
+        RuntimeError: if the packages cannot be installed or imported.
+    """
+    ready = ENVIRONMENT / "ready"
+    if ready.exists():
+        return
+    venv.create(ENVIRONMENT, clear=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", PYTHON]
+    _run([*pip, "install", "--quiet", "--no-deps", *PACKAGES])
+    packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT)}))
+    (packages / "tensorflow.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    _run([PYTHON, "-c", "import orbit"])
+    ready.touch()
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **VARIABLES})
+    if result.returncode:
+        raise RuntimeError(f"its environment cannot be made: {result.stderr.strip().splitlines()[-1]}")
+
+
+def command(workload: str, replicas: int, batch_size: int, workdir: str) -> list[str]:
+    return [PYTHON, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), str(batch_size), workdir]
+
+
+class Train(System):
+    """`Controller.train`, a call at a time, in its own process, which takes the times."""
+
+    def __init__(self, workload: str, replicas: int, batch_size: int, workdir: str):
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command(workload, replicas, batch_size, workdir),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **VARIABLES},
+        )
+
+    def call(self, steps: int) -> float:
+        print(steps, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"Orbit ended with code {self._process.wait()}")
+        return float(answer)
+
+    steps_secs = call

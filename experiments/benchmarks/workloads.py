@@ -1,0 +1,131 @@
+"""What the systems train: five models, their data, and what a step computes of a batch.
+
+Models and values come from `tf.keras`, which is Keras 3, and in Orbit's process Keras 2.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+LEARNING_RATE = 1e-3  # of Adam, in every system
+
+
+class Workload(NamedTuple):
+    """A model with its data.
+
+    Attributes:
+        make_model: makes the Keras model; it returns logits.
+        make_rows: (generator, number of examples) -> features and labels.
+        batch_size: of a step, over all replicas; with `is_per_replica`, of each.
+        num_batches: how many different ones the data has.
+        is_binary: whether the logits are one number an example, else one a class.
+    """
+
+    make_model: Callable[[], tf.keras.Model]
+    make_rows: Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
+    batch_size: int = 64
+    num_batches: int = 64
+    is_per_replica: bool = False
+    is_binary: bool = False
+
+    def global_batch_size(self, replicas: int) -> int:
+        return self.batch_size * (replicas if self.is_per_replica else 1)
+
+    def dataset(self, batch_size: int, num_examples: int | None = None) -> tf.data.Dataset:
+        """Makes the dataset of global batches (features, labels): one pass over so many examples, or endless."""
+        size = num_examples or batch_size * self.num_batches
+        rows = tf.data.Dataset.from_tensor_slices(self.make_rows(np.random.default_rng(0), size))
+        batches = rows.batch(batch_size, drop_remainder=num_examples is None).cache()
+        return batches if num_examples else batches.repeat()
+
+    def values(self, model: tf.keras.Model, features: tf.Tensor, labels: tf.Tensor, training: bool) -> dict:
+        """Returns loss and accuracy per example: [B] each, or [B, T] for a sequence."""
+        logits = model(features, training=training)
+        if self.is_binary:
+            return {
+                "loss": tf.keras.losses.binary_crossentropy(labels, logits, from_logits=True),
+                "accuracy": tf.keras.metrics.binary_accuracy(labels, logits, threshold=0.0),
+            }
+        return {
+            "loss": tf.keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True),
+            "accuracy": tf.keras.metrics.sparse_categorical_accuracy(labels, logits),
+        }
+
+
+def make_mlp(widths: list[int]) -> tf.keras.Model:
+    """Makes an MLP; `widths` begins with the input's and ends with the logits'."""
+    layers = [tf.keras.layers.Dense(width, activation="relu") for width in widths[1:-1]]
+    return tf.keras.Sequential([tf.keras.Input((widths[0],)), *layers, tf.keras.layers.Dense(widths[-1])])
+
+
+def make_convnet() -> tf.keras.Model:
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def make_transformer() -> tf.keras.Model:
+    """Makes a decoder of two layers over 64 tokens of 1,000 kinds."""
+    layers = tf.keras.layers
+    tokens = tf.keras.Input((64,), dtype="int32")
+    x = layers.Embedding(1000, 128)(tokens)  # [B, 64, 128]
+    for _ in range(2):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(4, 32)(y, y, use_causal_mask=True)])
+        y = layers.Dense(512, activation="relu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(128)(y)])
+    return tf.keras.Model(tokens, layers.Dense(1000)(layers.LayerNormalization()(x)))
+
+
+def make_vectors(width: int) -> Callable:
+    return lambda generator, size: (
+        generator.standard_normal((size, width), np.float32),
+        generator.integers(10, size=size).astype(np.int32),
+    )
+
+
+def make_images(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    return (
+        generator.standard_normal((size, 28, 28, 1), np.float32),
+        generator.integers(10, size=size).astype(np.int32),
+    )
+
+
+def make_texts(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    texts = generator.integers(1000, size=(size, 65)).astype(np.int32)
+    return texts[:, :-1], texts[:, 1:]
+
+
+def make_yes_no(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    features, labels = make_vectors(8000)(generator, size)
+    return features, (labels[:, np.newaxis] % 2).astype(np.float32)
+
+
+MLP41M_WIDTHS = [8000, 4000, 2000, 500, 300, 1]
+
+WORKLOADS = {
+    "tiny": Workload(lambda: make_mlp([16, 32, 10]), make_vectors(16)),
+    "deep": Workload(lambda: make_mlp([16, *[32] * 19, 10]), make_vectors(16)),
+    "conv": Workload(make_convnet, make_images),
+    "lm": Workload(make_transformer, make_texts, batch_size=16),
+    # 2,048 examples a replica would take some seconds a step and replica.
+    "mlp41m": Workload(
+        lambda: make_mlp(MLP41M_WIDTHS),
+        make_yes_no,
+        batch_size=128,
+        num_batches=4,
+        is_per_replica=True,
+        is_binary=True,
+    ),
+}
