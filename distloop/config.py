@@ -71,6 +71,11 @@ class Config:
     steps: int = setting(0, "Train until this global step; 0: unset. Not together with epochs.")
     epochs: int = setting(0, "Train until this many passes over the dataset; 0: unset. Not together with steps.")
     batch_size: int = setting(256, "Examples per step, over all replicas.", minimum=1)
+    limit_train_batches: int = setting(0, "Train on the first so many batches of each pass over the data; 0: on all.")
+    limit_eval_batches: int = setting(0, "Measure on the first so many batches of an evaluation's dataset; 0: on all.")
+    overfit_batches: int = setting(
+        0, "Train on the first so many batches again and again, as they were in the first pass; 0: on all."
+    )
     microbatches: int = setting(1, "Parts to cut each replica's share of a batch into, to save memory.", minimum=1)
     clip_norm: float = setting(0.0, "Clip the gradients of an update to this global norm; 0: no clipping.")
     average_decay: float = setting(0.0, "Decay of the moving average of the weights; 0: no average.", below=1)
@@ -99,6 +104,12 @@ class Config:
         "threads; parallel: each as soon as it can; auto: serial for small steps of one replica on a CPU.",
         choices=("auto", "parallel", "serial"),
     )
+    eager: bool = setting(
+        False, "Run steps, evaluations and predictions as plain Python, for breakpoints and prints; slow. One worker."
+    )
+    fast_dev_run: bool = setting(
+        False, "Let fit try everything once, a step each, in a temporary directory; the workdir is not touched."
+    )
     steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
     log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
     histograms_every: int = setting(
@@ -118,6 +129,7 @@ class Config:
         "known GPUs.",
     )
     eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
+    eval_first: bool = setting(False, "Evaluate before the first step, too.")
     checkpoint_every: int = setting(0, "Steps between two checkpoints; 0: only at the end. Needs a workdir.")
     keep_checkpoints: int = setting(3, "How many of the newest checkpoints are kept.", minimum=1)
     resume: bool = setting(True, "Go on from the newest checkpoint in workdir, if there is one.")
@@ -165,6 +177,17 @@ class Config:
                 "locate_nonfinite=True and on_nonfinite=skip contradict each other; nothing looks at a step that is "
                 "skipped: give on_nonfinite=raise to look, or locate_nonfinite=False to skip."
             )
+        if self.overfit_batches and self.limit_train_batches:
+            raise ValueError(
+                f"overfit_batches={self.overfit_batches} and limit_train_batches={self.limit_train_batches} were both "
+                "given; each says which batches to train on: set either to 0."
+            )
+        for name in ("jit_compile", "locate_nonfinite"):
+            if self.eager and getattr(self, name):
+                raise ValueError(
+                    f"eager=True and {name}=True contradict each other; eager runs the step without the graph that "
+                    f"{name} needs: set either to False."
+                )
         if self.on_divergence == "rollback" and not self.workdir:
             raise ValueError(
                 "on_divergence=rollback was given without a workdir, so there is no checkpoint to go back to: give a "

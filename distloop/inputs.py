@@ -68,6 +68,8 @@ class Source:
         microbatches: int = 1,
         repeat: bool = True,
         may_go_back: bool = False,
+        limit: int = 0,
+        is_cached: bool = False,
     ):
         """Checks the data and plans the pipeline; reads nothing yet.
 
@@ -79,6 +81,8 @@ class Source:
             repeat: whether finite data starts again at its end.
             may_go_back: whether a position is to be restored after the data was read; it is copied then, so that each
                 time it is shuffled alike.
+            limit: how many batches a pass has at most; 0: all.
+            is_cached: whether each pass gives the batches of the first one again.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
@@ -101,6 +105,16 @@ class Source:
                 "function of tf.distribute.InputContext that returns one: distloop.make_dataset(arrays, batch_size) "
                 "makes one from NumPy arrays."
             )
+        if limit and is_split:
+            raise ValueError(
+                f"A pass of {limit} batches was asked for (limit_train_batches or overfit_batches), but the data given "
+                "is a DistributedDataset, which TensorFlow has split already: give the plain dataset, or call take() "
+                "on it before it is distributed."
+            )
+        if limit:
+            data = data.take(limit)
+        if is_cached:
+            data = data.cache()
         self._dataset = data
         self._may_go_back = may_go_back and not is_split
         self.element_spec = data.element_spec

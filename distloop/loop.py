@@ -48,12 +48,19 @@ class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from befor
 class TrainLoop:
     """Trains; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, step: TrainStep):
-        """Prepares; nothing is traced yet."""
+    def __init__(self, state: TrainState, step: TrainStep, *, eager: bool = False):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: what is trained.
+            step: one step of it.
+            eager: whether it runs as plain Python, so that a debugger can look at it.
+        """
         self._state = state
         self._step = step
-        self._run = _compiled(self._logs)
-        self._run_one = _compiled(functools.partial(self._logs, while_loop=_once))
+        self._eager = eager
+        self._run = _compiled(self._logs, eager)
+        self._run_one = _compiled(functools.partial(self._logs, while_loop=_once), eager)
         self._names: list[str] = []  # of the numbers in a row beside sums; known once it was traced
         self._prepared_for: Source | None = None
         self._last_batch: inputs.LastBatch | None = None
@@ -168,11 +175,12 @@ class TrainLoop:
             if self._prepared_for is not source:
                 if self._step.locate_nonfinite:
                     self._last_batch = inputs.LastBatch(source.iterator())
-                # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
-                cluster.report(self._state.strategy, "tracing the step")
-                with tf.experimental.function_executor_type(self._executor):
-                    self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), every)
-                self._step.warn()
+                if not self._eager:
+                    # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
+                    cluster.report(self._state.strategy, "tracing the step")
+                    with tf.experimental.function_executor_type(self._executor):
+                        self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), every)
+                    self._step.warn()
                 self._prepared_for = source
             start = time.time()
             cluster.report(self._state.strategy, "training")
@@ -371,17 +379,18 @@ class _Window:
 class EvalLoop:
     """Evaluates; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState):
-        """Prepares; nothing is traced yet."""
+    def __init__(self, state: TrainState, *, eager: bool = False):
+        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
         self._step = EvalStep(state)
-        self._run = _compiled(self._pass)
+        self._run = _compiled(self._pass, eager)
 
-    def evaluate(self, source: Source) -> dict[str, float]:
+    def evaluate(self, source: Source, limit: int = 0) -> dict[str, float]:
         """Measures one pass, with the averaged weights where there are some.
 
         Args:
-            source: data that ends.
+            source: data that ends, unless there is a limit.
+            limit: how many batches at most; 0: all.
 
         Returns:
             Name -> number, over all examples.
@@ -394,7 +403,8 @@ class EvalLoop:
             metric.reset_state()
         with self._state.averaged(), self._state.seeds_kept():
             try:
-                result = self._run(source.new_iterator(), source.layout)
+                most = tf.constant(limit or tf.int64.max, tf.int64)
+                result = self._run(source.new_iterator(), source.layout, most)
             except tf.errors.OpError as error:
                 explained = inputs.explain(error)
                 if explained is None:
@@ -405,7 +415,7 @@ class EvalLoop:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
         return metrics.means(self._step.names, result["tallies"]) | _floats(result["keras_metrics"])
 
-    def _pass(self, iterator: Any, layout: Layout) -> dict[str, Any]:
+    def _pass(self, iterator: Any, layout: Layout, most: tf.Tensor) -> dict[str, Any]:
         def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
             with tf.device(HOST):
                 has_batch, get_batch = inputs.next_batch_if_any(iterator, layout)
@@ -419,7 +429,10 @@ class EvalLoop:
         with tf.device(HOST):
             start = (tf.constant(True), tf.constant(0, tf.int64), tf.zeros([1], tf.float64))
             _, batches, tallies = tf.while_loop(
-                lambda has_more, *_: has_more, body, start, shape_invariants=(_SCALAR, _SCALAR, _VECTOR)
+                lambda has_more, batches, _: has_more & (batches < most),
+                body,
+                start,
+                shape_invariants=(_SCALAR, _SCALAR, _VECTOR),
             )
         results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
         return {"batches": batches, "tallies": tallies, "keras_metrics": results}
@@ -428,10 +441,10 @@ class EvalLoop:
 class PredictLoop:
     """Predicts; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, step: PredictStep):
-        """Prepares; nothing is traced yet."""
+    def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
+        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
-        self._run = _compiled(lambda iterator, layout: step(inputs.next_batch(iterator, layout), layout))
+        self._run = _compiled(lambda iterator, layout: step(inputs.next_batch(iterator, layout), layout), eager)
 
     def predict(self, source: Source) -> Iterator[Any]:
         """Yields the outputs of each batch of one pass, in order, with the averaged weights where there are some.
@@ -468,9 +481,9 @@ def _num_timed(strategy: tf.distribute.Strategy) -> int:
     return replicas if replicas > 1 else 0
 
 
-def _compiled(fn: Callable[..., Any]) -> Any:
+def _compiled(fn: Callable[..., Any], eager: bool) -> Any:
     """Compiles; a function object of its own keeps TensorFlow from counting several trainers' traces as one's."""
-    return tf.function(lambda *arguments: fn(*arguments), autograph=False)
+    return fn if eager else tf.function(lambda *arguments: fn(*arguments), autograph=False)
 
 
 def _once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:

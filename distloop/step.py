@@ -791,6 +791,8 @@ def _writes_undone(state: TrainState) -> Iterator[None]:
 def _written(candidates: Sequence[Any], first_op: int) -> list[Any]:
     """Finds the variables that operations of the graph being traced may write; in a replica's context.
 
+    Without a graph nobody can know before the step, and a replica alone must not decide: all of them.
+
     Args:
         candidates: variables to look for.
         first_op: how many operations the graph had before those in question.
@@ -798,6 +800,8 @@ def _written(candidates: Sequence[Any], first_op: int) -> list[Any]:
     Returns:
         Those whose resource goes into anything but a read.
     """
+    if tf.executing_eagerly():
+        return list(candidates)
     graph = tf.compat.v1.get_default_graph()
     resources = {
         id(_outermost(tensor))

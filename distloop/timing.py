@@ -50,7 +50,7 @@ class Clock:
         """
         between = 0.0
         if self._loop_end is None:
-            self._seconds["start-up"] = max(0.0, start - self._since)
+            self._seconds["start-up"] = max(0.0, start - self._since - sum(self._seconds.values()))
         else:
             between = max(0.0, start - self._loop_end)
         self._loop_end = end

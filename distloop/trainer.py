@@ -17,8 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, export, overview, precision
-from distloop.actions import Action, Agree, Evaluate, Save, SaveBest, Utilization, Write
+from distloop import cluster, export, overview, precision, rehearsal
+from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, Utilization, Write
+from distloop.actions import run as run_actions
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.console import Console, say, show_parts, show_split
@@ -69,9 +70,14 @@ class Trainer:
                 f"Trainer was given {model_fn!r} as model_fn; it takes a function that makes the model and returns a "
                 "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
             )
-        self.config = config
         cluster.prepare_process(config)
         self.strategy = cluster.check_strategy(strategy) if strategy is not None else cluster.make_strategy(config)
+        if config.eager and cluster.num_workers(self.strategy) > 1:
+            raise ValueError(
+                "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
+                "on one worker, with as many devices."
+            )
+        self.config = config = rehearsal.settings(config, owner=self) if config.fast_dev_run else config
         with precision.policy(config.precision):
             self.state = TrainState.make(
                 model_fn,
@@ -145,9 +151,13 @@ class Trainer:
                 self.strategy,
                 microbatches=settings.microbatches,
                 may_go_back=settings.on_divergence == "rollback",
+                limit=settings.overfit_batches or settings.limit_train_batches,
+                is_cached=bool(settings.overfit_batches),
             )
         source = self._train_source
         until = self._until(source, steps, epochs)
+        if settings.fast_dev_run:
+            until = self.step + 1
         for action in actions:
             if not callable(action) or not hasattr(action, "every"):
                 raise ValueError(
@@ -158,7 +168,7 @@ class Trainer:
             raise ValueError(
                 f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
             )
-        sources = {name: self._finite_source(data) for name, data in (evals or {}).items()}
+        sources = {name: self._eval_source(data) for name, data in (evals or {}).items()}
         evaluations = [
             Evaluate(name, functools.partial(self._evaluate, s), settings.eval_every) for name, s in sources.items()
         ]
@@ -207,9 +217,7 @@ class Trainer:
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
-                    return self._train(
-                        source, until, to_do, list(sources), forward, window, interrupts, clock, executor
-                    )
+                    return self._train(source, until, to_do, evaluations, forward, window, interrupts, clock, executor)
                 except Diverged as diverged:
                     if not may_roll_back:
                         raise
@@ -227,7 +235,7 @@ class Trainer:
         source: Source,
         until: int,
         to_do: Sequence[Action],
-        evals: Sequence[str],
+        evaluations: Sequence[Evaluate],
         forward: tf.Graph | None,
         window: Mapping[str, Any] | None,
         interrupts: Interrupts,
@@ -237,7 +245,10 @@ class Trainer:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
         profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
+        evals = [evaluation.name for evaluation in evaluations]
         with contextlib.closing(profile), Write(self._make_writers(until, evals, forward)) as write:
+            if self.config.eval_first and self.step == 0:
+                run_actions([*evaluations, write], Report(0, 0, {}, self.state, time=time.time()), clock)
             metrics = self._train_loop.train(
                 source,
                 until,
@@ -255,7 +266,28 @@ class Trainer:
         for writer in write.writers:
             if isinstance(writer, Console):
                 writer.summarize(clock)
+        if self.config.fast_dev_run:
+            for line in self._rehearse(source):
+                self._say(f"fast_dev_run: {line}")
         return metrics
+
+    def _rehearse(self, source: Source) -> Iterator[str]:
+        """Tries what a run may need after its steps; see `rehearsal.check`."""
+        assert self._train_loop is not None
+        yield f"step {self.step} trained, all evaluations measured on a batch"
+        predict_fns = self._predict_fns() if self.state.spec.predict_fn is not None else {}
+
+        def predict(signature: str) -> int:
+            outputs = next(self.stream_predictions(source.data, signature=signature))
+            return len(tf.nest.flatten(outputs)[0])
+
+        yield from rehearsal.check(
+            self.state,
+            train=functools.partial(self._train_loop.train, source, self.step + 1, []),
+            restore=self.restore if cluster.num_workers(self.strategy) == 1 else None,
+            predict={name: functools.partial(predict, name) for name in predict_fns},
+            export=functools.partial(self.export, os.path.join(self.config.workdir, "export", "rehearsal")),
+        )
 
     def _make_train_loop(self) -> TrainLoop:
         settings, state = self.config, self.state
@@ -271,7 +303,7 @@ class Trainer:
             loss_jump=settings.loss_jump if settings.on_divergence == "rollback" else None,
             watched=self._watched,
         )
-        return TrainLoop(self.state, step)
+        return TrainLoop(self.state, step, eager=settings.eager)
 
     def save(self) -> None:
         """Saves a checkpoint to the workdir, and waits until it is whole.
@@ -306,7 +338,7 @@ class Trainer:
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        source = self._finite_source(dataset)
+        source = self._eval_source(dataset)
         self._build(source)
         return self._evaluate(source)
 
@@ -337,7 +369,12 @@ class Trainer:
                 "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same "
                 "moment: call it in one process beside them, without TF_CONFIG."
             )
-        source = self._finite_source(dataset)
+        if self.config.fast_dev_run:
+            raise ValueError(
+                "evaluate_checkpoints was called with fast_dev_run=True, whose temporary directory no other run writes "
+                "to: leave fast_dev_run out."
+            )
+        source = self._eval_source(dataset)
         self._build(source)
         path = os.path.join(self.config.workdir, "evaluations", f"{name}.jsonl")
         found: dict[int, dict[str, float]] = {}
@@ -403,7 +440,7 @@ class Trainer:
         self._build(source)
         if (signature, keep_dtypes) not in self._predict_loops:
             step = PredictStep(self.state, self._predict_fns()[signature], keep_dtypes)
-            self._predict_loops[signature, keep_dtypes] = PredictLoop(self.state, step)
+            self._predict_loops[signature, keep_dtypes] = PredictLoop(self.state, step, eager=self.config.eager)
         return self._predict_loops[signature, keep_dtypes].predict(source)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
@@ -426,6 +463,8 @@ class Trainer:
                 something else is in the way, or what was written answers otherwise than the model.
         """
         path = os.fspath(path)
+        if self.config.fast_dev_run and (path := rehearsal.aside(given := path, self.config.workdir)) != given:
+            self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
         if os.path.normpath(path).endswith(".keras"):
             export.write_keras_file(self.state, path)
             return
@@ -477,6 +516,11 @@ class Trainer:
             )
         return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
 
+    def _eval_source(self, data: Data) -> Source:
+        if self.config.limit_eval_batches:
+            return Source(data, self.strategy, repeat=False)
+        return self._finite_source(data)
+
     def _finite_source(self, data: Data) -> Source:
         source = Source(data, self.strategy, repeat=False)
         if source.is_endless:
@@ -494,8 +538,8 @@ class Trainer:
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         if self._eval_loop is None:
-            self._eval_loop = EvalLoop(self.state)
-        return self._eval_loop.evaluate(source)
+            self._eval_loop = EvalLoop(self.state, eager=self.config.eager)
+        return self._eval_loop.evaluate(source, self.config.limit_eval_batches)
 
     def _make_writers(self, until: int, evals: Sequence[str], forward: tf.Graph | None) -> list[Any]:
         if not self._is_chief:
@@ -537,7 +581,7 @@ class Trainer:
             lines.append(f"batch {batch_size}{of_worker}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
         if settings.microbatches > 1:
             lines.append(f"microbatches {settings.microbatches}")
-        if settings.workdir:
+        if settings.workdir and not settings.fast_dev_run:
             lines.append(f"workdir {os.path.abspath(settings.workdir)}")
             lines.append(f"tensorboard --logdir {shlex.quote(settings.workdir)}")
         return lines

@@ -23,6 +23,8 @@ OTHER_VALUES = {
     "precision": "mixed_bfloat16",
     "steps": 7,
     "batch_size": 12,
+    "limit_train_batches": 15,
+    "limit_eval_batches": 16,
     "microbatches": 4,
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
@@ -39,6 +41,8 @@ OTHER_VALUES = {
     "profile": "100:110",
     "peak_flops": 312e12,
     "eval_every": 8,
+    "eval_first": True,
+    "fast_dev_run": True,
     "checkpoint_every": 11,
     "keep_checkpoints": 4,
     "resume": False,
@@ -125,6 +129,12 @@ def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
         ({"workdir": 3}, "workdir=3 is not allowed: give a string"),
         ({"workdir": "gs://bucket/run"}, "is a remote address"),
         ({"steps": 3, "epochs": 4}, "steps=3 and epochs=4 were both given"),
+        (
+            {"overfit_batches": 2, "limit_train_batches": 3},
+            "overfit_batches=2 and limit_train_batches=3 were both given",
+        ),
+        ({"eager": True, "jit_compile": True}, "eager=True and jit_compile=True contradict"),
+        ({"eager": True, "locate_nonfinite": True}, "eager=True and locate_nonfinite=True contradict"),
         ({"strategy": "none", "num_devices": 2}, "strategy=none and num_devices=2 contradict"),
     ],
 )
@@ -259,7 +269,8 @@ def test_config_json_holds_every_field(tmp_path):
 def test_flags_txt_gives_every_field_back(fresh_flags, tmp_path):
     config.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
-    assert set(OTHER_VALUES) == set(NAMES) - {"epochs", "locate_nonfinite"}  # they exclude steps, and skipping
+    excluded = {"epochs", "locate_nonfinite", "eager", "overfit_batches"}  # by others
+    assert set(OTHER_VALUES) == set(NAMES) - excluded
     config.write(given, str(tmp_path))
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given
 

@@ -55,6 +55,7 @@ LAYERS = {
     "actions": 5,
     "loop": 6,
     "progress": 7,
+    "rehearsal": 4,
     "trainer": 8,
     "__init__": 9,
 }

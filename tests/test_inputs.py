@@ -59,6 +59,25 @@ def test_a_source_that_is_not_repeated_ends():
         taken(source, 1)
 
 
+def test_a_limit_bounds_each_pass():
+    assert taken(Source(numbers(6, 2), ONE, limit=2), 4) == [[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]]
+    assert Source(numbers(6, 2), ONE, limit=2).batches_per_epoch() == 2
+    assert not Source(numbers(6, 2).repeat(), ONE, limit=2).is_endless
+
+
+def test_cached_batches_come_again_as_they_were_in_the_first_pass():
+    shuffled = tf.data.Dataset.range(100).shuffle(100).batch(5).map(lambda x: {"x": x})
+    found = taken(Source(shuffled, ONE, limit=2, is_cached=True), 6)
+    assert found[:2] == found[2:4] == found[4:] and found[0] != found[1]
+
+
+def test_a_limit_on_what_tensorflow_has_split_is_refused():
+    strategy = replicas(2)
+    split = strategy.experimental_distribute_dataset(numbers(6, 2))
+    with pytest.raises(ValueError, match="call take\\(\\) on it"):
+        Source(split, strategy, limit=2)
+
+
 def test_next_batch_if_any_says_when_the_data_ends():
     source = Source(numbers(3, 2), ONE, repeat=False)
 

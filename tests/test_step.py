@@ -1,4 +1,4 @@
-"""One step compiled by XLA: the same numbers, and one sentence where it cannot be."""
+"""One step, compiled by XLA or eager: the same numbers, and one sentence where it cannot be."""
 
 import keras
 import numpy as np
@@ -98,3 +98,41 @@ def test_float16_layers_without_a_loss_scale_are_named(caplog):
     caplog.clear()
     train(1, False, model_fn, steps=1, precision="mixed_float16")
     assert "float16" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas, microbatches, batch_norm", [(1, 3, "local"), (2, 1, "synchronized")])
+def test_an_eager_step_trains_to_the_same_numbers(replicas, microbatches, batch_norm):
+    settings = dict(microbatches=microbatches, average_decay=0.9, clip_norm=0.1, on_nonfinite="skip", log_every=2)
+    optimizer = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731 - Adam would magnify roundings
+    model_fn = classifier(
+        optimizer=optimizer, dropout=0.2, batch_norm=batch_norm, metrics=True, l2=0.01, is_weighted=True
+    )
+    data = distloop.make_dataset(classification(67), 16)  # the last batch is odd
+    found = []
+    for eager in (True, False):
+        trainer = distloop.Trainer(model_fn, on(replicas, eager=eager, **settings))
+        reported = trainer.fit(data, steps=7, evals={"test": data})
+        numbers = {name: np.array(reported[name]) for name in ("loss", "auc", "test/loss", "test/auc", "gradient_norm")}
+        found.append(everything(trainer) | numbers | {"predicted": trainer.predict(data)})
+    assert_close(*found)
+
+
+def test_an_eager_step_meets_tensors_that_have_values():
+    seen = []
+
+    def model_fn():
+        spec = classifier()()
+
+        def loss_fn(batch, training):
+            seen.append((training, float(tf.reduce_sum(batch["x"]))))
+            return spec.loss_fn(batch, training)
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
+
+    rows = classification(6)
+    data = distloop.make_dataset(rows, 6)
+    trainer = distloop.Trainer(model_fn, on(2, eager=True, limit_eval_batches=1))
+    trainer.fit(data, steps=2, evals={"test": data.repeat()})
+    halves = [float(tf.reduce_sum(rows["x"][part])) for part in (slice(0, 3), slice(3, 6))]
+    assert seen == [(training, half) for training in (True, True, False) for half in halves]

@@ -37,6 +37,14 @@ def test_each_second_belongs_to_one_phase(now):
     assert sum(found.values()) == now[0] - 1000.0
 
 
+def test_a_phase_before_the_first_loop_is_no_start_up(now):
+    clock = Clock()
+    now[0] += 1.0
+    spend(clock, now, "evaluation", 2.0)
+    clock.loop(now[0], now[0], 0.0)
+    assert clock.seconds()["start-up"] == 1.0 and clock.seconds()["evaluation"] == 2.0
+
+
 def test_actions_without_a_phase_are_other(now):
     clock = Clock()
     clock.loop(1000.0, 1001.0, 0.0)

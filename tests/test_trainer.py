@@ -425,3 +425,38 @@ def test_time_between_two_loops_counts_to_the_host(capsys):
     trainer.fit(batches(), steps=6, actions=[slow])
     assert seen[0] == 0 and min(seen[1:]) > 0.5
     assert "  host-bound " in capsys.readouterr().out
+
+
+def test_an_evaluation_may_come_before_the_first_step(tmp_path):
+    data = batches()
+    trainer = distloop.Trainer(classifier(), on(1, workdir=tmp_path, eval_first=True))
+    before = trainer.evaluate(data)
+    trainer.fit(data, steps=2, evals={"test": data})
+    first, last = distloop.read_metrics(tmp_path)
+    assert first["step"] == 0 and first["test/loss"] == pytest.approx(before["loss"]) and "loss" not in first
+    assert last["step"] == 2
+    trainer.fit(data, steps=4, evals={"test": data})
+    assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [0, 2, 4]
+
+
+def test_an_evaluation_may_take_some_batches_only():
+    rows = classification(67)
+    trainer = distloop.Trainer(classifier(), on(2, limit_eval_batches=2))
+    first = {name: values[:32] for name, values in rows.items()}
+    some = distloop.Trainer(classifier(), on(2)).evaluate(distloop.make_dataset(first, 16))
+    assert trainer.evaluate(distloop.make_dataset(rows, 16)) == pytest.approx(some)
+
+
+def test_an_epoch_may_take_some_batches_only():
+    trainer = distloop.Trainer(classifier(), on(1, limit_train_batches=2))
+    trainer.fit(batches(), epochs=3)
+    assert trainer.step == 6
+
+
+def test_the_same_batches_again_and_again_are_learned_by_heart():
+    model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(0.05))
+    losses = []
+    for k in (1, 0):
+        trainer = distloop.Trainer(model_fn, on(1, overfit_batches=k, log_every=50))
+        losses.append(trainer.fit(batches(8, rows=64, shuffle=True), steps=100)["loss"])
+    assert losses[0] < 0.01 < losses[1]
