@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distloop.paths import summarize
     from distloop.precision import LossScaleOptimizer
     from distloop.records import read_metrics
+    from distloop.stages import split, stages
     from distloop.state import ModelSpec, Update
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
@@ -50,6 +51,8 @@ __all__ = [
     "prepare",
     "read_metrics",
     "scale_learning_rate",
+    "split",
+    "stages",
     "summarize",
     "supervised",
     "weighted",
@@ -82,6 +85,8 @@ _MODULES = {
     "prepare": "cluster",
     "read_metrics": "records",
     "scale_learning_rate": "learning_rates",
+    "split": "stages",
+    "stages": "stages",
     "summarize": "paths",
     "supervised": "supervised",
     "weighted": "metrics",

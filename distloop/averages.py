@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from distloop.paths import tensorflow_variable
+
 
 class MovingAverage(tf.Module):
     """The average of some variables; the variables keep the weights that train."""
@@ -24,7 +26,10 @@ class MovingAverage(tf.Module):
         """
         super().__init__(name="average")
         self.decay = decay
-        self._averaged = {id(v): tf.Variable(tf.convert_to_tensor(v), trainable=False) for v in variables}
+        self._averaged = {}
+        for variable in variables:
+            with tf.distribute.get_strategy().extended.colocate_vars_with(tensorflow_variable(variable)):
+                self._averaged[id(variable)] = tf.Variable(tf.convert_to_tensor(variable), trainable=False)
         self._variables = list(variables)
 
         @tf.function(autograph=False)
@@ -63,7 +68,8 @@ class MovingAverage(tf.Module):
         rate = 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
         for variable in variables:
             average = self._averaged[id(variable)]
-            average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
+            with tf.device(average.device):
+                average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -78,7 +78,7 @@ def prepare_process(config: Config) -> None:
         )
     if _device_type(config) == "CPU":
         _hide_gpus(config)
-        _make_virtual_cpus(config.num_devices)
+        _make_virtual_cpus(max(config.num_devices, config.num_stages))
     else:
         _set_memory_growth()
     tf.get_logger().setLevel("WARNING")  # else it tells how it reduces at every trace
@@ -108,6 +108,8 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     device_type = _device_type(config)
     devices = tf.config.list_logical_devices(device_type)
     num_devices = config.num_devices or len(devices)
+    if config.num_stages > 1:  # the devices belong to the stages
+        return tf.distribute.get_strategy()
     if num_devices > len(devices) or not devices:
         raise ValueError(
             f"num_devices={config.num_devices} of device={device_type.lower()} were asked for, but there are "
@@ -378,6 +380,8 @@ def _join(workers: Workers, config: Config, others: Peers) -> tf.distribute.Stra
         cluster, task_type="worker", task_id=workers.index, rpc_layer="grpc"
     )
     count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
+    if config.num_stages > 1:  # a replica is all stages
+        count = 1
     others.phase = JOINING
     try:
         with _local_devices(device_type, count), _threads_running():

@@ -63,6 +63,11 @@ class Config:
     )
     device: str = setting("auto", "What to run on; auto: gpu if any, else cpu.", choices=("auto", "cpu", "gpu"))
     num_devices: int = setting(0, "Devices per worker; 0: all. With device=cpu, that many virtual CPUs.")
+    num_stages: int = setting(
+        1,
+        "Devices per worker that one network is spread over, one stage on each, by distloop.split(model, num_stages).",
+        minimum=1,
+    )
     precision: str = setting(
         "float32",
         "What layers compute in; weights stay float32. mixed_float16 scales the loss.",
@@ -206,7 +211,22 @@ class Config:
                 f"profile={self.profile!r} was given without a workdir, so the profile would be lost: give a workdir "
                 "too."
             )
-        if self.strategy == "none" and self.num_devices > 1:
+        if self.strategy == "mirrored" and self.num_stages > 1:
+            raise ValueError(
+                f"strategy=mirrored and num_stages={self.num_stages} contradict each other; mirroring copies the whole "
+                "network to each device: give strategy=none for stages on the devices of this machine."
+            )
+        if self.num_devices and 1 < self.num_stages != self.num_devices:
+            raise ValueError(
+                f"num_stages={self.num_stages} and num_devices={self.num_devices} were given; each stage takes one "
+                f"device: leave num_devices out, or give num_devices={self.num_stages}."
+            )
+        if self.num_stages > 1 and self.jit_compile:
+            raise ValueError(
+                f"jit_compile=True and num_stages={self.num_stages} were given, but XLA compiles for one device: leave "
+                "either out."
+            )
+        if self.strategy == "none" and self.num_devices > 1 and self.num_stages == 1:
             raise ValueError(
                 f"strategy=none and num_devices={self.num_devices} contradict each other; without a strategy there is "
                 "one device: give strategy=mirrored or num_devices=1."

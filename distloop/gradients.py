@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.paths import tensorflow_variable
+
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
 LARGEST_PACKED_BYTES = 256 * 1024
 
@@ -22,18 +24,25 @@ LARGEST_PACKED_BYTES = 256 * 1024
 class Packing:
     """The layout of some variables' gradients in few tensors: one vector a dtype for small ones, each big one alone."""
 
-    def __init__(self, variables: Sequence[Any]):
-        """Plans the layout; `variables` have static shapes."""
+    def __init__(self, variables: Sequence[Any], devices: Sequence[str] | None = None):
+        """Plans the layout.
+
+        Args:
+            variables: with static shapes.
+            devices: where each one's gradient is to stay, and be worked on; None: wherever they are.
+        """
         self._shapes = [tuple(v.shape) for v in variables]
         self._groups: list[list[int]] = []  # positions of the gradients in each segment
-        vectors: dict[tf.DType, list[int]] = {}
+        devices = devices or [""] * len(variables)
+        vectors: dict[tuple[tf.DType, str], list[int]] = {}
         for i, variable in enumerate(variables):
             dtype = tf.as_dtype(variable.dtype)
             if self._size(i) * dtype.size > LARGEST_PACKED_BYTES:
                 self._groups.append([i])
             else:
-                vectors.setdefault(dtype, []).append(i)
+                vectors.setdefault((dtype, devices[i]), []).append(i)
         self._groups.extend(vectors.values())
+        self._devices = [devices[group[0]] for group in self._groups]
         self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
 
     def _size(self, i: int) -> int:
@@ -46,17 +55,31 @@ class Packing:
 
     def pack(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Lays gradients out in segments, flat; sparse ones (of an embedding) become dense."""
-        flat = [tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients]
-        return [tf.concat([flat[i] for i in group], 0) if len(group) > 1 else flat[group[0]] for group in self._groups]
+        segments = []
+        for group, device in zip(self._groups, self._devices, strict=True):
+            with tf.device(device):
+                flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [-1]) for i in group]
+                segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
+        return segments
 
-    def unpack(self, segments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Undoes `pack`."""
+    def unpack(self, segments: Sequence[tf.Tensor], scale: tf.Tensor | None = None) -> list[tf.Tensor]:
+        """Undoes `pack`, and multiplies with a scale as `scaled` does."""
         gradients: list[Any] = [None] * len(self._shapes)
-        for group, segment in zip(self._groups, segments, strict=True):
-            pieces = tf.split(segment, [self._size(i) for i in group]) if len(group) > 1 else [segment]
-            for i, piece in zip(group, pieces, strict=True):
-                gradients[i] = tf.reshape(piece, self._shapes[i])
+        for group, segment, device in zip(self._groups, segments, self._devices, strict=True):
+            with tf.device(device):
+                (segment,) = [segment] if scale is None else scaled([segment], scale)
+                pieces = tf.split(segment, [self._size(i) for i in group]) if len(group) > 1 else [segment]
+                for i, piece in zip(group, pieces, strict=True):
+                    gradients[i] = tf.reshape(piece, self._shapes[i])
         return gradients
+
+    def add(self, segments: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Adds up the gradients of two microbatches."""
+        sums = []
+        for a, b, device in zip(segments, others, self._devices, strict=True):
+            with tf.device(device):
+                sums.append(a + b)
+        return sums
 
     def diagnosis(self, segments: Sequence[tf.Tensor], squares: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gathers what the host needs to find the variables whose gradients are not finite, without working it out.
@@ -133,7 +156,10 @@ def norm_and_scale(
         The squared norm of each segment, the norm of all after the division and before clipping, and the factor:
         float32 scalars. The norm is finite only if every gradient is.
     """
-    squares = [2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)) for segment in segments]
+    squares = []
+    for segment in segments:
+        with tf.device(segment.device):  # a number is cheaper to move than a gradient
+            squares.append(2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)))
     scale = tf.math.divide_no_nan(1.0, weight)
     norm = tf.sqrt(tf.add_n(squares)) * scale
     if clip_norm:
@@ -169,3 +195,19 @@ def own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
             "gradients once: install a tested version, keras>=3.12,<3.16."
         )
     optimizer._all_reduce_sum_gradients = list
+
+
+def update_beside_variables(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer work on each variable's device; without a strategy, Keras works on the default device."""
+    update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
+
+    def update_there(gradient: Any, variable: Any, *rest: Any) -> Any:
+        with tf.device(variable.device):
+            return update_step(gradient, variable, *rest)
+
+    def decay_there(variables: Sequence[Any]) -> None:
+        for variable in variables:
+            with tf.device(tensorflow_variable(variable).device):
+                decay([variable])
+
+    optimizer.update_step, optimizer._apply_weight_decay = update_there, decay_there

@@ -17,6 +17,21 @@ import keras
 import tensorflow as tf
 
 
+class Arrangement:
+    """What says how a model runs, and adds nothing to it: names are those in the model.
+
+    Attributes:
+        whole: the model, as for `named_variables`.
+    """
+
+    whole: Any
+
+
+def arranged(model: Any) -> Any:
+    """Gives the model itself, where there is an `Arrangement` around it."""
+    return model.whole if isinstance(model, Arrangement) else model
+
+
 def named_variables(model: Any) -> dict[str, Any]:
     """Finds a model's variables by readable paths: `encoder/dense/kernel`.
 
@@ -43,6 +58,7 @@ def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     def joined(name: Any) -> str:
         return f"{prefix}/{name}" if prefix else str(name)
 
+    node = arranged(node)
     if isinstance(node, keras.Layer):
         # Keras numbers random streams through the process, not by layer; their order in the model is what lasts.
         numbers = itertools.count()
@@ -76,6 +92,7 @@ def count_parameters(model: Any) -> dict[str, int]:
         Name -> how many, in order; parts without any are left out, and what is in no layer has the model's own name.
     """
     parts: list[tuple[str, Any]] = []
+    model = arranged(model)
     if isinstance(model, keras.Model):
         parts = [(layer.name, layer) for layer in model.layers]
     elif isinstance(model, (Mapping, list, tuple)):
@@ -185,6 +202,7 @@ def is_seed(variable: Any) -> bool:
 
 def _all_layers(model: Any) -> Iterator[keras.Layer]:
     """Finds every layer in a model, at any depth."""
+    model = arranged(model)
     if isinstance(model, keras.Layer):
         yield from model._flatten_layers()
     elif isinstance(model, Mapping):

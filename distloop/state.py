@@ -23,8 +23,9 @@ from distloop import cluster, gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
 from distloop.divergence import LossWatch
-from distloop.paths import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
+from distloop.paths import arranged, is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 from distloop.precision import LossScaleOptimizer
+from distloop.stages import find_stages
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 
@@ -127,6 +128,7 @@ class TrainState(tf.Module):
         optimizers: by update; a `LossScaleOptimizer` where the loss is scaled.
         loss_watch: what the losses of the updates usually are, where somebody asks.
         average: the moving average of the weights, or None.
+        staged: the networks in the model that are spread over several devices.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class TrainState(tf.Module):
         self._created = created
         self._initial_rates: dict[str, float] = {}
         self.is_built = False
+        self.staged = find_stages(spec.model)
         self.train_metrics = dict(spec.metrics or {})
         with strategy.scope(), _recorded(created):
             self.eval_metrics = {name: _clone_metric(name, metric) for name, metric in self.train_metrics.items()}
@@ -241,6 +244,8 @@ class TrainState(tf.Module):
             if not optimizer.built:
                 optimizer.build(self.variables_of_update[update.name])
             gradients.own_reduction(self.plain_optimizers[update.name])
+            if self.staged:
+                gradients.update_beside_variables(self.plain_optimizers[update.name])
             if isinstance(rate := self.plain_optimizers[update.name]._learning_rate, keras.Variable):
                 self._initial_rates[update.name] = float(rate.numpy())
         layers = list(_layers(self.spec.model))
@@ -456,6 +461,7 @@ def _check_predict_fn(given: Any) -> None:
 
 def _layers(model: Any) -> Iterator[keras.Layer]:
     """Finds the Keras models and layers that stand at the top of `model`."""
+    model = arranged(model)
     if isinstance(model, keras.Layer):
         yield model
     elif isinstance(model, Mapping):

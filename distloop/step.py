@@ -68,7 +68,9 @@ class _UpdateTrace:
         self.optimizer = state.plain_optimizers[update.name]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.variables = list(state.variables_of_update[update.name])
-        self.packing = gradients.Packing(self.variables)
+        # What is spread over several devices stays where it is.
+        devices = [tensorflow_variable(v).device for v in self.variables] if state.staged else None
+        self.packing = gradients.Packing(self.variables, devices)
         self.reached: list[bool] = []  # by variable: whether the loss depends on it
         self.names: list[str] = []  # what the tallies hold, without the update's own name
         self.fed: set[str] = set()  # Keras metrics that its loss_fn returns something for
@@ -394,12 +396,18 @@ class TrainStep:
             # for each replica, which reads that replica's variables.
             compute = tf.function(compute, autograph=False, jit_compile=True)
 
+        # The loss is computed where a network that is spread over several devices ends.
+        end = self._state.staged[-1].devices[-1] if self._state.staged else ""
+
         def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
-            return compute(*inputs.take_share(batch, layout, self._microbatches, index), factor)
+            with tf.device(end):
+                return compute(*inputs.take_share(batch, layout, self._microbatches, index), factor)
 
         with _without_meeting(self._microbatches, self._jit_compile):
             if self._microbatches == 1:
                 segments, tallies = microbatch(0)
+            elif self._state.staged:
+                segments, tallies = self._sum_in_flow(trace, microbatch)
             else:
                 segments, tallies = self._sum_over_microbatches(trace, microbatch)
         trace.written = [v for v in candidates if id(v) in written]
@@ -469,7 +477,9 @@ class TrainStep:
                 objective += tallies[REGULARIZATION].total
             if factor is not None:
                 objective *= factor
-        found = tape.gradient(objective, tensors)
+            # In stages, each operation of the backward pass runs beside the one it belongs to, which a tape cannot do.
+            staged_gradients = tf.gradients(objective, tensors) if state.staged else None
+        found = staged_gradients or tape.gradient(objective, tensors)
         trace.reached = [gradient is not None for gradient in found]
         if not any(trace.reached):
             raise ValueError(
@@ -507,6 +517,22 @@ class TrainStep:
         )
         return segments, tf.ensure_shape(tallies, [2 * len(trace.names)])
 
+    def _sum_in_flow(
+        self, trace: _UpdateTrace, microbatch: Callable[[int], tuple[list[tf.Tensor], tf.Tensor]]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Adds up gradients and tallies of microbatches that flow through the stages of a network, all in one graph."""
+        finished: list[list[tf.Tensor]] = []
+        with contextlib.ExitStack() as stack:
+            for network in self._state.staged:
+                stack.enter_context(network.ordered(finished))
+            segments, tallies = microbatch(0)
+            finished.append(segments)
+            for index in range(1, self._microbatches):
+                more_segments, more_tallies = microbatch(index)
+                finished.append(more_segments)
+                segments, tallies = trace.packing.add(segments, more_segments), tallies + more_tallies
+        return segments, tallies
+
     def _settle(self, trace: _UpdateTrace, finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
         """Keeps what the forward pass wrote, equal on all replicas, or puts back what stood there."""
         for variable, old, new in zip(trace.written, before, after, strict=True):
@@ -514,8 +540,7 @@ class TrainStep:
 
     def _apply(self, trace: _UpdateTrace, segments: list[tf.Tensor], scale: tf.Tensor) -> None:
         """Changes weights, slots and averages; in a replica's context, where all is equal on all."""
-        scaled = gradients.scaled(segments, scale)
-        found = zip(trace.packing.unpack(scaled), trace.variables, trace.reached, strict=True)
+        found = zip(trace.packing.unpack(segments, scale), trace.variables, trace.reached, strict=True)
         updated = [(gradient, variable) for gradient, variable, reached in found if reached]
         gradients.apply(trace.optimizer, [g for g, _ in updated], [v for _, v in updated])
         if self._state.average is not None:

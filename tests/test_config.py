@@ -269,7 +269,7 @@ def test_config_json_holds_every_field(tmp_path):
 def test_flags_txt_gives_every_field_back(fresh_flags, tmp_path):
     config.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
-    excluded = {"epochs", "locate_nonfinite", "eager", "overfit_batches"}  # by others
+    excluded = {"epochs", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
     assert set(OTHER_VALUES) == set(NAMES) - excluded
     config.write(given, str(tmp_path))
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given
