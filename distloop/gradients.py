@@ -58,7 +58,8 @@ class Packing:
         segments = []
         for group, device in zip(self._groups, self._devices, strict=True):
             with tf.device(device):
-                flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [-1]) for i in group]
+                # The size is given, as TensorFlow does not always know that of a sparse gradient.
+                flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
                 segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
         return segments
 

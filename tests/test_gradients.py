@@ -100,6 +100,18 @@ def test_a_sparse_gradient_becomes_dense():
     np.testing.assert_array_equal(dense, [[0, 0], [5, 5], [0, 0], [2, 2]])
 
 
+def test_a_sparse_gradient_has_a_size_that_tracing_knows():
+    packing = gradients.Packing([tf.TensorSpec([4, 2]), tf.TensorSpec([3])])
+
+    @tf.function
+    def sizes(shape):
+        gradient = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 3]), dense_shape=shape)
+        (segment,) = packing.pack([gradient, tf.ones([3])])
+        return segment.shape[0]
+
+    assert sizes(tf.constant([4, 2])) == 11
+
+
 def test_all_reduce_adds_up_gradients_and_extras_over_the_replicas():
     values, per_replica, _ = reduced(replicas(2), small_specs())
     for found, extras in per_replica:
