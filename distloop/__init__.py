@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distloop.cluster import prepare
     from distloop.config import Config, define_flags
     from distloop.displays import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
+    from distloop.gathering import gather_rows
     from distloop.inputs import make_dataset
     from distloop.learning_rates import make_schedule, scale_learning_rate
     from distloop.metrics import weighted
@@ -46,6 +47,7 @@ __all__ = [
     "Update",
     "define_flags",
     "from_keras",
+    "gather_rows",
     "make_dataset",
     "make_schedule",
     "prepare",
@@ -80,6 +82,7 @@ _MODULES = {
     "Update": "state",
     "define_flags": "config",
     "from_keras": "supervised",
+    "gather_rows": "gathering",
     "make_dataset": "inputs",
     "make_schedule": "learning_rates",
     "prepare": "cluster",

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, gradients, inputs, metrics, nonfinite
+from distloop import cluster, gathering, gradients, inputs, metrics, nonfinite
 from distloop.cluster import HOST
 from distloop.inputs import Batch
 from distloop.paths import named_variables, tensorflow_variable
@@ -465,7 +465,8 @@ class TrainStep:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for tensor in tensors:
                 tape.watch(tensor)
-            outputs = trace.update.loss_fn(rows, True)
+            with gathering.share(row_weights, self._microbatches):
+                outputs = trace.update.loss_fn(rows, True)
             tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
             trace.fed = set(outputs)
             loss = tallies["loss"]
@@ -617,7 +618,8 @@ class EvalStep:
             fed: set[str] = set()
             for update in state.spec.updates:
                 prefix = f"{update.name}/" if update.name else ""
-                outputs = update.loss_fn(rows, False)
+                with gathering.share(row_weights):
+                    outputs = update.loss_fn(rows, False)
                 tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
                 named.update({prefix + name: tally for name, tally in tallies.items()})
                 fed.update(outputs)
@@ -668,20 +670,17 @@ class PredictStep:
         if cluster.num_workers(self._strategy) == 1:
             return outputs
         count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
-        return tf.nest.map_structure(lambda output: _gather_rows(output[:count]), outputs)
+        return tf.nest.map_structure(lambda output: _join_outputs(output[:count]), outputs)
 
 
-def _gather_rows(output: Any) -> tf.Tensor:
+def _join_outputs(output: Any) -> tf.Tensor:
     """Joins the rows of all replicas on all workers, in their order; in a replica's context."""
     if isinstance(output, tf.RaggedTensor) or not (output.dtype.is_numeric or output.dtype.is_bool):
         raise ValueError(
             f"predict_fn returned a {'ragged tensor' if isinstance(output, tf.RaggedTensor) else 'string tensor'}, "
             "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
         )
-    dtype, sent = output.dtype, output
-    if dtype.is_integer or dtype.is_bool:  # the collectives know few types of numbers
-        sent = tf.cast(output, tf.int64)
-    return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis=0), dtype)
+    return gathering.join(output)
 
 
 def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool = False) -> Any:

@@ -1,0 +1,67 @@
+"""Rows of all replicas on each: order, places, and that any number of replicas compares the same examples."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import assert_close, classification, on, weights
+from tests.test_bad_input import refused
+
+
+def contrast():
+    """A `model_fn` for `classification` whose loss compares each example with all others of the batch."""
+    layers = [keras.layers.Dense(4, activation="tanh", name="hidden"), keras.layers.Dense(3, name="embedding")]
+    model = keras.Sequential([keras.Input((8,)), *layers], name="net")
+
+    def loss_fn(batch, training):
+        own = model(batch["x"], training=training)  # [b, 3]
+        everyone, place = distloop.gather_rows(own)  # [B, 3], [b]
+        labels, _ = distloop.gather_rows(batch["label"])  # [B]
+        logits = tf.matmul(own, everyone, transpose_b=True)  # [b, B]
+        loss = keras.losses.sparse_categorical_crossentropy(place, logits, from_logits=True)
+        alike = tf.reduce_mean(tf.cast(labels[tf.newaxis] == batch["label"][:, tf.newaxis], tf.float32), 1)
+        return {"loss": loss, "alike": alike}
+
+    return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+
+def trained(replicas, **settings):
+    trainer = distloop.Trainer(contrast, on(replicas, **settings))
+    trainer.fit(distloop.make_dataset(classification(23), 10), steps=7)  # of 10, 10 and 3 rows
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
+)
+def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_of_replicas(replicas):
+    one, several = trained(1), trained(replicas)
+    assert_close(weights(several), weights(one))
+    dataset = distloop.make_dataset(classification(23, seed=1), 10)
+    assert several.evaluate(dataset) == pytest.approx(one.evaluate(dataset), rel=1e-5)
+
+
+def test_rows_come_in_the_order_of_the_batch_and_each_knows_its_place():
+    found = {}
+
+    def model_fn():
+        weight = tf.Variable(1.0)
+
+        def loss_fn(batch, training):
+            everyone, place = distloop.gather_rows(batch["number"])
+            found["everyone"] = everyone
+            return {"loss": weight * tf.cast(everyone[0] + 0 * batch["number"], tf.float32), "place": place}
+
+        return distloop.ModelSpec([weight], keras.optimizers.SGD(0.0), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(3))
+    numbers = np.arange(5, 12, dtype=np.int32)  # shares of 2, 2 and 3 rows
+    result = trainer.evaluate(distloop.make_dataset({"number": numbers}, 7))
+    assert found["everyone"].dtype == tf.int32
+    assert result == pytest.approx({"loss": 5.0, "place": 3.0})  # the mean of the places 0 to 6
+
+
+def test_microbatches_are_refused():
+    refused(lambda: trained(1, microbatches=2), "gather_rows", "microbatches=2 was given", "use microbatches=1")
