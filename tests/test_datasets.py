@@ -112,3 +112,20 @@ def test_data_that_cannot_be_fetched_is_named_with_the_place_to_put_it(monkeypat
     monkeypatch.setattr(module, "load_data", load_data)
     with pytest.raises(RuntimeError, match=f"could not be fetched .*URL fetch.*~/.keras/datasets: put .*{file}"):
         make_dataset("train", 32)
+
+
+def test_python_source_counts_each_byte_of_the_held_out_files_once():
+    dataset = datasets.python_source("test", 512, 64)
+    batches = list(dataset.as_numpy_iterator())
+    bytes_, weight = (np.concatenate([batch[name] for batch in batches]) for name in ("bytes", "weight"))
+    files = datasets.python_files("test")
+    assert weight.sum() == sum(map(len, files))
+    assert bytes(bytes_[:, 1:][weight == 1]) == b"".join(files)
+    assert bytes(bytes_[0, :9]) == b"\0" + files[0][:8]
+
+
+def test_python_files_are_on_one_side_and_no_tests_are_among_them():
+    train, test = (datasets.python_files(split) for split in ("train", "test"))
+    assert 0.005 < sum(map(len, test)) / sum(map(len, train)) < 0.05
+    assert not {file for file in train if len(file) > 1_000} & set(test)
+    assert not [file for file in (*train, *test) if b"import unittest" in file and b"test.support" in file]
