@@ -2,64 +2,108 @@
 
     python -m experiments.benchmarks.cell '{"part": "training", "workload": "tiny", "replicas": 1, ...}' result.json
 
-`__main__` starts it, and the launcher where there are several workers.
+`__main__` starts it, through the launcher where there are several workers.
 """
 
+import functools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 
-from experiments.benchmarks import by_hand, places, turns, with_orbit
+import tensorflow as tf
+
+from experiments.benchmarks import by_hand, places, saves, turns, whole_calls, with_orbit
 from experiments.benchmarks.workloads import WORKLOADS
 
-STEPS_PER_EXECUTION = 50
+# Imported where they are needed, so that others start without them: with_distloop, with_keras.
 
 
-def make_systems(spec: dict, workdir: str) -> dict[str, turns.System]:
-    """Makes the systems that the cell is to measure, by name."""
-    workload, replicas = WORKLOADS[spec["workload"]], spec["replicas"]
-    batch_size = workload.global_batch_size(replicas)
-    strategy = places.make_strategy(replicas)  # one: the collectives of two over the same devices would clash
-    hand = by_hand.ByHand(workload, strategy, batch_size)
+class Systems:
+    """The systems of a cell, made when they are asked for.
 
-    def distloop_fit():
-        from experiments.benchmarks import with_distloop  # here, so that the others start without it
+    One strategy serves all that are not distloop: the collectives of two over the same devices would clash.
+    """
 
-        return with_distloop.Fit(with_distloop.make_trainer(workload, replicas, workdir), workload, batch_size)
+    def __init__(self, spec: dict, workdir: str):
+        self.name, self.workload = spec["workload"], WORKLOADS[spec["workload"]]
+        self.replicas, self.batch_size = spec["replicas"], spec["batch_size"]
+        self.workdir = workdir
 
-    def keras_fit(steps_per_execution):
+    @functools.cached_property
+    def strategy(self) -> tf.distribute.Strategy:
+        return self.trainer.strategy if "TF_CONFIG" in os.environ else places.make_strategy(self.replicas)
+
+    @functools.cached_property
+    def by_hand(self) -> by_hand.ByHand:
+        return by_hand.ByHand(self.workload, self.strategy, self.batch_size)
+
+    @functools.cached_property
+    def trainer(self):
+        from experiments.benchmarks import with_distloop
+
+        return with_distloop.make_trainer(self.workload, self.replicas, os.path.join(self.workdir, "distloop"))
+
+    def make(self, name: str) -> turns.System:
+        """Makes a system by its name."""
+        if name in ("bare", "handloop", "hand"):
+            return getattr(self.by_hand, name)()
+        if name == "orbit":
+            return with_orbit.Train(self.name, self.replicas, self.batch_size, os.path.join(self.workdir, "orbit"))
+        if name == "distloop":
+            from experiments.benchmarks import with_distloop
+
+            return with_distloop.Fit(self.trainer, self.workload, self.batch_size)
         from experiments.benchmarks import with_keras
 
-        return with_keras.Fit(workload, strategy, batch_size, steps_per_execution)
+        return with_keras.Fit(self.workload, self.strategy, self.batch_size, 50 if name == "keras50" else 1)
 
-    make_fns: dict[str, Callable[[], turns.System]] = {
-        "bare": hand.bare,
-        "handloop": hand.handloop,
-        "hand": hand.hand,
-        "orbit": lambda: with_orbit.Train(spec["workload"], replicas, batch_size, os.path.join(workdir, "orbit")),
-        "distloop": distloop_fit,
-        "keras": lambda: keras_fit(1),
-        "keras50": lambda: keras_fit(STEPS_PER_EXECUTION),
-    }
-    return {name: make_fns[name]() for name in spec["systems"]}
+    def agree(self, number: float) -> float:
+        """Returns the mean over the workers, so that all of them decide alike."""
+        parts = self.strategy.run(lambda: tf.constant(number))
+        return float(self.strategy.reduce("MEAN", parts, axis=None))
 
 
-def measure_training(spec: dict, workdir: str) -> dict:
+def measure_training(systems: Systems, spec: dict) -> dict:
     """Returns seconds of a step in each round, by system."""
-    return {"times": turns.take_turns(make_systems(spec, workdir), spec["rounds"], spec["turn_secs"], float)}
+    _ = systems.strategy  # before distloop starts TensorFlow, after which there can be no more virtual CPUs
+    made = {name: systems.make(name) for name in spec["systems"]}
+    return {"times": turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)}
 
 
-PARTS = {"training": measure_training}
+def measure_calls(systems: Systems, spec: dict) -> dict:
+    """Returns seconds of whole calls in each round, by kind and system."""
+    _ = systems.strategy
+    return whole_calls.measure(systems, spec["rounds"], spec["turn_secs"])
+
+
+def measure_saves(systems: Systems, spec: dict) -> dict:
+    """Returns seconds of saves and loads in each round, by kind and system."""
+    return saves.measure(systems.workload, systems.batch_size, systems.workdir, spec["rounds"])
+
+
+def measure_start(systems: Systems, spec: dict) -> dict:
+    """Does the first step; whoever started this process looks at the clock."""
+    systems.make(spec["systems"][0]).first_step(lambda: print("done", file=sys.__stdout__, flush=True))
+    return {}
+
+
+PARTS = {
+    "training": measure_training,
+    "workers": measure_training,
+    "calls": measure_calls,
+    "saves": measure_saves,
+    "start": measure_start,
+}
 
 
 def main(text: str, path: str) -> None:
     spec = json.loads(text)
     with tempfile.TemporaryDirectory() as workdir:
-        found = PARTS[spec["part"]](spec, workdir)
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+        found = PARTS[spec["part"]](Systems(spec, workdir), spec)
+        if json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(found, file)
     sys.stdout.flush()
     os._exit(0)  # a distributed iterator that is deleted may wait for its thread for half a minute
 

@@ -32,3 +32,30 @@ STEPS: dict[tuple[str, str], dict[str, Goal]] = {
     ("mlp41m", "2 replicas"): {"bare": Goal(0.95, 0.82), "handloop": NOT_SLOWER},
     ("mlp41m", "4 replicas"): {"handloop": NOT_SLOWER},
 }
+
+# (workload, place) -> examples per second of a whole call, 2,000 examples in batches of 32. Higher is better.
+EVALUATE = {
+    ("tiny", "1 replica"): 65_000,
+    ("tiny", "2 replicas"): 40_000,
+    ("conv", "1 replica"): 15_000,
+    ("conv", "2 replicas"): 15_000,
+}
+PREDICT = {
+    ("tiny", "1 replica"): 60_000,
+    ("tiny", "2 replicas"): 25_000,
+    ("conv", "1 replica"): 17_000,
+    ("conv", "2 replicas"): 12_000,
+}
+
+# place -> seconds of a call of `fit` or `evaluate` beyond its steps
+BEYOND_SECS = {"1 replica": 0.030, "2 replicas": 0.100, "4 replicas": 0.100}
+
+# Of a save, the time until training goes on: over that of `CheckpointManager.save`.
+SAVE = Goal(1.10, 1.00)
+
+# To the first step, and at the peak: over the loop by hand with a call a step.
+START = Goal(1.10, 1.10)
+MEMORY = Goal(1.05, 1.05)
+
+# workload -> the share of one worker's speed that each of two keeps. Higher is better.
+SCALING = {"conv": 0.93, "lm": 0.90}

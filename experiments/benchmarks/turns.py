@@ -19,6 +19,11 @@ class System:
         """Trains, and returns how long that many steps took without the start and the end of the call."""
         return timed(self.call, steps)
 
+    def first_step(self, done: Callable[[], None]) -> None:
+        """Trains for one step, and tells when it has ended."""
+        self.call(1)
+        done()
+
 
 def timed(fn: Callable, *args: object) -> float:
     start = time.perf_counter()

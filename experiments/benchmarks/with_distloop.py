@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+from collections.abc import Callable
 
 import keras
 
@@ -42,16 +43,18 @@ class Fit(System):
             self._trainer.fit(self._dataset, steps=self._trainer.step + steps, actions=actions)
 
     def steps_secs(self, steps: int) -> float:
-        marks = _Marks(every=self._trainer.step + 1)
-        self.call(steps + 1, (marks,))
-        return marks.times[-1] - marks.times[0]
+        times = []
+        self.call(steps + 1, (self._after_first_step(lambda: times.append(time.perf_counter())),))
+        return times[-1] - times[0]
 
+    def first_step(self, done: Callable[[], None]) -> None:
+        self.call(1, (self._after_first_step(done),))
 
-class _Marks:
-    """An action that keeps the times of the first step of a call, and of its last."""
+    def _after_first_step(self, fn: Callable[[], None]) -> distloop.Action:
+        """Makes an action that comes due after the next step, and at the end of the call."""
 
-    def __init__(self, every: int):
-        self.every, self.times = every, []
+        def action(report: distloop.Report) -> None:
+            fn()
 
-    def __call__(self, report: distloop.Report) -> None:
-        self.times.append(time.perf_counter())
+        action.every = self._trainer.step + 1
+        return action

@@ -1,0 +1,59 @@
+"""Whole calls of `evaluate` and `predict`, and what a call of `fit` or `evaluate` takes beyond its steps."""
+
+from collections.abc import Callable
+
+from experiments.benchmarks import by_hand, turns, with_distloop, with_keras
+
+EXAMPLES, BATCH_SIZE = 2_000, 32
+BATCHES = -(-EXAMPLES // BATCH_SIZE)
+
+
+def measure(systems, rounds: int, turn_secs: float) -> dict[str, dict[str, list[float]]]:
+    """Times calls by turns.
+
+    Args:
+        systems: those of the cell.
+        rounds: turns that each one gets.
+        turn_secs: how long a turn lasts, about.
+
+    Returns:
+        Seconds in each round, by kind and system. `evaluate`, `predict`: a call. `beyond fit`, `beyond evaluate`: what
+        a call takes beyond its steps.
+    """
+    workload = systems.workload
+    hand = by_hand.ByHand(workload, systems.strategy, BATCH_SIZE)
+    model, trainer = systems.make("keras").model, systems.trainer
+    data, batch = workload.dataset(BATCH_SIZE, EXAMPLES), workload.dataset(BATCH_SIZE, BATCH_SIZE)
+
+    def take_turns(**fns: Callable[[], object]) -> dict[str, list[float]]:
+        passes = {name: turns.System(lambda count, fn=fn: [fn() for _ in range(count)]) for name, fn in fns.items()}
+        return turns.take_turns(passes, rounds, turn_secs, float)
+
+    found = {
+        "evaluate": take_turns(
+            hand=hand.evaluate(EXAMPLES),
+            handloop=hand.evaluate_compiled(EXAMPLES),
+            keras=lambda: model.evaluate(data, verbose=0),
+            distloop=lambda: trainer.evaluate(data),
+        ),
+        "predict": take_turns(
+            hand=hand.predict(EXAMPLES),
+            keras=lambda: model.predict(data, verbose=0),
+            distloop=lambda: trainer.predict(data),
+        ),
+    }
+    short = take_turns(keras=lambda: model.evaluate(batch, verbose=0), distloop=lambda: trainer.evaluate(batch))
+    found["beyond evaluate"] = {
+        # A call takes a + n * b: of both calls' times, what is left without the batches.
+        name: [one - (whole - one) / (BATCHES - 1) for one, whole in zip(times, found["evaluate"][name], strict=True)]
+        for name, times in short.items()
+    }
+    found["beyond fit"] = {name: beyond_steps(systems.make(name), rounds) for name in ("keras", "distloop")}
+    return found
+
+
+def beyond_steps(system: with_distloop.Fit | with_keras.Fit, rounds: int) -> list[float]:
+    """Returns the seconds of a call of one step less those of a step, from the third call on."""
+    system.call(2)
+    step = system.steps_secs(100) / 100
+    return [turns.timed(system.call, 1) - step for _ in range(rounds)]
