@@ -20,20 +20,20 @@ import time
 from absl import app, flags
 
 from experiments.benchmarks import goals, page, with_orbit
-from experiments.benchmarks.workloads import WORKLOADS
 
+WORKLOADS = ["tiny", "deep", "conv", "lm", "mlp41m"]  # this process knows no TensorFlow: it starts at once
 SYSTEMS = ["bare", "handloop", "hand", "orbit", "keras", "keras50", "distloop"]
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-START_ROUNDS = 3
-SAVED_BATCH_SIZE = 16  # the step is not the point
+START_ROUNDS = 2
 
-_WORKLOADS = flags.DEFINE_list("workloads", list(WORKLOADS), "Which models.")
+_WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Which models.")
 _REPLICAS = flags.DEFINE_list("replicas", ["1", "2", "4"], "Numbers of replicas.")
 _SYSTEMS = flags.DEFINE_list("systems", SYSTEMS, "Which systems.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns each system gets.", lower_bound=1)
-_TURN_SECS = flags.DEFINE_float("turn_secs", 0.7, "How long a turn lasts, about.", lower_bound=0)
+_TURN_SECS = flags.DEFINE_float("turn_secs", 0.4, "How long a turn lasts, about.", lower_bound=0)
 _WRITE = flags.DEFINE_bool("write", False, f"Write {PAGE.name} though only a part is measured.")
 
 
@@ -51,7 +51,7 @@ def run_cell(*, workers: int = 0, **spec: object) -> dict:
     start = time.monotonic()
     spec |= {"rounds": _ROUNDS.value, "turn_secs": _TURN_SECS.value}
     launcher = ["-m", "distloop.launch", f"--workers={workers}"] if workers else []
-    environment = {**os.environ, **ONE_THREAD} if workers else None
+    environment = {**os.environ, **WITHOUT_GPU, **(ONE_THREAD if workers else {})}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "result.json")
         command = [sys.executable, *launcher, "-m", "experiments.benchmarks.cell", json.dumps(spec), path]
@@ -71,7 +71,7 @@ def say(cell: dict, start: float) -> None:
 
 def measure_training() -> list[dict]:
     return [
-        run_cell(part="training", workload=name, **place(name, replicas), **systems(replicas))
+        run_cell(part="training", workload=name, **place(replicas), **systems(replicas))
         for name in _WORKLOADS.value
         for replicas in map(int, _REPLICAS.value)
     ]
@@ -85,15 +85,14 @@ def measure_workers() -> list[dict]:
         if name == "mlp41m":
             continue
         for workers in (1, 2) if name in goals.SCALING else (2,):
-            cell = {"place": f"{workers} worker{'s' * (workers > 1)}", "replicas": 1, "systems": chosen}
-            cell["batch_size"] = WORKLOADS[name].batch_size * workers // 2
-            found.append(run_cell(workers=workers, part="workers", workload=name, **cell))
+            cell = {"place": f"{workers} worker{'s' * (workers > 1)}", "replicas": 1, "batch_parts": 2 // workers}
+            found.append(run_cell(workers=workers, part="workers", workload=name, systems=chosen, **cell))
     return found
 
 
 def measure_calls() -> list[dict]:
     return [
-        run_cell(part="calls", workload=name, **place(name, replicas))
+        run_cell(part="calls", workload=name, **place(replicas))
         for name in _WORKLOADS.value
         for replicas in map(int, _REPLICAS.value)
         if name == "tiny" or (name == "conv" and replicas < 4)
@@ -101,8 +100,7 @@ def measure_calls() -> list[dict]:
 
 
 def measure_saves() -> list[dict]:
-    cell = {**place("mlp41m", 1), "batch_size": SAVED_BATCH_SIZE}
-    return [run_cell(part="saves", workload="mlp41m", **cell)] if "mlp41m" in _WORKLOADS.value else []
+    return [run_cell(part="saves", workload="mlp41m", **place(1))] if "mlp41m" in _WORKLOADS.value else []
 
 
 def measure_start() -> list[dict]:
@@ -112,7 +110,7 @@ def measure_start() -> list[dict]:
         if name not in _WORKLOADS.value or str(replicas) not in _REPLICAS.value:
             continue
         start = time.monotonic()
-        cell = {"part": "start", "workload": name, **place(name, replicas), **systems(replicas)}
+        cell = {"part": "start", "workload": name, **place(replicas), **systems(replicas)}
         chosen = [system for system in cell["systems"] if system not in ("bare", "keras50")]
         for kind in ("first step", "peak memory"):
             cell[kind] = {system: [] for system in chosen}
@@ -131,9 +129,9 @@ def start_process(cell: dict, system: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as directory:
         spec = json.dumps({**cell, "systems": [system]})
         command = [sys.executable, "-m", "experiments.benchmarks.cell", spec, os.path.join(directory, "result.json")]
-        environment = dict(os.environ)
+        environment = {**os.environ, **WITHOUT_GPU}
         if system == "orbit":
-            command = with_orbit.command(cell["workload"], cell["replicas"], cell["batch_size"], directory)
+            command = with_orbit.command(cell["workload"], cell["replicas"], directory)
             environment |= with_orbit.VARIABLES
         pipe = subprocess.PIPE
         start = time.perf_counter()
@@ -150,14 +148,8 @@ def start_process(cell: dict, system: str) -> tuple[float, float]:
     return secs, usage.ru_maxrss / 1024
 
 
-def place(workload: str, replicas: int) -> dict:
-    """Tells of a number of replicas what a cell needs to know."""
-    batch_size = WORKLOADS[workload].global_batch_size(replicas)
-    return {"place": name_place(replicas), "replicas": replicas, "batch_size": batch_size}
-
-
-def name_place(replicas: int) -> str:
-    return f"{replicas} replica{'s' * (replicas > 1)}"
+def place(replicas: int) -> dict:
+    return {"place": f"{replicas} replica{'s' * (replicas > 1)}", "replicas": replicas}
 
 
 def systems(replicas: int) -> dict:

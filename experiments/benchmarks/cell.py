@@ -2,14 +2,13 @@
 
     python -m experiments.benchmarks.cell '{"part": "training", "workload": "tiny", "replicas": 1, ...}' result.json
 
-`__main__` starts it, through the launcher where there are several workers.
+`__main__` starts it, through the launcher where there are workers. What systems write is beside the result.
 """
 
 import functools
 import json
 import os
 import sys
-import tempfile
 
 import tensorflow as tf
 
@@ -27,8 +26,8 @@ class Systems:
 
     def __init__(self, spec: dict, workdir: str):
         self.name, self.workload = spec["workload"], WORKLOADS[spec["workload"]]
-        self.replicas, self.batch_size = spec["replicas"], spec["batch_size"]
-        self.workdir = workdir
+        self.replicas, self.workdir = spec["replicas"], workdir
+        self.batch_size = self.workload.global_batch_size(self.replicas) // spec.get("batch_parts", 1)
 
     @functools.cached_property
     def strategy(self) -> tf.distribute.Strategy:
@@ -49,7 +48,7 @@ class Systems:
         if name in ("bare", "handloop", "hand"):
             return getattr(self.by_hand, name)()
         if name == "orbit":
-            return with_orbit.Train(self.name, self.replicas, self.batch_size, os.path.join(self.workdir, "orbit"))
+            return with_orbit.Train(self.name, self.replicas, os.path.join(self.workdir, "orbit"))
         if name == "distloop":
             from experiments.benchmarks import with_distloop
 
@@ -79,7 +78,7 @@ def measure_calls(systems: Systems, spec: dict) -> dict:
 
 def measure_saves(systems: Systems, spec: dict) -> dict:
     """Returns seconds of saves and loads in each round, by kind and system."""
-    return saves.measure(systems.workload, systems.batch_size, systems.workdir, spec["rounds"])
+    return saves.measure(systems.workload, systems.workdir, spec["rounds"])
 
 
 def measure_start(systems: Systems, spec: dict) -> dict:
@@ -99,11 +98,10 @@ PARTS = {
 
 def main(text: str, path: str) -> None:
     spec = json.loads(text)
-    with tempfile.TemporaryDirectory() as workdir:
-        found = PARTS[spec["part"]](Systems(spec, workdir), spec)
-        if json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(found, file)
+    found = PARTS[spec["part"]](Systems(spec, os.path.dirname(path)), spec)
+    if json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found, file)
     sys.stdout.flush()
     os._exit(0)  # a distributed iterator that is deleted may wait for its thread for half a minute
 

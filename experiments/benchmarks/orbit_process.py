@@ -1,6 +1,6 @@
 """Orbit's `Controller.train`, in a process of its own: Orbit needs Keras 2.
 
-    echo 100 | python -m experiments.benchmarks.orbit_process tiny 1 64 WORKDIR
+    echo 100 | python -m experiments.benchmarks.orbit_process tiny 1 WORKDIR
 
 Each line of the input is a number of steps; the answer is how many seconds they took. `with_orbit` makes the
 environment, and starts it.
@@ -49,11 +49,11 @@ class Trainer(orbit.StandardTrainer):
         return {name: metric.result() for name, metric in self.metrics.items()}
 
 
-def main(name: str, replicas: str, batch_size: str, workdir: str) -> None:
+def main(name: str, replicas: str, workdir: str) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = open(os.devnull, "w")  # what Orbit prints
-    strategy = places.make_strategy(int(replicas))
-    trainer = Trainer(workloads.WORKLOADS[name], strategy, int(batch_size))
+    workload, strategy = workloads.WORKLOADS[name], places.make_strategy(int(replicas))
+    trainer = Trainer(workload, strategy, workload.global_batch_size(int(replicas)))
     controller = orbit.Controller(
         global_step=trainer.optimizer.iterations,
         trainer=trainer,

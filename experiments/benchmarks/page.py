@@ -37,7 +37,7 @@ def verdict(number: float | None, goal: goals.Goal | None) -> str:
     if number is None or goal is None:
         return NONE
     number = round(number, 2)
-    return "stretch" if number <= goal.stretch else "goal" if number <= goal.goal else "missed"
+    return "stretch" if number <= goal.stretch < goal.goal else _met(number <= goal.goal)
 
 
 def pair(texts: Sequence[str]) -> str:
@@ -152,7 +152,12 @@ def render(results: Mapping) -> str:
     calls = results.get("calls", [])
     sections = [
         ("Training step", STEPS, steps, steps_table),
-        ("Two workers, the same batch for each", SCALING, results.get("workers", []), scaling_table),
+        (
+            "Two workers, the same batch for each",
+            SCALING,
+            [c for c in results.get("workers", []) if c["workload"] in goals.SCALING],
+            scaling_table,
+        ),
         ("`evaluate`", EVALUATE, calls, lambda cells: speeds_table(cells, "evaluate", goals.EVALUATE)),
         ("`predict`", PREDICT, calls, lambda cells: speeds_table(cells, "predict", goals.PREDICT)),
         ("A call beyond its steps", BEYOND, calls, beyond_table),

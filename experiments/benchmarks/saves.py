@@ -13,16 +13,14 @@ import distloop
 from experiments.benchmarks import turns, with_distloop, workloads
 
 STEPS = 6  # between two saves, and after each
+BATCH_SIZE = 16  # the step is not the point
 
 
-def measure(
-    workload: workloads.Workload, batch_size: int, workdir: str, rounds: int
-) -> dict[str, dict[str, list[float]]]:
+def measure(workload: workloads.Workload, workdir: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Times saves and loads by turns, on the same weights and slots of Adam.
 
     Args:
         workload: what is trained.
-        batch_size: of a step.
         workdir: where files may be.
         rounds: turns that each one gets.
 
@@ -34,7 +32,7 @@ def measure(
     trainer = with_distloop.make_trainer(
         workload, 1, of_run, log_every=1, checkpoint_every=STEPS, keep_checkpoints=1, on_nonfinite="raise"
     )
-    dataset = workload.dataset(batch_size)
+    dataset = workload.dataset(BATCH_SIZE)
 
     def fit() -> np.ndarray:
         """Trains with a save in the middle; returns the seconds from each step's end to the next one's."""

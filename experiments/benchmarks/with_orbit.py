@@ -42,17 +42,17 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"its environment cannot be made: {result.stderr.strip().splitlines()[-1]}")
 
 
-def command(workload: str, replicas: int, batch_size: int, workdir: str) -> list[str]:
-    return [PYTHON, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), str(batch_size), workdir]
+def command(workload: str, replicas: int, workdir: str) -> list[str]:
+    return [PYTHON, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), workdir]
 
 
 class Train(System):
     """`Controller.train`, a call at a time, in its own process, which takes the times."""
 
-    def __init__(self, workload: str, replicas: int, batch_size: int, workdir: str):
+    def __init__(self, workload: str, replicas: int, workdir: str):
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command(workload, replicas, batch_size, workdir),
+            command(workload, replicas, workdir),
             stdin=pipe,
             stdout=pipe,
             stderr=subprocess.DEVNULL,
