@@ -1,0 +1,57 @@
+"""The benchmark: its smallest part, and the page that it writes of made-up numbers."""
+
+import pytest
+
+from experiments.benchmarks import cell, goals, page, turns, workloads
+
+
+def rows_of(text):
+    """Reads the first table of a page: a dict a row, by the header."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert all(len(line) == len(lines[0]) for line in lines)
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def a_cell(**times):
+    return {"workload": "tiny", "place": "1 replica", "times": times}
+
+
+def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
+    systems = ["bare", "handloop", "distloop"]
+    spec = {"workload": "tiny", "place": "1 replica", "replicas": 1, "rounds": 2, "turn_secs": 0.01}
+    found = cell.measure_training(cell.Systems(spec, str(tmp_path)), {**spec, "systems": systems})
+    assert {name: len(secs) for name, secs in found["times"].items()} == dict.fromkeys(systems, 2)
+    assert all(0 < sec < 1 for secs in found["times"].values() for sec in secs)
+    (row,) = rows_of(page.render({"about": "", "training": [{**spec, **found}]}))
+    assert row["workload"] == "tiny" and row["goal"] == "1.40 / 1.10"
+    assert float(row["**distloop**"].split(" / ")[1]) > 0
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
+    times = {"distloop": [1.0, 4.0, 9.0], "bare": [1.0, 8.0, 3.0]}  # the ratio of the medians would be 1.33
+    assert turns.median_ratio(times, "distloop", "bare") == 1.0
+    assert turns.median_ratio(times, "distloop", "handloop") is None
+
+
+@pytest.mark.parametrize(
+    "own, reached",
+    [(1.0, "stretch / goal"), (1.2, "stretch / missed"), (1.3, "goal / missed"), (1.5, "missed / missed")],
+)
+def test_the_page_says_how_far_each_ratio_came(own, reached):
+    (row,) = rows_of(page.render({"about": "", "training": [a_cell(bare=[1.0], handloop=[1.0], distloop=[own])]}))
+    assert row["reached"] == reached
+
+
+def test_the_page_says_why_a_system_is_missing():
+    cells = [{**a_cell(bare=[1.0], distloop=[1.0]), "missing": {"orbit": "no network"}}]
+    assert "- Orbit: no network\n" in page.render({"about": "", "training": cells})
+
+
+def test_speeds_are_those_of_the_median_call():
+    times = {"keras": [1.0, 2.0, 4.0], "distloop": [0.04, 0.02, 0.01]}
+    (row,) = rows_of(page.speeds_table([{**a_cell(), "evaluate": times}], "evaluate", goals.EVALUATE))
+    assert row["**distloop**"] == "100,000" and row["times Keras"] == "100.00" and row["reached"] == "goal"
+
+
+def test_every_workload_has_goals():
+    assert {name for name, _ in goals.STEPS} == set(workloads.WORKLOADS)
