@@ -221,6 +221,11 @@ class Config:
                 f"num_stages={self.num_stages} and num_devices={self.num_devices} were given; each stage takes one "
                 f"device: leave num_devices out, or give num_devices={self.num_stages}."
             )
+        if self.num_stages > 1 and self.executor == "serial":
+            raise ValueError(
+                f"executor=serial and num_stages={self.num_stages} contradict each other; stages would wait for each "
+                "other: give executor=auto."
+            )
         if self.num_stages > 1 and self.jit_compile:
             raise ValueError(
                 f"jit_compile=True and num_stages={self.num_stages} were given, but XLA compiles for one device: leave "

@@ -204,7 +204,8 @@ class Trainer:
         forward = self._forward[1]
         flops_per_example = overview.flops_per_example(forward, batch_size)
         step_flops = flops_per_example and flops_per_example * (batch_size or 0)
-        executor = cluster.find_executor(self.strategy, settings.executor, step_flops)
+        # Stages run at the same time, however small they are.
+        executor = cluster.find_executor(self.strategy, settings.executor, None if self.state.staged else step_flops)
         to_do: list[Action] = [
             Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
             *evaluations,
