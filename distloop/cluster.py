@@ -470,7 +470,7 @@ def _make_virtual_cpus(count: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:
         raise ValueError(
-            f"num_devices={count} virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
+            f"{count} virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
             "distloop.prepare(config) before the first tensor, dataset or model."
         ) from None
 

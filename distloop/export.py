@@ -26,6 +26,7 @@ import tensorflow as tf
 from absl import logging
 
 from distloop import cluster, inputs
+from distloop.paths import arranged
 from distloop.state import TrainState
 from distloop.step import check_outputs
 
@@ -70,7 +71,9 @@ def write_saved_model(
     read.setdefault(DEFAULT, read[first])
     module = tf.Module()
     module.variables_served = [*state.model_variables()]
-    with _aside(state, path, "") as aside, state.averaged(), _quiet():
+    with contextlib.ExitStack() as stack, _aside(state, path, "") as aside, state.averaged(), _quiet():
+        for network in state.staged:
+            stack.enter_context(network.unplaced())  # who serves it has other devices
         tf.saved_model.save(module, aside, signatures=signatures)
         served = tf.saved_model.load(aside).signatures
         for name, signature in signatures.items():
@@ -89,7 +92,7 @@ def write_keras_file(state: TrainState, path: str) -> None:
         ValueError: if the model is none that such a file can hold, a directory is in the way, or what was written
             cannot be read back, or has other weights or outputs then.
     """
-    model = state.model
+    model = arranged(state.model)
     _require_keras(model)
     if not state.is_built:
         raise ValueError(

@@ -109,6 +109,12 @@ def describe_model(state: TrainState) -> str:
         for variable in variables:
             trained.setdefault(id(variable), []).append(name or "yes")
     named = named_variables(state.model)
+    devices = {
+        id(variable): device
+        for network in state.staged
+        for stage, device in enumerate(network.devices)
+        for variable in network.variables_of(stage)
+    }
     counts = {path: int(np.prod(variable.shape)) for path, variable in named.items()}
     rows = [
         (
@@ -117,12 +123,14 @@ def describe_model(state: TrainState) -> str:
             tf.as_dtype(variable.dtype).name,
             ", ".join(trained.get(id(variable), ["no"])),
             f"{counts[path]:,}",
+            *([devices.get(id(variable), "")] if devices else []),
         )
         for path, variable in list(named.items())[:_MOST_ROWS]
     ]
     more = f"\n\nand {len(named) - _MOST_ROWS} more variables" if len(named) > _MOST_ROWS else ""
     total = f"{state.num_parameters():,} trained parameters of {sum(counts.values()):,} in {len(named)} variables"
-    return f"{total}\n\n{_table(['variable', 'shape', 'dtype', 'trained', 'count'], rows)}{more}"
+    head = ["variable", "shape", "dtype", "trained", "count", *(["device"] if devices else [])]
+    return f"{total}\n\n{_table(head, rows)}{more}"
 
 
 def describe_environment(state: TrainState, settings: Config) -> str:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from distloop import cluster
-from distloop.paths import Arrangement, named_variables, tensorflow_variable
+from distloop.paths import Arrangement, is_seed, named_variables, tensorflow_variable
 
 
 class Stages(Arrangement):
@@ -46,7 +46,9 @@ class Stages(Arrangement):
         self.devices = _choose_devices(len(parts), devices)
         self._parts = [list(stage) for stage in parts]
         self._recompute = recompute
-        # What the next forward pass of a stage waits for, where somebody orders them.
+        self._is_placed = bool(self.devices)
+        self._is_ordered = False
+        # What the next forward pass of a stage waits for.
         self._finished: Sequence[Sequence[tf.Tensor]] = ()
         self._outputs: list[list[tf.Tensor]] = [[] for _ in parts]
         self._require_disjoint()
@@ -81,6 +83,12 @@ class Stages(Arrangement):
         """Lists the variables of a stage."""
         return list(named_variables(self._parts[stage]).values())
 
+    def describe(self) -> str:
+        """Says how many parameters are where, as in `2 = 1,024 on CPU:0 + 512 on CPU:1`."""
+        counts = [sum(int(np.prod(v.shape)) for v in self.variables_of(i) if not is_seed(v)) for i in range(len(self))]
+        parts = [f"{count:,} on {device}" for count, device in zip(counts, self.devices, strict=True)]
+        return f"{len(self)} = {' + '.join(parts)}"
+
     @contextlib.contextmanager
     def ordered(self, finished: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
         """Orders the forward passes that are traced meanwhile, one of each microbatch, as 1F1B does.
@@ -89,31 +97,47 @@ class Stages(Arrangement):
         holds the activations of S - s microbatches at most (Narayanan et al. 2019, PipeDream, section 3.2).
 
         Args:
-            finished: the gradients of each microbatch that was traced; grows meanwhile.
+            finished: the gradients of each microbatch that was traced, added up to those before; grows meanwhile.
         """
-        self._finished, self._outputs = finished, [[] for _ in self._parts]
+        self._is_ordered, self._finished = True, finished
         try:
             yield
         finally:
-            self._finished, self._outputs = (), [[] for _ in self._parts]
+            self._is_ordered, self._finished = False, ()
+            self._outputs = [[] for _ in self._parts]
+
+    @contextlib.contextmanager
+    def unplaced(self) -> Iterator[None]:
+        """Traces what is traced meanwhile without devices, to run anywhere."""
+        self._is_placed = False
+        try:
+            yield
+        finally:
+            self._is_placed = bool(self.devices)
 
     def _run(self, stage: int, inputs: Any, training: bool | None) -> Any:
         call = functools.partial(self._call, stage, training=training)
         if self._recompute and training:
             call = functools.partial(self._call_twice, stage, call)
-        if not self.devices:
+        if not self._is_placed:
             return call(inputs)
-        ahead = len(self) - stage
-        after = list(self._outputs[stage])
-        if len(self._finished) >= ahead:
-            after += [t for t in self._finished[-ahead] if _short(t.device) == self.devices[stage]]
         with tf.device(self.devices[stage]):
-            with tf.control_dependencies(after):
+            with tf.control_dependencies(self._before(stage)):
                 inputs = tf.nest.map_structure(_identity, inputs)
             outputs = call(inputs)
-        if not tf.executing_eagerly():
+        if self._is_ordered:
             self._outputs[stage] = tf.nest.flatten(outputs)
         return outputs
+
+    def _before(self, stage: int) -> list[tf.Tensor]:
+        """Lists what a stage's next forward pass comes after."""
+        if not self._is_ordered:
+            return []
+        ahead = len(self) - stage
+        back = self._finished[-ahead] if len(self._finished) >= ahead else ()
+        before = self._outputs[stage] + [tensor for tensor in back if _short(tensor.device) == self.devices[stage]]
+        graph = tf.compat.v1.get_default_graph()  # of a branch in loss_fn, say
+        return [tensor for tensor in before if tensor.graph is graph]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
         for part in self._parts[stage]:
@@ -347,6 +371,33 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
     if len(found) != count:
         raise ValueError(f"devices={list(devices)} were given for {count} stages: give one for each.")
     return found
+
+
+def check_stages(staged: Sequence[Stages], num_stages: int) -> None:
+    """Checks that a model is spread as the settings say.
+
+    Raises:
+        ValueError: if `num_stages` devices were asked for, and the model takes another number.
+    """
+    if num_stages > 1 and num_stages not in [len(network) for network in staged]:
+        made = f"a network of {len(staged[0])} stages" if staged else "no network of several stages"
+        raise ValueError(
+            f"num_stages={num_stages} was given, but model_fn made {made}: call distloop.split(model, {num_stages}) in "
+            "it, or leave num_stages out."
+        )
+
+
+def check_microbatches(microbatches: int, batch_size: int) -> None:
+    """Checks that no microbatch is empty.
+
+    Raises:
+        ValueError: if there are more microbatches than rows in a batch.
+    """
+    if microbatches > batch_size:
+        raise ValueError(
+            f"microbatches={microbatches} was given for batches of {batch_size} rows, so stages would work on empty "
+            f"ones: give microbatches={batch_size} or fewer, or larger batches."
+        )
 
 
 def find_stages(model: Any) -> list[Stages]:

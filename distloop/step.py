@@ -527,10 +527,10 @@ class TrainStep:
             for network in self._state.staged:
                 stack.enter_context(network.ordered(finished))
             segments, tallies = microbatch(0)
-            finished.append(segments)
             for index in range(1, self._microbatches):
+                # Who waits for the sum keeps TensorFlow from adding up later, and holding what is to be added.
+                finished.append(segments)
                 more_segments, more_tallies = microbatch(index)
-                finished.append(more_segments)
                 segments, tallies = trace.packing.add(segments, more_segments), tallies + more_tallies
         return segments, tallies
 

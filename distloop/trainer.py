@@ -30,6 +30,7 @@ from distloop.paths import count_parameters
 from distloop.profiles import Profile
 from distloop.progress import Progress
 from distloop.records import read_metrics, read_steps
+from distloop.stages import check_microbatches, check_stages
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
 from distloop.summaries import SummaryWriter
@@ -85,6 +86,7 @@ class Trainer:
                 config.average_decay,
                 is_loss_scaled=precision.needs_loss_scale(config.precision),
             )
+        check_stages(self.state.staged, config.num_stages)
         self._is_chief = cluster.is_chief(self.strategy)
         self._progress = Progress(self.state, config)
         if (others := cluster.peers(self.strategy)) is not None:
@@ -155,6 +157,10 @@ class Trainer:
                 is_cached=bool(settings.overfit_batches),
             )
         source = self._train_source
+        split = source.split()
+        batch_size = split[0] if split is not None else None
+        if self.state.staged and batch_size is not None:
+            check_microbatches(settings.microbatches, batch_size)
         until = self._until(source, steps, epochs)
         if settings.fast_dev_run:
             until = self.step + 1
@@ -197,7 +203,6 @@ class Trainer:
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
-        batch_size = split[0] if (split := source.split()) is not None else None
         if self._forward is None or self._forward[0] != (source.element_spec, batch_size):
             forward = overview.trace_forward(self.state, settings, source.element_spec, batch_size)
             self._forward = (source.element_spec, batch_size), forward
@@ -580,6 +585,8 @@ class Trainer:
             batch_size, sizes = split
             of_worker = " on each worker" if source.layout.is_share else ""
             lines.append(f"batch {batch_size}{of_worker}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
+        for network in self.state.staged:
+            lines.append(f"stages {network.describe()}")
         if settings.microbatches > 1:
             lines.append(f"microbatches {settings.microbatches}")
         if settings.workdir and not settings.fast_dev_run:

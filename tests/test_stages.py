@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import pathlib
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -9,9 +12,11 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop import cluster
 from distloop.inputs import Batch
 from distloop.paths import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
+from tests.test_bad_input import refused
 
 
 def settings(num_stages=1, **others):
@@ -49,7 +54,7 @@ class Affine(tf.Module):
         self.weight = tf.Variable(tf.random.stateless_normal([inputs, outputs], [seed, 0]) / inputs**0.5, name="w")
 
     def __call__(self, x):
-        return tf.tanh(x @ self.weight)
+        return tf.tanh(x @ tf.cast(self.weight, x.dtype))
 
 
 def modules():
@@ -103,7 +108,9 @@ def on_one_device():
     return trained(trainer)
 
 
-@pytest.mark.parametrize("num_stages, microbatches", [(1, 3), (2, 1), (2, 4), (4, 3)])
+@pytest.mark.parametrize(
+    "num_stages, microbatches", [(1, 3), (2, 1), (2, 4), pytest.param(4, 3, marks=pytest.mark.slow)]
+)
 def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(on_one_device, num_stages, microbatches):
     config = settings(num_stages, microbatches=microbatches, clip_norm=0.5, average_decay=0.9)
     trainer = train(classifier(num_stages=num_stages), config)
@@ -124,7 +131,7 @@ def operations(trainer):
     return step.get_concrete_function(element).graph.get_operations()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute):
     make_model = classifier(modules, num_stages=2, recompute=recompute)
     trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9), steps=1)
@@ -158,6 +165,7 @@ def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     assert_equal(trained(train(make_model, stopped)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [settings(), settings(2), settings(strategy="mirrored", num_devices=2)])
 def test_a_checkpoint_of_four_stages_goes_on_with_any_other_number(config, tmp_path, on_one_device):
     shared = dict(workdir=tmp_path, clip_norm=0.5, average_decay=0.9)
@@ -166,6 +174,7 @@ def test_a_checkpoint_of_four_stages_goes_on_with_any_other_number(config, tmp_p
     assert_close(trained(trainer), on_one_device)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_plain_keras_model_goes_on_in_stages(tmp_path, on_one_device):
     def plain():
         spec = classifier()()
@@ -175,3 +184,205 @@ def test_a_checkpoint_of_a_plain_keras_model_goes_on_in_stages(tmp_path, on_one_
     train(plain, settings(**shared), steps=3)
     trainer = train(classifier(num_stages=3), settings(3, **shared))
     assert_close(trained(trainer), on_one_device)
+
+
+def on_two_workers(directory):
+    """What each of the processes that the test below starts does."""
+    config = settings(2, strategy="multi_worker", microbatches=2, clip_norm=0.5, average_decay=0.9)
+    distloop.prepare(config)
+    trainer = train(classifier(num_stages=2), config)
+    slots = [v for v in trainer.optimizer.variables if len(v.shape)]
+    held = [*trainer.state.variables_of_update[""], *slots, *trainer.state.average.variables]
+    index = cluster.worker_index(trainer.strategy)
+    products = [place(op) for op in operations(trainer) if op.type == "MatMul"]
+    found = {"held": np.array([device_of(v) for v in held]), "products": np.array(products)}
+    np.savez(f"{directory}/{index}.npz", **found, **{f"trained/{n}": v for n, v in trained(trainer).items()})
+
+
+@pytest.mark.slow
+def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
+    command = [sys.executable, "-m", "distloop.launch", "--workers=2", "-m", "tests.test_stages", str(tmp_path)]
+    root = pathlib.Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
+    for index in range(2):
+        found = dict(np.load(tmp_path / f"{index}.npz"))
+        ours = {name.removeprefix("trained/"): value for name, value in found.items() if name.startswith("trained/")}
+        assert_close(ours, on_one_device)
+        of_model = ["CPU:0"] * 4 + ["CPU:1"] * 6  # kernels and biases of two layers, and of three
+        assert found["held"].tolist() == of_model + [d for d in of_model for _ in range(2)] + of_model
+        assert sorted(found["products"].tolist()) == ["CPU:0"] * 12 + ["CPU:1"] * 18
+
+
+# what it goes together with -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_twice():
+    make = functools.partial(sequential, dropout=0.3, batch_norm=True)
+    kept, computed = (
+        trained(train(classifier(make, num_stages=2, recompute=recompute), settings(2, microbatches=2), steps=3))
+        for recompute in (False, True)
+    )
+    assert_close(computed, kept)
+    assert_equal({n: v for n, v in computed.items() if "seeds" in n}, {n: v for n, v in kept.items() if "seeds" in n})
+
+
+def test_stages_train_with_several_updates_and_a_loss_scale():
+    def model_fn(num_stages=1):
+        first, second = (distloop.split(modules(), num_stages) for _ in range(2))
+
+        def loss_of(network):
+            def loss_fn(batch, training):
+                found = tf.cast(network(batch["x"], training=training), tf.float32)
+                return {"loss": tf.reduce_mean((found - batch["x"][:, :4]) ** 2, -1)}
+
+            return loss_fn
+
+        updates = [
+            distloop.Update("first", loss_of(first), keras.optimizers.SGD(0.1, momentum=0.9), "^a/"),
+            distloop.Update("second", loss_of(second), keras.optimizers.AdamW(0.01), "^b/"),
+        ]
+        return distloop.ModelSpec({"a": first, "b": second}, updates=updates)
+
+    expected = trained(train(model_fn, settings(precision="mixed_float16")))
+    found = trained(train(functools.partial(model_fn, 2), settings(2, precision="mixed_float16", microbatches=2)))
+    assert_close(found, expected, tolerance=2e-3)  # of float16 in one layer
+
+
+@pytest.mark.slow
+def test_a_network_in_stages_predicts_evaluates_and_is_exported_like_the_whole(tmp_path):
+    trainer = train(classifier(functional, num_stages=2), settings(2, microbatches=2), steps=2)
+    x = classification()["x"]
+    expected = trainer.model.whole(x).numpy()
+    np.testing.assert_allclose(trainer.predict(batches()), expected, atol=1e-6)
+    assert trainer.evaluate(batches())["loss"] > 0
+    trainer.export(tmp_path / "saved")
+    served = tf.saved_model.load(tmp_path / "saved").signatures["serving_default"]
+    np.testing.assert_allclose(served(x=tf.constant(x))["output"], expected, atol=1e-6)
+    assert not {op.device for op in served.graph.get_operations() if op.type == "MatMul"} - {""}
+    trainer.export(tmp_path / "model.keras")
+    np.testing.assert_allclose(keras.models.load_model(tmp_path / "model.keras")(x), expected, atol=1e-6)
+
+
+def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
+    def make():
+        return [keras.layers.Dense(6), keras.layers.Dense(4)]
+
+    trainer = train(classifier(make, num_stages=2), settings(2), steps=1)
+    assert [device_of(v) for v in trainer.state.variables_of_update[""]] == ["CPU:0"] * 2 + ["CPU:1"] * 2
+    slots = [v for v in trainer.optimizer.variables if len(v.shape)]
+    assert [device_of(v) for v in slots] == ["CPU:0"] * 4 + ["CPU:1"] * 4
+
+
+def test_a_run_says_how_much_is_on_each_device(capsys):
+    train(classifier(modules, num_stages=2), settings(2, console="lines"), steps=1)
+    assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
+
+
+# where to cut -------------------------------------------------------------------------------------------------------
+
+
+def names_of(network):
+    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network._parts]
+
+
+def test_a_network_is_cut_where_the_costliest_stage_costs_least():
+    sizes = [8, 8, 8, 64, 64, 8]
+    layers = [keras.layers.Dense(size, name=f"dense_of_{i}") for i, size in enumerate(sizes)]
+    network = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 2)
+    assert names_of(network) == [["dense_of_0", "dense_of_1", "dense_of_2", "dense_of_3"], ["dense_of_4", "dense_of_5"]]
+
+
+def test_a_skip_connection_stays_within_a_stage():
+    network = distloop.split(functional(), 3)
+    assert names_of(network) == [["inner_0", "outer_0"], ["inner_1", "outer_1"], ["logits"]]
+
+
+def test_layers_whose_outputs_cross_a_cut_are_named():
+    refused(
+        lambda: distloop.split(functional(), 6),
+        "num_stages=6 was given",
+        "'inner_1' and 'add_0' cross a cut",
+        "give num_stages=3",
+    )
+
+
+def test_a_layer_that_is_called_twice_is_not_cut_apart():
+    inputs = keras.Input((8,))
+    twice = keras.layers.Dense(8, name="twice")
+    model = keras.Model(inputs, twice(keras.layers.Dense(8)(twice(inputs))))
+    refused(lambda: distloop.split(model, 2), "'twice' is called before and after")
+
+
+def test_modules_in_two_stages_share_no_variable():
+    shared = Affine(8, 8, 0)
+    refused(
+        lambda: distloop.stages([shared, shared]),
+        "is used in stages 0 and 1",
+        "put the modules that share it into one stage",
+    )
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: distloop.split(modules(), 5), "num_stages=5 was given, but the list of modules has 4"),
+        (lambda: distloop.split(keras.Sequential([keras.layers.Dense(2)]), 2), "is not built"),
+        (lambda: distloop.split(modules(), 0), "num_stages=0"),
+        (lambda: distloop.split(Affine(2, 2, 0), 2), "was given a Affine"),
+        (lambda: distloop.stages([]), "one or more for each stage"),
+        (lambda: distloop.stages([Affine(2, 2, i) for i in range(5)]), "5 stages were asked for, but there are 4"),
+        (lambda: distloop.stages(modules(), ["CPU:0", "GPU:7"] * 2), "GPU:7 is none of CPU:0"),
+        (lambda: distloop.stages(modules(), ["CPU:0"]), "were given for 4 stages"),
+    ],
+)
+def test_what_cannot_be_cut_or_placed_is_refused(make, message):
+    refused(make, message)
+
+
+def test_stages_may_share_devices_that_are_given():
+    network = distloop.stages(modules(), ["CPU:1", "/device:CPU:0", "CPU:1", "cpu:1"])
+    assert network.devices == ["CPU:1", "CPU:0", "CPU:1", "CPU:1"]
+    assert network(tf.ones([3, 8])).shape == [3, 4]
+
+
+def test_stages_under_a_strategy_that_copies_the_network_are_refused():
+    config = settings(strategy="mirrored", num_devices=2)
+    refused(
+        lambda: distloop.Trainer(classifier(modules, num_stages=4), config),
+        "copies it to 2 devices",
+        "give strategy=none and num_stages=4",
+    )
+
+
+def test_a_model_that_is_not_spread_as_asked_is_refused():
+    refused(
+        lambda: distloop.Trainer(classifier(), settings(3)),
+        "num_stages=3 was given, but model_fn made no network of several stages",
+        "distloop.split(model, 3)",
+    )
+    refused(
+        lambda: distloop.Trainer(classifier(num_stages=2), settings(3)),
+        "num_stages=3 was given, but model_fn made a network of 2 stages",
+    )
+
+
+def test_empty_microbatches_are_refused():
+    trainer = distloop.Trainer(classifier(num_stages=2), settings(2, microbatches=17))
+    refused(
+        lambda: trainer.fit(batches(), steps=1),
+        "microbatches=17 was given for batches of 16 rows",
+        "give microbatches=16 or fewer",
+    )
+
+
+@pytest.mark.parametrize(
+    "others", [dict(strategy="mirrored"), dict(num_devices=3), dict(jit_compile=True), dict(executor="serial")]
+)
+def test_settings_that_stages_exclude_are_refused(others):
+    refused(lambda: settings(2, **others), "num_stages=2")
+
+
+if __name__ == "__main__":
+    on_two_workers(sys.argv[1])
