@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import threading
@@ -26,6 +27,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
 
 from distloop.config import Config, facts
@@ -85,6 +87,19 @@ def prepare_process(config: Config) -> None:
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
+
+
+@contextlib.contextmanager
+def streams_kept() -> Iterator[None]:
+    """Puts the random streams of Python, NumPy and TensorFlow back where they were, at the end."""
+    eager = context.context()
+    python, of_numpy, seed, stream = random.getstate(), np.random.get_state(), eager._seed, eager._rng
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        eager._seed, eager._rng = seed, stream
 
 
 def make_strategy(config: Config) -> tf.distribute.Strategy:

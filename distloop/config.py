@@ -161,6 +161,10 @@ class Config:
     hang_timeout: float = setting(
         600.0, "How long, in seconds, a worker may be silent or a step take before the others give up; 0: for ever."
     )
+    audit: bool = setting(
+        False,
+        "Look for mistakes in the program and its data, tell them and leave: exit code 1 if there are any, else 0.",
+    )
     seed: int = setting(0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
 

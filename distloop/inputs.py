@@ -268,7 +268,7 @@ class Source:
             self._iterator = iter(self._pipeline(skip=self.batches_taken))
 
     def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
-        dataset = _copy(self._dataset) if self._may_go_back else self._dataset
+        dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
         if len(tf.nest.flatten(self.element_spec)) > 1 and static_batch_size(self.element_spec) is None:
             dataset = dataset.map(lambda *batch: _check_rows(_undo_unpacking(batch, self.element_spec)))
         if self.layout.is_padded:
@@ -567,7 +567,7 @@ def _pad(rows: Any, least: int) -> Batch:
     return Batch(tf.cond(is_small, repeated, lambda: tf.nest.map_structure(tf.identity, rows)), size)
 
 
-def _copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Copies a dataset as it was before anybody read it.
 
     All iterators over one dataset draw the seeds of its shuffles from one stream, so a second one shuffles otherwise;

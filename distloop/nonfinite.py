@@ -79,7 +79,7 @@ def describe(op: tf.Operation, layers: Iterable[Any]) -> str:
         words.append(f"in layer {getattr(layer, 'path', None) or layer.name}")
     words.append("in the backward pass" if _BACKWARD in op.name else "in the forward pass")
     forward = _forward_op(op)
-    if forward is not None and (line := _line_of(forward)):
+    if forward is not None and (line := user_line(forward.traceback)):
         words.append(f"({line})")
     return " ".join(words)
 
@@ -107,9 +107,9 @@ def _layer_of(op: tf.Operation, layers: Iterable[Any]) -> Any:
     return None
 
 
-def _line_of(op: tf.Operation) -> str | None:
-    """Finds the user's innermost line that made an operation."""
-    for frame in reversed(op.traceback or []):
+def user_line(frames: Iterable[Any] | None) -> str | None:
+    """Finds the user's innermost line in a traceback: `file.py:12`."""
+    for frame in reversed(list(frames or [])):
         if not os.path.abspath(frame.filename).startswith(_LIBRARIES) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return None

@@ -17,7 +17,7 @@ It does not know of loops, boundaries or files.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -34,7 +34,7 @@ from distloop.state import TrainState, Update
 from distloop.watched import WatchedSteps
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 
 
 class Outcome(NamedTuple):
@@ -460,15 +460,69 @@ class TrainStep:
             Packed gradients of `factor * sum(w * loss)`, and a total and a weight of each value that `loss_fn`
             returned, "loss" first: `[2 * m]`.
         """
+        trace.fed, found, tallies = self._differentiate(trace, rows, row_weights, factor)
+        trace.reached = [gradient is not None for gradient in found]
+        if not any(trace.reached):
+            raise ValueError(
+                f"The loss{' of update ' + repr(trace.update.name) if trace.update.name else ''} does not depend on "
+                "any variable that is to be trained: compute it from the model's outputs inside loss_fn."
+            )
+        filled = [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(found, trace.variables, strict=True)]
+        names = ["loss", *(name for name in tallies if name != "loss")]
+        if trace.names and names != trace.names:
+            raise ValueError(
+                f"loss_fn returned {names}, and {trace.names} before; it returns the same names for all data."
+            )
+        trace.names = names
+        return trace.packing.pack(filled), metrics.flatten([tallies[name] for name in names])
+
+    def gradients_of(
+        self, name: str, rows: Any, examples: tf.Tensor, *, training: bool
+    ) -> tuple[dict[str, tf.Tensor | None], dict[str, metrics.Tally]]:
+        """Computes an update's gradients over some rows, for a look at the user's code; reduces and applies nothing.
+
+        Args:
+            name: of the update.
+            rows: `[b, ...]`.
+            examples: rows of the global batch that they belong to, a scalar.
+            training: what `loss_fn` gets.
+
+        Returns:
+            By path the gradient of `sum(w * loss)`, None where the loss does not depend on the variable; and the tally
+            of each value, but of what Keras metrics take.
+        """
+        trace = next(trace for trace in self._traces if trace.update.name == name)
+        factor = trace.factor(tf.cast(examples, tf.float32))
+        _, found, tallies = self._differentiate(trace, rows, None, factor, training=training, has_metrics=False)
+        gradients_by_path = {
+            self._state.paths[id(v)]: None
+            if g is None
+            else tf.convert_to_tensor(g) / (1.0 if factor is None else factor)
+            for v, g in zip(trace.variables, found, strict=True)
+        }
+        return gradients_by_path, tallies
+
+    def _differentiate(
+        self,
+        trace: _UpdateTrace,
+        rows: Any,
+        row_weights: tf.Tensor | None,
+        factor: tf.Tensor | None,
+        *,
+        training: bool = True,
+        has_metrics: bool = True,
+    ) -> tuple[set[str], list[tf.Tensor | None], dict[str, metrics.Tally]]:
+        """Gives the names that `loss_fn` returned, the gradients, and the tallies; with Keras metrics, feeds them."""
         state = self._state
         tensors = [tensorflow_variable(v) for v in trace.variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for tensor in tensors:
                 tape.watch(tensor)
             with gathering.share(row_weights, self._microbatches):
-                outputs = trace.update.loss_fn(rows, True)
+                outputs = trace.update.loss_fn(rows, training)
+            if not has_metrics and isinstance(outputs, Mapping):
+                outputs = {name: value for name, value in outputs.items() if name not in state.train_metrics}
             tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
-            trace.fed = set(outputs)
             loss = tallies["loss"]
             objective = loss.total
             regularization = _regularization(state.layers_of_update[trace.update.name])
@@ -480,21 +534,7 @@ class TrainStep:
                 objective *= factor
             # In stages, each operation of the backward pass runs beside the one it belongs to, which a tape cannot do.
             staged_gradients = tf.gradients(objective, tensors) if state.staged else None
-        found = staged_gradients or tape.gradient(objective, tensors)
-        trace.reached = [gradient is not None for gradient in found]
-        if not any(trace.reached):
-            raise ValueError(
-                f"The loss{' of update ' + repr(trace.update.name) if trace.update.name else ''} does not depend on "
-                "any variable that is to be trained: compute it from the model's outputs inside loss_fn."
-            )
-        found = [tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(found, tensors, strict=True)]
-        names = ["loss", *(name for name in tallies if name != "loss")]
-        if trace.names and names != trace.names:
-            raise ValueError(
-                f"loss_fn returned {names}, and {trace.names} before; it returns the same names for all data."
-            )
-        trace.names = names
-        return trace.packing.pack(found), metrics.flatten([tallies[name] for name in names])
+        return set(outputs), staged_gradients or tape.gradient(objective, tensors), tallies
 
     def _sum_over_microbatches(
         self, trace: _UpdateTrace, microbatch: Callable[[tf.Tensor], tuple[list[tf.Tensor], tf.Tensor]]
@@ -830,7 +870,7 @@ def _written(candidates: Sequence[Any], first_op: int) -> list[Any]:
     resources = {
         id(_outermost(tensor))
         for op in graph.get_operations()[first_op:]
-        if op.type not in _READS
+        if op.type not in READS
         for tensor in op.inputs
         if tensor.dtype == tf.resource
     }

@@ -17,9 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, export, overview, precision, rehearsal
+from distloop import cluster, export, inputs, overview, precision, rehearsal
 from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, Utilization, Write
 from distloop.actions import run as run_actions
+from distloop.audit import Audit, audit
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.console import Console, say, show_parts, show_split
@@ -144,9 +145,12 @@ class Trainer:
             ValueError: if the data, the loss or an argument breaks a rule; the message says which.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
-            SystemExit: with code 75, if the run was interrupted and saved.
+            SystemExit: with code 75, if the run was interrupted and saved; with `audit=True`, before anything is
+                trained, with code 1 if there are findings, else 0.
         """
         settings, clock = self.config, Clock()
+        if settings.audit:
+            self._leave_after_audit(train)
         if self._train_source is None or self._train_source.data is not train:
             self._train_source = Source(
                 train,
@@ -331,6 +335,42 @@ class Trainer:
             ValueError: if there is none, it is damaged, or it is of another model or optimizer.
         """
         self._progress.restore(path)
+
+    def audit(self, dataset: Data) -> Audit:
+        """Looks for mistakes in `model_fn`, `loss_fn` and the data that no error tells of; changes nothing.
+
+        On one device or more it finds: what depends on the number of replicas, such as a mean over the rows in
+        `loss_fn`; random numbers that are the same on every replica; statistics of one replica; variables in which the
+        replicas differ; what is traced again and again, and Python values that tracing freezes; variables made in a
+        step; state that no checkpoint holds; layers left out of training; gradients that are None or 0; data that is in
+        another order when it is read again. Weights, optimizer, random streams and the place in the data stay as they
+        are; a model that is not built yet is built, and what Python generators of the data's own keep moves on.
+
+        Args:
+            dataset: as for `fit`; its first batches are taken.
+
+        Returns:
+            The findings, each with what, name and hint; printed, a line for each.
+
+        Raises:
+            ValueError: on several workers, if the first batch has less than two rows, or `loss_fn` breaks a rule.
+        """
+        if cluster.num_workers(self.strategy) > 1:
+            raise ValueError(
+                "audit was called on several workers; one process shows the same: call it there, without TF_CONFIG."
+            )
+        self._build(
+            Source(inputs.fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
+        )
+        return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
+
+    def _leave_after_audit(self, dataset: Data) -> None:
+        """Ends the process with what an audit found."""
+        found = self.audit(dataset)
+        say(f"audit: {len(found.findings)} findings")
+        for line in str(found).splitlines():
+            say(line)
+        raise SystemExit(1 if found.findings else 0)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
         """Measures one pass over a dataset; changes nothing.

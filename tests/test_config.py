@@ -53,6 +53,7 @@ OTHER_VALUES = {
     "max_secs": 1.5,
     "start_timeout": 20.0,
     "hang_timeout": 30.5,
+    "audit": True,
     "seed": 9,
     "deterministic": True,
 }

@@ -54,6 +54,7 @@ LAYERS = {
     "warm_start": 4,
     "checkpoints": 2,
     "export": 5,
+    "audit": 5,
     "actions": 5,
     "loop": 6,
     "progress": 7,

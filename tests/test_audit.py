@@ -1,0 +1,289 @@
+"""Tests the audit: each planted bug is found by name, models without one pass, and nothing is left changed."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import assert_equal, classification, classifier, everything, on
+from tests.test_bad_input import refused
+
+OUTSIDE = tf.Variable(0.0, name="outside")
+CALLS = []  # of the functions below that Python keeps count of
+
+
+def data(rows=67, size=16, **arguments):
+    return distloop.make_dataset(classification(rows), size, **arguments)
+
+
+def planted(change=lambda loss, batch: loss, layers=(), **spec):
+    """A `model_fn` in whose loss there may be a bug."""
+
+    def model_fn():
+        model = keras.Sequential(
+            [keras.Input((8,)), *(make() for make in layers), keras.layers.Dense(4, name="logits")], name="net"
+        )
+
+        def loss_fn(batch, training):
+            logits = model(batch["x"], training=training)
+            loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
+            return {"loss": change(loss, batch)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, **spec)
+
+    return model_fn
+
+
+class Centered(keras.layers.Layer):
+    """Subtracts the mean over the rows that it sees."""
+
+    def call(self, x):
+        return x - tf.reduce_mean(x, 0)
+
+
+class Noise(keras.layers.Layer):
+    """Adds the same noise in each replica and each step."""
+
+    def call(self, x):
+        return x + tf.random.stateless_normal(tf.shape(x), seed=[1, 2])
+
+
+class Counter(keras.layers.Layer):
+    """Counts positive entries as whole numbers."""
+
+    def build(self, shape):
+        self.count = self.add_weight(name="count", shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(tf.reduce_sum(tf.cast(x > 0, tf.int32)))
+        return x
+
+
+class Largest(keras.layers.Layer):
+    """Keeps the largest value seen, of which a mean over the replicas is another one."""
+
+    def build(self, shape):
+        self.largest = self.add_weight(name="largest", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.largest.assign(tf.reduce_max(x))
+        return x
+
+
+def unused_layer():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="used")], name="net")
+    unused = keras.layers.Dense(2, name="unused")
+    unused.build((None, 8))
+
+    def loss_fn(batch, training):
+        logits = model(batch["x"], training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+    return distloop.ModelSpec([model, unused], keras.optimizers.SGD(0.1), loss_fn)
+
+
+def dead_layer():
+    dead = keras.layers.Dense(8, activation="relu", bias_initializer=keras.initializers.Constant(-100.0), name="dead")
+    model = keras.Sequential([keras.Input((8,)), dead, keras.layers.Dense(4, name="logits")], name="net")
+
+    def loss_fn(batch, training):
+        logits = model(batch["x"], training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+    return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+
+def write_outside(loss, batch):
+    OUTSIDE.assign_add(1.0)
+    return loss
+
+
+def make_a_layer(loss, batch):
+    return loss + keras.layers.Dense(1, name="late")(batch["x"])[:, 0]
+
+
+@tf.function
+def scaled_by(loss, factor):
+    return loss * factor
+
+
+def call_with_a_new_number(loss, batch):
+    CALLS.append(1)
+    return scaled_by(loss, 1.0 + len(CALLS))
+
+
+def count_in_python(loss, batch):
+    CALLS.append(1)
+    return loss * (1.0 + len(CALLS))
+
+
+BUGS = {
+    "a division by the rows of a share": (
+        planted(lambda loss, batch: loss / tf.cast(tf.shape(loss)[0], tf.float32)),
+        ("depends on the number of replicas", "loss", "RealDiv", "test_audit.py"),
+    ),
+    "a division by the replicas": (
+        planted(lambda loss, batch: loss / tf.distribute.get_replica_context().num_replicas_in_sync),
+        ("depends on the number of replicas", "loss", "test_audit.py"),
+    ),
+    "a mean over the rows in a layer": (
+        planted(layers=[lambda: Centered(name="centered")]),
+        ("depends on the number of replicas", "in layer net/centered", "on 1 and", "on 2"),
+    ),
+    "BatchNormalization that is not synchronized": (
+        planted(layers=[lambda: keras.layers.BatchNormalization(name="norm")]),
+        ("statistics of one replica", "net/norm", "synchronized=True"),
+    ),
+    "a statistic that is no mean": (
+        planted(layers=[lambda: Largest(name="largest")]),
+        ("statistics of one replica", "net/largest/largest"),
+    ),
+    "a count of each replica's own": (
+        planted(layers=[lambda: Counter(name="counter")]),
+        ("replicas apart", "net/counter/count", "aggregation"),
+    ),
+    "random numbers from a fixed seed": (
+        planted(layers=[lambda: Noise(name="noise")]),
+        ("identical random numbers", "in layer net/noise", "test_audit.py", "SeedGenerator"),
+    ),
+    "a variable outside the model": (planted(write_outside), ("state in no checkpoint", "outside", "writes")),
+    "Keras's random stream outside the model": (
+        planted(lambda loss, batch: loss + keras.random.normal(tf.shape(loss))),
+        ("variable made in a step", "seed_generator_state", "test_audit.py", "SeedGenerator"),
+    ),
+    "a layer made in the loss": (
+        planted(make_a_layer),
+        ("variable made in a step", "kernel", "test_audit.py", "model_fn"),
+    ),
+    "a Python number for a tf.function": (
+        planted(call_with_a_new_number),
+        ("traced again and again", "scaled_by(factor)", "give it a tensor"),
+    ),
+    "a count that Python keeps": (planted(count_in_python), ("Python value that changes", "test_audit.py:")),
+    "a pattern that leaves a layer out": (
+        planted(layers=[lambda: keras.layers.Dense(8, name="first")], trainable="^net/logits"),
+        ("left out of training", "net/first", "kernel, bias", "trainable = False"),
+    ),
+    "a layer that the loss does not use": (unused_layer, ("no gradient", "unused/kernel")),
+    "units that are dead": (dead_layer, ("zero gradient", "net/dead/kernel")),
+}
+ALWAYS = ["a division by the rows of a share", "BatchNormalization that is not synchronized"]
+ALWAYS += ["random numbers from a fixed seed", "a variable outside the model", "a layer made in the loss"]
+
+
+@pytest.mark.parametrize("bug", [pytest.param(b, marks=[] if b in ALWAYS else pytest.mark.slow) for b in BUGS])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_planted_bug_is_found_by_name(bug, replicas):
+    model_fn, parts = BUGS[bug]
+    found = distloop.Trainer(model_fn, on(replicas)).audit(data())
+    assert found.findings[0].what == parts[0], str(found)
+    assert {finding.what for finding in found.findings} == {parts[0]}, str(found)
+    line = str(found.findings[0])
+    assert all(part in line for part in parts) and "\n" not in line, line
+
+
+CLEAN = {
+    "dropout, weights and L2 terms": dict(dropout=0.3, is_weighted=True, l2=0.1),
+    "synchronized BatchNormalization and a Keras metric": dict(batch_norm="synchronized", metrics=True, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("case", CLEAN)
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_clean_model_passes_and_stays_as_it_is(case, replicas):
+    trainer = distloop.Trainer(classifier(**CLEAN[case]), on(replicas, average_decay=0.9))
+    dataset = data(shuffle=True)
+    before, streams = everything(trainer), (random.getstate(), np.random.get_state()[1].tolist())
+    found = trainer.audit(dataset)
+    assert str(found) == "nothing found." and not found.findings
+    assert_equal(everything(trainer), before)
+    assert streams == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_a_clean_model_passes_in_half_precision(precision):
+    trainer = distloop.Trainer(classifier(), on(1, precision=precision))
+    assert not trainer.audit(data()).findings
+
+
+@pytest.mark.slow
+def test_an_audit_changes_no_bit_of_the_run_after_it():
+    runs = []
+    for is_audited in (False, True):
+        trainer = distloop.Trainer(classifier(dropout=0.3), on(2))
+        dataset = data(shuffle=True, seed=3)
+        if is_audited:
+            trainer.audit(dataset)
+        trainer.fit(dataset, steps=7)
+        runs.append(everything(trainer))
+    assert_equal(*runs)
+
+
+def shuffled_without_seed():
+    tf.random.set_seed(None)
+    dataset = tf.data.Dataset.from_tensor_slices(classification()).shuffle(67).batch(16)
+    tf.random.set_seed(0)
+    return dataset
+
+
+def generated_by_chance():
+    rng = np.random.default_rng()
+
+    def rows():
+        for _ in range(4):
+            yield {name: value[rng.permutation(67)[:16]] for name, value in classification().items()}
+
+    spec = {name: tf.TensorSpec([16, *v.shape[1:]], v.dtype) for name, v in classification().items()}
+    return tf.data.Dataset.from_generator(rows, output_signature=spec)
+
+
+@pytest.mark.parametrize("make", [shuffled_without_seed, generated_by_chance])
+def test_data_in_another_order_is_found(make):
+    found = distloop.Trainer(classifier(), on(1)).audit(make())
+    assert [(finding.what, finding.name) for finding in found.findings] == [("data in another order", "batch 0")]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: data().map(lambda rows: rows | {"x": rows["x"] + tf.random.uniform([])}),
+        lambda: lambda context: data(shuffle=True),
+    ],
+    ids=["random numbers from TensorFlow's seed", "a function of InputContext"],
+)
+def test_data_in_the_same_order_is_not(make):
+    assert not distloop.Trainer(classifier(), on(1)).audit(make()).findings
+
+
+def test_what_talks_to_other_replicas_is_not_compared_and_that_is_told():
+    def gathered(loss, batch):
+        everyone = tf.distribute.get_replica_context().all_gather(loss, axis=0)
+        return loss * tf.stop_gradient(tf.reduce_mean(everyone))
+
+    found = distloop.Trainer(planted(gathered), on(1)).audit(data())
+    assert not found.findings
+    assert "not checked: loss and gradients" in str(found) and "all_gather" in str(found)
+
+
+def test_the_setting_tells_the_findings_and_leaves(capsys, tmp_path):
+    workdir = tmp_path / "run"
+    model_fn = planted(layers=[lambda: keras.layers.BatchNormalization(name="norm")])
+    trainer = distloop.Trainer(model_fn, on(1, audit=True, workdir=str(workdir)))
+    with pytest.raises(SystemExit) as left:
+        trainer.fit(data(), steps=5)
+    assert left.value.code == 1 and trainer.step == 0 and not workdir.exists()
+    assert "distloop: statistics of one replica: net/norm: " in capsys.readouterr().out
+
+
+def test_the_setting_leaves_with_0_where_nothing_is_found():
+    with pytest.raises(SystemExit) as left:
+        distloop.Trainer(classifier(), on(1, audit=True)).fit(data(), steps=5)
+    assert left.value.code == 0
+
+
+def test_a_batch_of_one_row_is_refused():
+    refused(lambda: distloop.Trainer(classifier(), on(1)).audit(data(size=1)), "less than 2 rows", "larger batches")
