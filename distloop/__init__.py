@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distloop.state import ModelSpec, Update
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
+    from distloop.trials import RateTest, find_learning_rate
 
 __all__ = [
     "Action",
@@ -37,6 +38,7 @@ __all__ = [
     "LossScaleOptimizer",
     "ModelSpec",
     "PRCurve",
+    "RateTest",
     "Report",
     "SaveBest",
     "StopEarly",
@@ -46,6 +48,7 @@ __all__ = [
     "Trainer",
     "Update",
     "define_flags",
+    "find_learning_rate",
     "from_keras",
     "gather_rows",
     "make_dataset",
@@ -72,6 +75,7 @@ _MODULES = {
     "LossScaleOptimizer": "precision",
     "ModelSpec": "state",
     "PRCurve": "displays",
+    "RateTest": "trials",
     "Report": "actions",
     "SaveBest": "actions",
     "StopEarly": "actions",
@@ -81,6 +85,7 @@ _MODULES = {
     "Trainer": "trainer",
     "Update": "state",
     "define_flags": "config",
+    "find_learning_rate": "trials",
     "from_keras": "supervised",
     "gather_rows": "gathering",
     "make_dataset": "inputs",

@@ -575,6 +575,17 @@ class Trainer:
             )
         return source
 
+    def build(self, dataset: Data) -> None:
+        """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.
+
+        Args:
+            dataset: as for `fit`.
+
+        Raises:
+            ValueError: if the data breaks a rule, or a layer stays without variables.
+        """
+        self._build(Source(dataset, self.strategy, repeat=False))
+
     def _build(self, source: Source) -> None:
         self._element_spec = source.element_spec
         if not self.state.is_built:

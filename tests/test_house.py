@@ -59,6 +59,7 @@ LAYERS = {
     "loop": 6,
     "progress": 7,
     "rehearsal": 4,
+    "trials": 7,
     "trainer": 8,
     "__init__": 9,
 }

@@ -1,0 +1,117 @@
+"""Tests trials: what they find, and that they leave no trace."""
+
+import glob
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import distloop
+from distloop import trials
+from tests.problems import assert_equal, classification, classifier, everything, on, weights
+
+
+def batches(**arguments):
+    return distloop.make_dataset(classification(), 16, **arguments)
+
+
+def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9), **settings):
+    return distloop.Trainer(classifier(optimizer=optimizer), on(replicas, console="quiet", **settings))
+
+
+@pytest.mark.slow
+def test_the_suggestion_is_the_same_on_any_number_of_replicas():
+    found = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 2, 4)]
+    assert found[0].suggestion == found[1].suggestion == found[2].suggestion
+    assert 1e-3 < found[0].suggestion < 1
+    np.testing.assert_allclose(found[0].losses[:60], found[2].losses[:60], rtol=1e-5)
+
+
+def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes():
+    whole = distloop.make_dataset(classification(), 67)
+    found = distloop.find_learning_rate(trainer_of(), whole, lowest=1e-3, highest=1e5, steps=33)
+    assert len(found.rates) == len(found.losses) == len(found.smoothed) < 33
+    np.testing.assert_allclose(found.rates[1:] / found.rates[:-1], 10**0.25, rtol=1e-6)
+    assert found.rates[0] == pytest.approx(1e-3)
+    assert found.smoothed[-1] > 4 * found.smoothed.min()
+    assert found.suggestion == pytest.approx(found.rates[found.smoothed.argmin()] / 10)
+
+
+def test_each_step_takes_its_rate():
+    taken = []
+
+    class Noting(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            if len(variable.shape) == 1 and variable.shape[0] == 4:
+                tf.py_function(lambda rate: taken.append(float(rate)), [learning_rate], [])
+            super().update_step(gradient, variable, learning_rate)
+
+    trainer = trainer_of(optimizer=lambda: Noting(0.1), eager=True)
+    found = distloop.find_learning_rate(trainer, batches(), lowest=1e-4, highest=1e-2, steps=5)
+    np.testing.assert_allclose(taken, found.rates, rtol=1e-6)
+    np.testing.assert_allclose(found.rates, [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_a_trial_changes_no_bit(precision):
+    schedule = keras.optimizers.schedules.CosineDecay(0.01, 20)
+    data = [batches(shuffle=True) for _ in range(2)]
+    settings = dict(precision=precision, average_decay=0.9)
+    model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(schedule), dropout=0.2, batch_norm="local")
+    pair = [distloop.Trainer(model_fn, on(2, console="quiet", **settings)) for _ in data]
+    for trainer, dataset in zip(pair, data, strict=True):
+        trainer.fit(dataset, steps=3)
+    before = everything(pair[0])
+    assert len(distloop.find_learning_rate(pair[0], data[0], steps=20).rates) > 10
+    assert_equal(everything(pair[0]), before)
+    for trainer, dataset in zip(pair, data, strict=True):
+        trainer.fit(dataset, steps=9)
+    assert_equal(everything(pair[0]), everything(pair[1]))
+
+
+def test_a_trial_leaves_the_learning_rate_to_its_variable():
+    trainer = trainer_of()
+    distloop.find_learning_rate(trainer, batches(), steps=3)
+    assert float(trainer.optimizer.learning_rate) == pytest.approx(0.1)
+    trainer.optimizer.learning_rate = 0.0
+    before = weights(trainer)
+    trainer.fit(batches(), steps=2)
+    assert_equal(weights(trainer), before)
+
+
+def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
+    found = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
+    (path,) = glob.glob(str(tmp_path / "summaries" / "learning_rate" / "*"))
+    events = EventAccumulator(path).Reload()
+    shown = events.Tags()
+    assert set(shown["scalars"]) == {"loss", "smoothed_loss"}
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (step, pytest.approx(loss)) for step, loss in zip((-400, -350, -300, -250, -200), found.losses, strict=True)
+    ]
+
+
+def test_a_loss_that_never_falls_gives_no_suggestion():
+    found = distloop.find_learning_rate(trainer_of(), batches(), lowest=1e3, highest=1e6, steps=4)
+    assert found.suggestion is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lowest": 0.0}, "lowest=0.0"),
+        ({"lowest": 2.0, "highest": 1.0}, "0 < lowest < highest"),
+        ({"steps": 1}, "2 steps at least"),
+        ({"update": "generator"}, r"update='generator'; the model's updates are \[''\]"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        distloop.find_learning_rate(trainer_of(), batches(), **arguments)
+
+
+def test_smoothing_has_no_bias():
+    np.testing.assert_allclose(trials.smooth(np.full(5, 3.0)), 3.0)
+    np.testing.assert_allclose(trials.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
