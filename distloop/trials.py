@@ -47,8 +47,8 @@ class RateTest(NamedTuple):
         rates: learning rates, ascending, `[N]`.
         losses: the loss of the step with each, `[N]`; before the step changed the weights.
         smoothed: `losses`, as an exponential moving average without its bias towards 0, `[N]`.
-        suggestion: a tenth of the rate with the least smoothed loss, the first tenth of them left out; None where the
-            loss never fell.
+        suggestion: the rate from which on the smoothed loss fell most, over a tenth of the steps; None where it never
+            fell.
     """
 
     rates: np.ndarray
@@ -69,8 +69,9 @@ def find_learning_rate(
     """Looks for a learning rate by raising it from step to step until the loss explodes (Smith 2015, arXiv:1506.01186).
 
     It grows by the same factor each step, and the test ends where the smoothed loss exceeds 4 times its least. The
-    suggestion is a tenth of the rate at that least loss, a rule of fastai's (Howard and Gugger 2020, arXiv:2002.04688).
-    With a workdir, TensorBoard shows `loss` and `smoothed_loss` as the run `learning_rate`, over 100 times the decimal
+    suggestion is where the smoothed loss falls fastest, as fastai's `steep` (Howard and Gugger 2020, arXiv:2002.04688),
+    with the slope taken over a tenth of the steps, so that it does not follow the noise of single batches. With a
+    workdir, TensorBoard shows `loss` and `smoothed_loss` as the run `learning_rate`, over 100 times the decimal
     logarithm of the rate: -300 is 1e-3.
 
     Weights, optimizer, averages, random streams, counts and the place in the data are afterwards what they were, bit
@@ -111,9 +112,10 @@ def find_learning_rate(
     taken = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
     rates = (lowest * factor ** np.arange(len(watch.losses)))[taken]
     losses, smoothed = np.array(watch.losses)[taken], smooth(np.array(watch.losses)[taken])
-    early = len(rates) // 10  # where too few losses are averaged to say which is least
-    least = early + int(np.argmin(smoothed[early:])) if len(rates) else early
-    found = RateTest(rates, losses, smoothed, float(rates[least] / 10) if least > early else None)
+    window = max(1, steps // 10)
+    falls = smoothed[:-window] - smoothed[window:]
+    fell = len(falls) > 0 and falls.max() > 0
+    found = RateTest(rates, losses, smoothed, float(rates[falls.argmax()]) if fell else None)
     if cluster.is_chief(state.strategy):
         _show(found, settings)
     return found
@@ -201,7 +203,7 @@ def _show(found: RateTest, settings: Config) -> None:
         if found.suggestion is None:
             say("learning rate: the loss never fell, so there is no suggestion.")
         else:
-            say(f"learning rate: the loss is least at {found.suggestion * 10:.2g}; try {found.suggestion:.2g}.")
+            say(f"learning rate: the loss falls fastest from {found.suggestion:.2g} on; try that.")
     if not settings.workdir:
         return
     writer = SummaryWriter(os.path.join(settings.workdir, "summaries"), ["learning_rate"])
