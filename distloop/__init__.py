@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from distloop.state import ModelSpec, Update
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
-    from distloop.trials import RateTest, find_learning_rate
+    from distloop.trials import BatchTest, RateTest, autotune_batch, find_learning_rate
 
 __all__ = [
     "Action",
     "Audio",
+    "BatchTest",
     "Config",
     "ConfusionMatrix",
     "Histogram",
@@ -47,6 +48,7 @@ __all__ = [
     "Text",
     "Trainer",
     "Update",
+    "autotune_batch",
     "define_flags",
     "find_learning_rate",
     "from_keras",
@@ -68,6 +70,7 @@ __all__ = [
 _MODULES = {
     "Action": "actions",
     "Audio": "displays",
+    "BatchTest": "trials",
     "Config": "config",
     "ConfusionMatrix": "displays",
     "Histogram": "displays",
@@ -84,6 +87,7 @@ _MODULES = {
     "Text": "displays",
     "Trainer": "trainer",
     "Update": "state",
+    "autotune_batch": "trials",
     "define_flags": "config",
     "find_learning_rate": "trials",
     "from_keras": "supervised",

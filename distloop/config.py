@@ -81,6 +81,9 @@ class Config:
     overfit_batches: int = setting(
         0, "Train on the first so many batches again and again, as they were in the first pass; 0: on all."
     )
+    autotune_batch: bool = setting(
+        False, "Let fit look for the fastest batch size that fits, print what it found, and end the program."
+    )
     microbatches: int = setting(1, "Parts to cut each replica's share of a batch into, to save memory.", minimum=1)
     clip_norm: float = setting(0.0, "Clip the gradients of an update to this global norm; 0: no clipping.")
     average_decay: float = setting(0.0, "Decay of the moving average of the weights; 0: no average.", below=1)

@@ -1,5 +1,6 @@
-"""Owns how much memory a process has taken: the highest level so far, of the host and of its devices."""
+"""Owns how much memory there is: the highest level so far, of the host and of its devices, and what is left."""
 
+import os
 import resource
 import sys
 
@@ -21,6 +22,31 @@ def peaks() -> dict[str, float]:
         peak_bytes = [tf.config.experimental.get_memory_info(_short(name))["peak"] for name in accelerators]
         found["device_memory_gb"] = max(peak_bytes) / 1e9
     return found
+
+
+def available_gb() -> float:
+    """Tells how much of the host's memory a process may still take without swapping, in GB (10^9 bytes).
+
+    On Linux that is what the kernel says, or less where a container's limit (cgroup 2) is nearer; elsewhere half of
+    all.
+    """
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
+        available = found["MemAvailable"]
+    except (OSError, KeyError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        available = min(available, limit - used)
+    except (OSError, ValueError):  # no such limit
+        pass
+    return max(0, available) / 1e9
+
+
+def _read_number(path: str) -> int:
+    with open(path, encoding="ascii") as file:
+        return int(file.read())
 
 
 def _short(device: str) -> str:

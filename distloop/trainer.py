@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, export, inputs, overview, precision, rehearsal
+from distloop import cluster, export, inputs, overview, precision, rehearsal, trials
 from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, Utilization, Write
 from distloop.actions import run as run_actions
 from distloop.audit import Audit, audit
@@ -145,12 +145,15 @@ class Trainer:
             ValueError: if the data, the loss or an argument breaks a rule; the message says which.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
-            SystemExit: with code 75, if the run was interrupted and saved; with `audit=True`, before anything is
-                trained, with code 1 if there are findings, else 0.
+            SystemExit: with code 75, if the run was interrupted and saved; before anything is trained, with
+                `audit=True`, with code 1 if there are findings, else 0, and with `autotune_batch=True`, with code 0.
         """
         settings, clock = self.config, Clock()
         if settings.audit:
             self._leave_after_audit(train)
+        if settings.autotune_batch:
+            trials.autotune_batch(self, train)
+            raise SystemExit(0)
         if self._train_source is None or self._train_source.data is not train:
             self._train_source = Source(
                 train,

@@ -2,6 +2,8 @@
 
     found = find_learning_rate(trainer, dataset)        # which step size?
     print(found.suggestion)
+    found = autotune_batch(trainer, dataset)            # how many rows a step?
+    print(found.suggestion)
 
 A trial trains the trainer's own model, with its settings, and puts every bit back. It reads a dataset of its own.
 """
@@ -9,15 +11,16 @@ A trial trains the trainer's own model, with its settings, and puts every bit ba
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster
+from distloop import cluster, inputs, learning_rates, memory
 from distloop.actions import Action, Report
+from distloop.cluster import HOST
 from distloop.config import Config
 from distloop.console import say
 from distloop.inputs import Data, Source
@@ -28,6 +31,10 @@ from distloop.summaries import SummaryWriter
 
 _SMOOTHING = 0.9  # of the losses: the weight of those before
 _TOO_LARGE = 4.0  # times the least loss, and the learning rate is too high for good
+_WARM_UP_STEPS, _MOST_STEPS = 2, 1000  # of a measurement
+_MEASURED_SECS = 1.0  # about so long is a size measured
+_WORTH_IT = 1.05  # a larger batch is to be so much faster
+_PATIENCE = 2  # doublings that may not be
 
 
 class Trainable(Protocol):
@@ -121,6 +128,94 @@ def find_learning_rate(
     return found
 
 
+class BatchTrial(NamedTuple):
+    """What one batch size does.
+
+    Attributes:
+        batch_size: rows of a step, over all replicas.
+        examples_per_sec: of the step alone: the data is there.
+        memory_gb: the highest level so far, of the fullest GPU where there are GPUs, else of this process.
+    """
+
+    batch_size: int
+    examples_per_sec: float
+    memory_gb: float
+
+
+class BatchTest(NamedTuple):
+    """What `autotune_batch` found.
+
+    Attributes:
+        trials: one a size, the smallest first; each fits.
+        suggestion: the smallest size that is not 5 % slower than the fastest.
+        reason: why no larger one was tried.
+    """
+
+    trials: tuple[BatchTrial, ...]
+    suggestion: int
+    reason: str
+
+
+def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
+    """Looks for the batch size that processes most examples a second, and for how large a batch fits.
+
+    It trains for about a second on the dataset's first batch, then on its rows repeated to twice, four times, ... as
+    many, with a learning rate of 0: it is the step that is measured, not the input. It ends where a batch does not fit
+    on a GPU (untested), where the next one might take more than `memory_share` of the memory that was available, or
+    where two doublings in a row were no 5 % faster. `Config.batch_size` stays as it is: give the suggestion to the
+    program, with the learning rate that goes with it.
+
+    All that training changes is afterwards what it was, bit for bit.
+
+    Args:
+        trainer: whose model and settings are tried, on one worker.
+        dataset: as for `Trainer.fit`.
+        memory_share: of the host's memory; a number above 0, up to 1.
+
+    Raises:
+        ValueError: if there are several workers, the data breaks a rule, or its own batch does not fit.
+    """
+    state, settings = trainer.state, trainer.config
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"memory_share={memory_share} was given to autotune_batch; give a number above 0, up to 1.")
+    if cluster.num_workers(state.strategy) > 1:
+        raise ValueError(
+            "autotune_batch was called on several workers, where one may run out of memory while the others wait: call "
+            "it on one of them, and take its rows for each replica."
+        )
+    trainer.build(dataset)
+    first = Source(dataset, state.strategy, repeat=False)
+    rows, is_split = first.first_rows(), first.layout.is_split
+    size = int(inputs.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
+    measure = _Meter(state, settings, rows)
+    before, most = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
+    found: list[BatchTrial] = []
+    reason = ""
+    with unchanged(state), _rates_of_zero(state):
+        while not reason:
+            try:
+                found.append(measure(size))
+            except tf.errors.ResourceExhaustedError:
+                reason = f"a batch of {size} does not fit"
+                break
+            _tell(settings, _describe(found[-1], state.strategy.num_replicas_in_sync))
+            size *= 2
+            taken = memory.peaks()["host_memory_gb"] - before
+            if 2 * taken > most:
+                reason = f"a batch of {size} may take more than {most:.2g} GB of memory"
+            elif len(found) > _PATIENCE and not _is_faster(found[-_PATIENCE:], found[:-_PATIENCE]):
+                reason = "larger ones are no faster"
+    if not found:
+        raise ValueError(
+            f"The dataset's own batch, of {size} rows, does not fit into memory: give a smaller batch_size, or more "
+            "microbatches."
+        )
+    fastest = max(trial.examples_per_sec for trial in found)
+    best = next(trial.batch_size for trial in found if trial.examples_per_sec * _WORTH_IT >= fastest)
+    _tell(settings, _advise(best, found[0].batch_size, reason))
+    return BatchTest(tuple(found), best, reason)
+
+
 @contextlib.contextmanager
 def unchanged(state: TrainState) -> Iterator[None]:
     """Puts all that training changes back to where it was, in the end."""
@@ -197,13 +292,72 @@ def _rate_of(state: TrainState, update: str, schedule: _Sweep) -> Iterator[None]
         optimizer._learning_rate = before
 
 
+class _Meter:
+    """Measures how fast a model trains, by batch size."""
+
+    def __init__(self, state: TrainState, settings: Config, rows: Any):
+        self._state, self._rows, self._settings = state, rows, settings
+
+    def __call__(self, batch_size: int) -> BatchTrial:
+        """Measures one; raises ResourceExhaustedError where a device runs out of memory."""
+        numbers = tf.range(batch_size) % inputs.batch_size(self._rows)
+        with tf.device(HOST):
+            batch = tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._rows)
+        dataset = tf.data.Dataset.from_tensors(batch)
+        source = Source(dataset, self._state.strategy, microbatches=self._settings.microbatches)
+        loop = make_loop(self._state, self._settings)
+
+        def train(steps: int) -> dict[str, float]:
+            executor = cluster.find_executor(self._state.strategy, self._settings.executor, None)
+            return loop.train(source, int(self._state.step) + steps, [], executor=executor)
+
+        steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
+        speed = train(min(max(_WARM_UP_STEPS, steps), _MOST_STEPS))["examples_per_sec"]
+        levels = memory.peaks()
+        return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
+
+
+@contextlib.contextmanager
+def _rates_of_zero(state: TrainState) -> Iterator[None]:
+    """Keeps the weights where they are, whatever the gradients of one batch again and again are."""
+    with contextlib.ExitStack() as stack:
+        for update in state.plain_optimizers:
+            stack.enter_context(_rate_of(state, update, _Sweep(state.step, 0, 0.0, 1.0)))
+        yield
+
+
+def _is_faster(later: Sequence[BatchTrial], earlier: Sequence[BatchTrial]) -> bool:
+    fastest = max(trial.examples_per_sec for trial in earlier)
+    return any(trial.examples_per_sec > _WORTH_IT * fastest for trial in later)
+
+
+def _describe(trial: BatchTrial, replicas: int) -> str:
+    share = f" = {trial.batch_size / replicas:g} on each of {replicas} replicas" if replicas > 1 else ""
+    return f"batch {trial.batch_size}{share}: {trial.examples_per_sec:,.0f} examples/s, {trial.memory_gb:.2f} GB"
+
+
+def _advise(best: int, own: int, reason: str) -> str:
+    """Says what to do, and what it means for the learning rate."""
+    if best == own:
+        return f"the batch of {own} is the one to take; {reason}."
+    linear, root = (learning_rates.scale_learning_rate(1.0, best, own, rule) for rule in ("linear", "sqrt"))
+    return (
+        f"take --batch_size={best}, and a learning rate {linear:g} times as high with SGD, {root:.3g} times with Adam; "
+        f"{reason}."
+    )
+
+
+def _tell(settings: Config, text: str) -> None:
+    if settings.console != "quiet":
+        say(text)
+
+
 def _show(found: RateTest, settings: Config) -> None:
     """Tells the suggestion, and draws the curve for TensorBoard."""
-    if settings.console != "quiet":
-        if found.suggestion is None:
-            say("learning rate: the loss never fell, so there is no suggestion.")
-        else:
-            say(f"learning rate: the loss falls fastest from {found.suggestion:.2g} on; try that.")
+    if found.suggestion is None:
+        _tell(settings, "learning rate: the loss never fell, so there is no suggestion.")
+    else:
+        _tell(settings, f"learning rate: the loss falls fastest from {found.suggestion:.2g} on; try that.")
     if not settings.workdir:
         return
     writer = SummaryWriter(os.path.join(settings.workdir, "summaries"), ["learning_rate"])

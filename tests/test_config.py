@@ -25,6 +25,7 @@ OTHER_VALUES = {
     "batch_size": 12,
     "limit_train_batches": 15,
     "limit_eval_batches": 16,
+    "autotune_batch": True,
     "microbatches": 4,
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,

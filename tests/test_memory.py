@@ -1,5 +1,6 @@
 """Tests the peak of memory, against what a process of its own takes."""
 
+import os
 import subprocess
 import sys
 
@@ -29,3 +30,8 @@ def test_only_accelerators_have_memory_of_their_own(monkeypatch):
     held = {"GPU:0": 3_000_000_000, "GPU:1": 5_000_000_000}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda name: {"peak": held[name], "current": 0})
     assert memory.peaks()["device_memory_gb"] == 5.0
+
+
+def test_what_is_available_is_more_than_nothing_and_no_more_than_there_is():
+    there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    assert 0 < memory.available_gb() <= there_is

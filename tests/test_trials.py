@@ -116,3 +116,67 @@ def test_what_makes_no_sense_is_refused(arguments, words):
 def test_smoothing_has_no_bias():
     np.testing.assert_allclose(trials.smooth(np.full(5, 3.0)), 3.0)
     np.testing.assert_allclose(trials.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
+
+
+def speeds(monkeypatch, found):
+    """Makes each batch size as fast as told, in examples a second; or an error."""
+
+    def measure(meter, batch_size):
+        value = found[batch_size]
+        if isinstance(value, Exception):
+            raise value
+        return trials.BatchTrial(batch_size, value, 1.0)
+
+    monkeypatch.setattr(trials._Meter, "__call__", measure)
+
+
+def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
+    speeds(monkeypatch, {16: 100.0, 32: 180.0, 64: 200.0, 128: 205.0, 256: 203.0})
+    trainer = distloop.Trainer(classifier(), on(2))
+    found = distloop.autotune_batch(trainer, batches())
+    assert [trial.batch_size for trial in found.trials] == [16, 32, 64, 128, 256]
+    assert found.suggestion == 64 and found.reason == "larger ones are no faster"
+    told = capsys.readouterr().out
+    assert "batch 32 = 16 on each of 2 replicas: 180 examples/s, 1.00 GB" in told
+    assert "take --batch_size=64, and a learning rate 4 times as high with SGD, 2 times with Adam" in told
+
+
+def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
+    full = tf.errors.ResourceExhaustedError(None, None, "OOM")
+    speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: full})
+    found = distloop.autotune_batch(trainer_of(), batches())
+    assert found.suggestion == 32 and found.reason == "a batch of 64 does not fit"
+    speeds(monkeypatch, {16: full})
+    with pytest.raises(ValueError, match="own batch, of 16 rows, does not fit into memory"):
+        distloop.autotune_batch(trainer_of(), batches())
+
+
+def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
+    speeds(monkeypatch, {16: 100.0})
+    levels = iter([1.0, 1.6])
+    monkeypatch.setattr(trials.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
+    monkeypatch.setattr(trials.memory, "available_gb", lambda: 2.0)
+    found = distloop.autotune_batch(trainer_of(), batches())
+    assert found.reason == "a batch of 32 may take more than 1 GB of memory"
+
+
+@pytest.mark.slow
+def test_measuring_batches_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(trials, "_MEASURED_SECS", 0.01)
+    monkeypatch.setattr(trials.memory, "available_gb", lambda: -1.0)  # for no second one
+    model_fn = classifier(dropout=0.2, batch_norm="local")
+    trainer = distloop.Trainer(model_fn, on(2, console="quiet", average_decay=0.9))
+    data = batches()
+    trainer.fit(data, steps=3)
+    before = everything(trainer)
+    (found, *_) = distloop.autotune_batch(trainer, data).trials
+    assert found.batch_size == 16 and found.examples_per_sec > 0 and found.memory_gb > 0.1
+    assert_equal(everything(trainer), before)
+
+
+def test_fit_ends_the_program_where_it_is_to_look_for_a_batch_size(monkeypatch):
+    speeds(monkeypatch, {16: 100.0, 32: 90.0, 64: 80.0})
+    trainer = trainer_of(autotune_batch=True)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(batches(), steps=3)
+    assert ended.value.code == 0 and trainer.step == 0
