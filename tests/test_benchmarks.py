@@ -47,6 +47,11 @@ def test_the_page_says_why_a_system_is_missing():
     assert "- Orbit: no network\n" in page.render({"about": "", "training": cells})
 
 
+def test_the_page_names_what_could_not_be_measured():
+    failed = {"part": "calls", "workload": "tiny", "place": "2 replicas", "failed": "code 1"}
+    assert "Not measured: calls, tiny, 2 replicas (code 1)." in page.render({"about": "", "calls": [failed]})
+
+
 def test_speeds_are_those_of_the_median_call():
     times = {"keras": [1.0, 2.0, 4.0], "distloop": [0.04, 0.02, 0.01]}
     (row,) = rows_of(page.speeds_table([{**a_cell(), "evaluate": times}], "evaluate", goals.EVALUATE))

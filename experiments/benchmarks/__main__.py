@@ -9,167 +9,127 @@ Every workload and place is measured in a fresh process, in which the systems ta
 import datetime
 import functools
 import importlib.metadata
-import json
 import os
 import pathlib
-import subprocess
-import sys
-import tempfile
+import platform
 import time
 
 from absl import app, flags
 
-from experiments.benchmarks import goals, page, with_orbit
+from experiments.benchmarks import goals, page, processes, with_orbit
 
 WORKLOADS = list(dict.fromkeys(name for name, _ in goals.STEPS))
 SYSTEMS = ["bare", "handloop", "hand", "orbit", "keras", "keras50", "distloop"]
-PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
-ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+STARTED = [("tiny", 1), ("lm", 2)]  # workloads and replicas whose start is measured
 START_ROUNDS = 2
+KERAS_FAILS = "fit fails under MultiWorkerMirroredStrategy"
+KERAS50_FAILS = "steps_per_execution above 1 crashes under MirroredStrategy"
+PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
 _WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Which models.")
 _REPLICAS = flags.DEFINE_list("replicas", ["1", "2", "4"], "Numbers of replicas.")
 _SYSTEMS = flags.DEFINE_list("systems", SYSTEMS, "Which systems.")
+_ONLY = flags.DEFINE_list("only", list(page.PARTS), "Which parts.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns each system gets.", lower_bound=1)
 _TURN_SECS = flags.DEFINE_float("turn_secs", 0.4, "How long a turn lasts, about.", lower_bound=0)
 _WRITE = flags.DEFINE_bool("write", False, f"Write {PAGE.name} though only a part is measured.")
 
 
 def describe() -> str:
+    """Tells when and on what this is measured."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras", "numpy")]
-    python = ".".join(map(str, sys.version_info[:3]))
     return (
-        f"{datetime.date.today()}, Python {python}, {', '.join(versions)}, {os.cpu_count()} CPU cores, no GPU; "
-        f"{_ROUNDS.value} rounds, a turn about {_TURN_SECS.value:g} s."
+        f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}, {os.cpu_count()} CPU "
+        f"cores, no GPU; {_ROUNDS.value} rounds, a turn about {_TURN_SECS.value:g} s."
     )
 
 
-def run_cell(*, workers: int = 0, **spec: object) -> dict:
-    """Measures a cell in a fresh process, or in one for each worker; returns the cell with what was found."""
-    start = time.monotonic()
+def measure(workers: int = 0, **spec: object) -> dict:
+    """Measures a cell; returns it with what was found."""
+    begun = time.monotonic()
     spec |= {"rounds": _ROUNDS.value, "turn_secs": _TURN_SECS.value}
-    launcher = ["-m", "distloop.launch", f"--workers={workers}"] if workers else []
-    environment = {**os.environ, **WITHOUT_GPU, **(ONE_THREAD if workers else {})}
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "result.json")
-        command = [sys.executable, *launcher, "-m", "experiments.benchmarks.cell", json.dumps(spec), path]
-        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-        if process.returncode:
-            raise RuntimeError(f"{spec} ended with code {process.returncode}:\n{process.stderr[-3000:]}")
-        with open(path, encoding="utf-8") as file:
-            spec |= json.load(file)
-    say(spec, start)
-    return spec
+    return say({**spec, **processes.run_cell(spec, workers)}, begun)
 
 
-def say(cell: dict, start: float) -> None:
-    """Says that a cell is measured, and how long it took."""
-    print(f"{cell['part']}, {cell['workload']}, {cell['place']}: {time.monotonic() - start:.0f} s", flush=True)
-
-
-def measure_training() -> list[dict]:
-    return [
-        run_cell(part="training", workload=name, **place(replicas), **systems(replicas))
-        for name in _WORKLOADS.value
-        for replicas in map(int, _REPLICAS.value)
-    ]
-
-
-def measure_workers() -> list[dict]:
-    """Measures two workers, and where scaling is asked for one with the batch that each of the two has."""
-    found = []
-    chosen = [name for name in _SYSTEMS.value if name in ("bare", "handloop", "hand", "distloop")]
-    for name in _WORKLOADS.value:
-        if name == "mlp41m":
-            continue
-        for workers in (1, 2) if name in goals.SCALING else (2,):
-            cell = {"place": f"{workers} worker{'s' * (workers > 1)}", "replicas": 1, "batch_parts": 2 // workers}
-            found.append(run_cell(workers=workers, part="workers", workload=name, systems=chosen, **cell))
-    return found
-
-
-def measure_calls() -> list[dict]:
-    return [
-        run_cell(part="calls", workload=name, **place(replicas))
-        for name in _WORKLOADS.value
-        for replicas in map(int, _REPLICAS.value)
-        if name == "tiny" or (name == "conv" and replicas < 4)
-    ]
-
-
-def measure_saves() -> list[dict]:
-    return [run_cell(part="saves", workload="mlp41m", **place(1))] if "mlp41m" in _WORKLOADS.value else []
-
-
-def measure_start() -> list[dict]:
-    """Measures processes from their start to the first step, and their peak memory."""
-    cells = []
-    for name, replicas in (("tiny", 1), ("lm", 2)):
-        if name not in _WORKLOADS.value or str(replicas) not in _REPLICAS.value:
-            continue
-        start = time.monotonic()
-        cell = {"part": "start", "workload": name, **place(replicas), **systems(replicas)}
-        chosen = [system for system in cell["systems"] if system not in ("bare", "keras50")]
-        for kind in ("first step", "peak memory"):
-            cell[kind] = {system: [] for system in chosen}
-        for _ in range(START_ROUNDS):
-            for system in chosen:
-                secs, megabytes = start_process(cell, system)
-                cell["first step"][system].append(secs)
-                cell["peak memory"][system].append(megabytes)
-        say(cell, start)
-        cells.append(cell)
-    return cells
-
-
-def start_process(cell: dict, system: str) -> tuple[float, float]:
-    """Starts a process that does one step; returns seconds until it has, and the peak of its memory in MB."""
-    with tempfile.TemporaryDirectory() as directory:
-        spec = json.dumps({**cell, "systems": [system]})
-        command = [sys.executable, "-m", "experiments.benchmarks.cell", spec, os.path.join(directory, "result.json")]
-        environment = {**os.environ, **WITHOUT_GPU}
-        if system == "orbit":
-            command = with_orbit.command(cell["workload"], cell["replicas"], directory)
-            environment |= with_orbit.VARIABLES
-        pipe = subprocess.PIPE
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment
-        )
-        process.stdin.write("1\n")  # Orbit asks how many steps
-        process.stdin.close()
-        answer = process.stdout.readline()
-        secs = time.perf_counter() - start
-        _, process.returncode, usage = os.wait4(process.pid, 0)
-        if not answer or process.returncode:
-            raise RuntimeError(f"{system} ended at its start, with {cell['workload']}")
-    return secs, usage.ru_maxrss / 1024
+def say(cell: dict, begun: float) -> dict:
+    """Says that a cell is done, and returns it."""
+    how = f", failed: {cell['failed']}" if "failed" in cell else ""
+    print(f"{cell['part']}, {cell['workload']}, {cell['place']}: {time.monotonic() - begun:.0f} s{how}", flush=True)
+    return cell
 
 
 def place(replicas: int) -> dict:
     return {"place": f"{replicas} replica{'s' * (replicas > 1)}", "replicas": replicas}
 
 
-def systems(replicas: int) -> dict:
-    """Tells which systems can run in a place, and why others cannot."""
-    missing = {"keras50": "steps_per_execution above 1 crashes under MirroredStrategy"} if replicas > 1 else {}
+def systems(missing: dict[str, str]) -> dict:
+    """Tells which systems to measure: those asked for, without the ones that are missing for a reason."""
     if reason := why_no_orbit():
-        missing["orbit"] = reason
+        missing = {**missing, "orbit": reason}
     return {
-        "systems": [name for name in _SYSTEMS.value if name not in missing],
+        "systems": [name for name in SYSTEMS if name in _SYSTEMS.value and name not in missing],
         "missing": {name: reason for name, reason in missing.items() if name in _SYSTEMS.value},
     }
 
 
 @functools.cache
 def why_no_orbit() -> str:
+    if "orbit" not in _SYSTEMS.value:
+        return ""
     try:
         with_orbit.make_environment()
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def measure_training(workload: str) -> list[dict]:
+    return [
+        measure(
+            part="training",
+            workload=workload,
+            **place(replicas),
+            **systems({"keras50": KERAS50_FAILS} if replicas > 1 else {}),
+        )
+        for replicas in map(int, _REPLICAS.value)
+    ]
+
+
+def measure_workers(workload: str) -> list[dict]:
+    """Measures two workers; for the scaling, one too, with the batch that each of the two has."""
+    cell = {"part": "workers", "workload": workload, "replicas": 1}
+    two = systems({"keras": KERAS_FAILS, "keras50": KERAS_FAILS})
+    one = {"systems": [name for name in two["systems"] if name in ("handloop", "distloop")], "batch_parts": 2}
+    found = [measure(1, **cell, **one, place="1 worker")] if workload in goals.SCALING else []
+    if workload != "mlp41m":
+        found.append(measure(2, **cell, **two, place="2 workers"))
+    return found
+
+
+def measure_calls(workload: str) -> list[dict]:
+    counts = {"tiny": (1, 2, 4), "conv": (1, 2)}.get(workload, ())
+    return [measure(part="calls", workload=workload, **place(n)) for n in counts if str(n) in _REPLICAS.value]
+
+
+def measure_saves(workload: str) -> list[dict]:
+    return [measure(part="saves", workload=workload, **place(1))] if workload == "mlp41m" else []
+
+
+def measure_start(workload: str) -> list[dict]:
+    """Measures processes from their start to the first step, and their peak memory."""
+    cells = []
+    for replicas in [n for name, n in STARTED if name == workload and str(n) in _REPLICAS.value]:
+        begun = time.monotonic()
+        cell = {"part": "start", "workload": workload, **place(replicas), **systems({})}
+        names = [name for name in cell["systems"] if name not in ("bare", "keras50")]
+        found = {name: [processes.start(cell, name) for _ in range(START_ROUNDS)] for name in names}
+        if failed := [name for name, numbers in found.items() if None in numbers]:
+            cell["failed"] = ", ".join(failed)
+        else:
+            cell["first step"] = {name: [secs for secs, _ in numbers] for name, numbers in found.items()}
+            cell["peak memory"] = {name: [megabytes for _, megabytes in numbers] for name, numbers in found.items()}
+        cells.append(say(cell, begun))
+    return cells
 
 
 MEASURE = {
@@ -179,14 +139,14 @@ MEASURE = {
     "saves": measure_saves,
     "start": measure_start,
 }
-_ONLY = flags.DEFINE_list("only", list(MEASURE), "Which parts.")
 
 
 def main(_):
     for flag, allowed in ((_WORKLOADS, WORKLOADS), (_ONLY, MEASURE), (_SYSTEMS, SYSTEMS)):
         if not set(flag.value) <= set(allowed):
             raise app.UsageError(f"--{flag.name} is {','.join(flag.value)}; choose from {','.join(allowed)}.")
-    text = page.render({"about": describe(), **{part: MEASURE[part]() for part in _ONLY.value}})
+    cells = {part: [cell for name in _WORKLOADS.value for cell in MEASURE[part](name)] for part in _ONLY.value}
+    text = page.render({"about": describe(), **cells})
     print("\n" + text)
     if _WRITE.value or not any(flag.present for flag in (_WORKLOADS, _REPLICAS, _ONLY, _SYSTEMS)):
         PAGE.write_text(text, encoding="utf-8")

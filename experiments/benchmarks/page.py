@@ -17,6 +17,7 @@ TITLES = {
 }
 EXAMPLES = 2_000  # of an evaluation or prediction
 PAIR = ("distloop", "keras")
+PARTS = ("training", "workers", "calls", "saves", "start")
 BASES = ("bare", "handloop")  # what steps are compared with
 NONE = "-"
 
@@ -148,29 +149,27 @@ def _met(is_met: bool) -> str:
 
 def render(results: Mapping) -> str:
     """Writes the page of a run's results: `about`, and the cells of each part."""
-    steps = [*results.get("training", []), *[c for c in results.get("workers", []) if c["place"] != "1 worker"]]
-    calls = results.get("calls", [])
+    cells = {part: [cell for cell in results.get(part, []) if "failed" not in cell] for part in PARTS}
+    failed = [cell for part in PARTS for cell in results.get(part, []) if "failed" in cell]
+    calls, workers = cells["calls"], cells["workers"]
+    steps = [*cells["training"], *[cell for cell in workers if cell["place"] != "1 worker"]]
+    scaled = [cell for cell in workers if cell["workload"] in goals.SCALING]
     sections = [
         ("Training step", STEPS, steps, steps_table),
-        (
-            "Two workers, the same batch for each",
-            SCALING,
-            [c for c in results.get("workers", []) if c["workload"] in goals.SCALING],
-            scaling_table,
-        ),
+        ("Two workers, the same batch for each", SCALING, scaled, scaling_table),
         ("`evaluate`", EVALUATE, calls, lambda cells: speeds_table(cells, "evaluate", goals.EVALUATE)),
         ("`predict`", PREDICT, calls, lambda cells: speeds_table(cells, "predict", goals.PREDICT)),
         ("A call beyond its steps", BEYOND, calls, beyond_table),
-        ("Saving and loading", SAVES, results.get("saves", []), lambda cells: against_table(cells, "manager", KEPT)),
-        ("Start and memory", START, results.get("start", []), lambda cells: against_table(cells, "hand", STARTED)),
+        ("Saving and loading", SAVES, cells["saves"], lambda cells: against_table(cells, "manager", KEPT)),
+        ("Start and memory", START, cells["start"], lambda cells: against_table(cells, "hand", STARTED)),
     ]
-    parts = [f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {results['about']}\n"]
-    parts += [
-        "\n".join(part for part in (f"## {title}\n", text, write(cells), notes(cells)) if part)
-        for title, text, cells, write in sections
-        if cells
-    ]
-    return "\n".join(parts)
+    page = f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {results['about']}\n"
+    for title, text, shown, write in sections:
+        if shown:
+            page += "".join(f"\n{part}" for part in (f"## {title}\n", text, write(shown), notes(shown)) if part)
+    for cell in failed:
+        page += f"\nNot measured: {cell['part']}, {cell['workload']}, {cell['place']} ({cell['failed']}).\n"
+    return page
 
 
 STEPS = """\

@@ -1,10 +1,14 @@
-"""Where the systems run: virtual CPUs of one process. Workers are distloop's to make."""
+"""Where the systems run: on virtual CPUs of one process, or on several workers."""
+
+import os
 
 import tensorflow as tf
 
 
 def make_strategy(replicas: int) -> tf.distribute.Strategy:
-    """Makes the strategy of all systems but distloop, which has its own, on that many virtual CPUs."""
+    """Makes the strategy of all systems but distloop, which has its own: on workers, or so many virtual CPUs."""
+    if "TF_CONFIG" in os.environ:
+        return tf.distribute.MultiWorkerMirroredStrategy()
     if replicas == 1:
         return tf.distribute.get_strategy()
     cpu = tf.config.list_physical_devices("CPU")[0]

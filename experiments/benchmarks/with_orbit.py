@@ -1,5 +1,6 @@
 """Orbit from here: its environment, which is made at first use, and the process that trains."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -15,6 +16,7 @@ PACKAGES = ["tf-models-official", "tf_keras"]  # all that Orbit imports beside T
 
 
 PYTHON = str(ENVIRONMENT / "bin" / "python")
+PORTS = 101  # on several workers, how far its ports are from those of distloop
 VARIABLES = {"TF_USE_LEGACY_KERAS": "1"}
 
 
@@ -46,6 +48,16 @@ def command(workload: str, replicas: int, workdir: str) -> list[str]:
     return [PYTHON, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), workdir]
 
 
+def _own_cluster() -> dict[str, str]:
+    """Makes the TF_CONFIG of Orbit's process on each worker: the same hosts, other ports."""
+    if "TF_CONFIG" not in os.environ:
+        return {}
+    config = json.loads(os.environ["TF_CONFIG"])
+    addresses = [address.rpartition(":") for address in config["cluster"]["worker"]]
+    config["cluster"]["worker"] = [f"{host}:{int(port) + PORTS}" for host, _, port in addresses]
+    return {"TF_CONFIG": json.dumps(config)}
+
+
 class Train(System):
     """`Controller.train`, a call at a time, in its own process, which takes the times."""
 
@@ -58,7 +70,7 @@ class Train(System):
             stderr=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **VARIABLES},
+            env={**os.environ, **VARIABLES, **_own_cluster()},
         )
 
     def call(self, steps: int) -> float:

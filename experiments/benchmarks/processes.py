@@ -1,0 +1,75 @@
+"""Fresh processes: for each cell, and for each start that is timed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from experiments.benchmarks import with_orbit
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
+ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+CELL_SECS = 300  # after which a cell is given up
+
+
+def run_cell(spec: dict, workers: int = 0) -> dict:
+    """Measures a cell in a process, or in one for each of several workers, with one thread each.
+
+    Args:
+        spec: the cell.
+        workers: how many; 0: no worker, but a process by itself.
+
+    Returns:
+        What was found, or why nothing was: `failed`.
+    """
+    launcher = ["-m", "distloop.launch", f"--workers={workers}"] if workers else []
+    environment = {**os.environ, **WITHOUT_GPU, **(ONE_THREAD if workers else {})}
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "result.json")
+        command = [sys.executable, *launcher, "-m", "experiments.benchmarks.cell", json.dumps(spec), path]
+        with tempfile.TemporaryFile("w+") as said:
+            try:
+                subprocess.run(
+                    command, stdout=said, stderr=said, cwd=ROOT, env=environment, timeout=CELL_SECS, check=True
+                )
+            except subprocess.SubprocessError as error:
+                said.seek(0)
+                print(said.read()[-3000:], file=sys.stderr)
+                code = getattr(error, "returncode", None)
+                return {"failed": f"no end after {CELL_SECS} s" if code is None else f"exit code {code}"}
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+
+
+def start(spec: dict, system: str) -> tuple[float, float] | None:
+    """Starts a process for one step of a system.
+
+    Args:
+        spec: the cell.
+        system: its name.
+
+    Returns:
+        Seconds until the step is done, and the peak of memory in MB; None if the process failed.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        text, result = json.dumps({**spec, "systems": [system]}), os.path.join(directory, "result.json")
+        command = [sys.executable, "-m", "experiments.benchmarks.cell", text, result]
+        environment = {**os.environ, **WITHOUT_GPU}
+        if system == "orbit":
+            command = with_orbit.command(spec["workload"], spec["replicas"], directory)
+            environment |= with_orbit.VARIABLES
+        begun = time.perf_counter()
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment
+        )
+        process.stdin.write("1\n")  # Orbit asks how many steps
+        process.stdin.close()
+        answer = process.stdout.readline()
+        secs = time.perf_counter() - begun
+        _, process.returncode, usage = os.wait4(process.pid, 0)
+    return (secs, usage.ru_maxrss / 1024) if answer and not process.returncode else None
