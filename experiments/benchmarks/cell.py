@@ -12,10 +12,10 @@ import sys
 
 import tensorflow as tf
 
-from experiments.benchmarks import by_hand, places, saves, turns, whole_calls, with_orbit
+from experiments.benchmarks import by_hand, places, turns, with_orbit
 from experiments.benchmarks.workloads import WORKLOADS
 
-# Imported where they are needed, so that others start without them: with_distloop, with_keras.
+# What imports distloop or Keras's trainer is imported where it is needed: the start of the others does without.
 
 
 class Systems:
@@ -34,7 +34,7 @@ class Systems:
         return self.trainer.strategy if "TF_CONFIG" in os.environ else places.make_strategy(self.replicas)
 
     @functools.cached_property
-    def by_hand(self) -> by_hand.ByHand:
+    def hand(self) -> by_hand.ByHand:
         return by_hand.ByHand(self.workload, self.strategy, self.batch_size)
 
     @functools.cached_property
@@ -46,7 +46,7 @@ class Systems:
     def make(self, name: str) -> turns.System:
         """Makes a system by its name."""
         if name in ("bare", "handloop", "hand"):
-            return getattr(self.by_hand, name)()
+            return getattr(self.hand, name)()
         if name == "orbit":
             return with_orbit.Train(self.name, self.replicas, os.path.join(self.workdir, "orbit"))
         if name == "distloop":
@@ -59,6 +59,8 @@ class Systems:
 
     def agree(self, number: float) -> float:
         """Returns the mean over the workers, so that all of them decide alike."""
+        if "TF_CONFIG" not in os.environ:
+            return number
         parts = self.strategy.run(lambda: tf.constant(number))
         return float(self.strategy.reduce("MEAN", parts, axis=None))
 
@@ -72,12 +74,16 @@ def measure_training(systems: Systems, spec: dict) -> dict:
 
 def measure_calls(systems: Systems, spec: dict) -> dict:
     """Returns seconds of whole calls in each round, by kind and system."""
-    _ = systems.strategy
-    return whole_calls.measure(systems, spec["rounds"], spec["turn_secs"])
+    from experiments.benchmarks import whole_calls
+
+    strategy, fits = systems.strategy, [systems.make(name) for name in ("keras", "distloop")]
+    return whole_calls.measure(systems.workload, strategy, *fits, spec["rounds"], spec["turn_secs"])
 
 
 def measure_saves(systems: Systems, spec: dict) -> dict:
     """Returns seconds of saves and loads in each round, by kind and system."""
+    from experiments.benchmarks import saves
+
     return saves.measure(systems.workload, systems.workdir, spec["rounds"])
 
 

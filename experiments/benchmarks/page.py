@@ -177,7 +177,7 @@ Steady state, everything on: loss, accuracy, TensorBoard, metrics.jsonl and cons
 numbers are finite. Each figure is the median over the rounds of the time of a step over that of *bare* / of *handloop*
 in the same round; below 1 is faster. *bare* is a compiled loop over constant data, *handloop* the usual compiled loop
 over `experimental_distribute_dataset`; both by hand, with loss and accuracy. Two workers have one thread each.
-mlp41m has 128 examples a replica, lm 16 and the others 64 for all replicas together.
+A batch is 64 examples for all replicas together, 16 of lm; mlp41m has 64 for each replica, that of 2,048 scaled down.
 """
 SCALING = """\
 The speed that each of two workers keeps of one worker's, one thread each: 1.0 is ideal.

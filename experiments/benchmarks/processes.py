@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -10,10 +9,9 @@ import time
 
 from experiments.benchmarks import with_orbit
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-CELL_SECS = 300  # after which a cell is given up
+CELL_SECS = 600  # after which a cell is given up
 
 
 def run_cell(spec: dict, workers: int = 0) -> dict:
@@ -34,7 +32,13 @@ def run_cell(spec: dict, workers: int = 0) -> dict:
         with tempfile.TemporaryFile("w+") as said:
             try:
                 subprocess.run(
-                    command, stdout=said, stderr=said, cwd=ROOT, env=environment, timeout=CELL_SECS, check=True
+                    command,
+                    stdout=said,
+                    stderr=said,
+                    cwd=with_orbit.ROOT,
+                    env=environment,
+                    timeout=CELL_SECS,
+                    check=True,
                 )
             except subprocess.SubprocessError as error:
                 said.seek(0)
@@ -65,7 +69,7 @@ def start(spec: dict, system: str) -> tuple[float, float] | None:
         begun = time.perf_counter()
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=with_orbit.ROOT, env=environment
         )
         process.stdin.write("1\n")  # Orbit asks how many steps
         process.stdin.close()

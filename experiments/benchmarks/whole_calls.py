@@ -2,17 +2,29 @@
 
 from collections.abc import Callable
 
-from experiments.benchmarks import by_hand, turns, with_distloop, with_keras
+import tensorflow as tf
+
+from experiments.benchmarks import by_hand, turns, with_distloop, with_keras, workloads
 
 EXAMPLES, BATCH_SIZE = 2_000, 32
 BATCHES = -(-EXAMPLES // BATCH_SIZE)
 
 
-def measure(systems, rounds: int, turn_secs: float) -> dict[str, dict[str, list[float]]]:
+def measure(
+    workload: workloads.Workload,
+    strategy: tf.distribute.Strategy,
+    of_keras: with_keras.Fit,
+    of_distloop: with_distloop.Fit,
+    rounds: int,
+    turn_secs: float,
+) -> dict[str, dict[str, list[float]]]:
     """Times calls by turns.
 
     Args:
-        systems: those of the cell.
+        workload: what is evaluated.
+        strategy: of the loops by hand.
+        of_keras: Keras's model.
+        of_distloop: distloop's trainer.
         rounds: turns that each one gets.
         turn_secs: how long a turn lasts, about.
 
@@ -20,9 +32,7 @@ def measure(systems, rounds: int, turn_secs: float) -> dict[str, dict[str, list[
         Seconds in each round, by kind and system. `evaluate`, `predict`: a call. `beyond fit`, `beyond evaluate`: what
         a call takes beyond its steps.
     """
-    workload = systems.workload
-    hand = by_hand.ByHand(workload, systems.strategy, BATCH_SIZE)
-    model, trainer = systems.make("keras").model, systems.trainer
+    hand, model, trainer = by_hand.ByHand(workload, strategy, BATCH_SIZE), of_keras.model, of_distloop.trainer
     data, batch = workload.dataset(BATCH_SIZE, EXAMPLES), workload.dataset(BATCH_SIZE, BATCH_SIZE)
 
     def take_turns(**fns: Callable[[], object]) -> dict[str, list[float]]:
@@ -48,7 +58,10 @@ def measure(systems, rounds: int, turn_secs: float) -> dict[str, dict[str, list[
         name: [one - (whole - one) / (BATCHES - 1) for one, whole in zip(times, found["evaluate"][name], strict=True)]
         for name, times in short.items()
     }
-    found["beyond fit"] = {name: beyond_steps(systems.make(name), rounds) for name in ("keras", "distloop")}
+    found["beyond fit"] = {
+        "keras": beyond_steps(of_keras, rounds),
+        "distloop": beyond_steps(of_distloop, rounds),
+    }
     return found
 
 

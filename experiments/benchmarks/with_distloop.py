@@ -36,11 +36,11 @@ class Fit(System):
     """`fit`, a call at a time; what it prints costs what it costs, but is not seen."""
 
     def __init__(self, trainer: distloop.Trainer, workload: workloads.Workload, batch_size: int):
-        self._trainer, self._dataset = trainer, workload.dataset(batch_size)
+        self.trainer, self._dataset = trainer, workload.dataset(batch_size)
 
     def call(self, steps: int, actions: tuple = ()) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trainer.fit(self._dataset, steps=self._trainer.step + steps, actions=actions)
+            self.trainer.fit(self._dataset, steps=self.trainer.step + steps, actions=actions)
 
     def steps_secs(self, steps: int) -> float:
         times = []
@@ -56,5 +56,5 @@ class Fit(System):
         def action(report: distloop.Report) -> None:
             fn()
 
-        action.every = self._trainer.step + 1
+        action.every = self.trainer.step + 1
         return action

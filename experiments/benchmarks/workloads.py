@@ -123,7 +123,7 @@ WORKLOADS = {
     "mlp41m": Workload(
         lambda: make_mlp(MLP41M_WIDTHS),
         make_yes_no,
-        batch_size=128,
+        batch_size=64,
         num_batches=4,
         is_per_replica=True,
         is_binary=True,
