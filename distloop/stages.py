@@ -131,7 +131,7 @@ class Stages(Arrangement):
 
     def _before(self, stage: int) -> list[tf.Tensor]:
         """Lists what a stage's next forward pass comes after."""
-        if not self._is_ordered:
+        if not self._is_ordered or tf.executing_eagerly():
             return []
         ahead = len(self) - stage
         back = self._finished[-ahead] if len(self._finished) >= ahead else ()

@@ -533,7 +533,8 @@ class TrainStep:
             if factor is not None:
                 objective *= factor
             # In stages, each operation of the backward pass runs beside the one it belongs to, which a tape cannot do.
-            staged_gradients = tf.gradients(objective, tensors) if state.staged else None
+            is_staged = bool(state.staged) and not tf.executing_eagerly()
+            staged_gradients = tf.gradients(objective, tensors) if is_staged else None
         return set(outputs), staged_gradients or tape.gradient(objective, tensors), tallies
 
     def _sum_over_microbatches(

@@ -250,6 +250,14 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
     assert_close(found, expected, tolerance=2e-3)  # of float16 in one layer
 
 
+def test_eager_steps_in_stages_train_to_the_same_weights():
+    config = settings(2, microbatches=2, clip_norm=0.5)
+    compiled, eager = (
+        train(classifier(num_stages=2), dataclasses.replace(config, eager=e), steps=2) for e in (False, True)
+    )
+    assert_close(trained(eager), trained(compiled))
+
+
 @pytest.mark.slow
 def test_a_network_in_stages_predicts_evaluates_and_is_exported_like_the_whole(tmp_path):
     trainer = train(classifier(functional, num_stages=2), settings(2, microbatches=2), steps=2)
