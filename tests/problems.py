@@ -8,22 +8,12 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
+from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 
 
 def on(replicas, **settings):
     """A config for so many virtual CPUs that prints little."""
     return distloop.Config(**{"device": "cpu", "num_devices": replicas, "log_every": 0, **settings})
-
-
-def classification(rows=67, features=8, classes=4, seed=0):
-    """Rows of features with a label and a weight, some of them 0."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, features)).astype(np.float32)
-    return {
-        "x": x,
-        "label": (np.abs(x[:, :classes]).argmax(1)).astype(np.int32),
-        "weight": rng.choice([0.0, 0.5, 1.0, 3.0], size=rows).astype(np.float32),
-    }
 
 
 def classifier(

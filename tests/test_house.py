@@ -61,6 +61,7 @@ LAYERS = {
     "rehearsal": 4,
     "trials": 7,
     "trainer": 8,
+    "testing": 9,
     "__init__": 9,
 }
 WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "records", "timing", "launch", "runs", "console", "curves"]

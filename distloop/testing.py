@@ -1,0 +1,213 @@
+"""Owns what users test their own code with: devices and workers in processes of their own, the replica law, tiny data.
+
+It works under pytest, unittest or none, and needs neither. In a test file:
+
+    def test_my_model_keeps_the_replica_law():                       # with distloop.prepare(...) in conftest.py
+        testing.assert_replica_law(model_fn, dataset, replicas=(1, 2, 4))
+
+    def count_replicas():                                            # at the top of the module, for another process
+        return distloop.Trainer(model_fn, distloop.Config(device="cpu")).strategy.num_replicas_in_sync
+
+    def test_on_three_devices_and_in_two_workers():
+        assert testing.run_on_devices(count_replicas, 3) == 3
+        assert testing.run_in_workers(count_replicas, 2) == [2, 2]
+
+`import distloop` does not import it: write `from distloop import testing`.
+"""
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from distloop import cluster, inputs
+from distloop.config import Config
+from distloop.paths import is_seed, named_variables, tensorflow_variable
+from distloop.records import ABOUT_THE_RUN
+from distloop.state import ModelSpec
+from distloop.trainer import Trainer
+
+T = TypeVar("T")
+
+_CALL, _RESULT = "call.pickle", "result.{}.pickle"  # files through which processes talk
+
+
+def run_on_devices(fn: Callable[..., T], devices: int, *arguments: Any, timeout_secs: float = 300.0) -> T:
+    """Calls a function in a new process that has so many virtual CPUs.
+
+    Args:
+        fn: stands at the top of a module that can be imported; what it takes and returns can be pickled.
+        devices: how many.
+        *arguments: of `fn`.
+        timeout_secs: how long to wait.
+
+    Returns:
+        What `fn` returned.
+
+    Raises:
+        ValueError: if another process could not import `fn`.
+        RuntimeError: if `fn` failed; the message holds the end of what its process said.
+        subprocess.TimeoutExpired: if it takes longer.
+    """
+    command = [sys.executable, "-m", "distloop.testing", f"--num_devices={devices}"]
+    (result,) = _call(command, fn, arguments, 1, timeout_secs)
+    return result
+
+
+def run_in_workers(
+    fn: Callable[..., T], workers: int, *arguments: Any, devices_per_worker: int = 1, timeout_secs: float = 300.0
+) -> list[T]:
+    """Calls a function in each of several workers of this machine, which `distloop.launch` starts.
+
+    Args:
+        fn: as for `run_on_devices`; all workers have met when it is called.
+        workers: how many.
+        *arguments: of `fn`.
+        devices_per_worker: virtual CPUs of each.
+        timeout_secs: how long to wait.
+
+    Returns:
+        What `fn` returned in each, the chief's first.
+
+    Raises:
+        ValueError: as for `run_on_devices`.
+        RuntimeError: as for `run_on_devices`.
+        subprocess.TimeoutExpired: as for `run_on_devices`.
+    """
+    command = [sys.executable, "-m", "distloop.launch", f"--workers={workers}"]
+    command += [f"--devices_per_worker={devices_per_worker}", "-m", "distloop.testing"]
+    return _call(command, fn, arguments, workers, timeout_secs)
+
+
+def assert_replica_law(
+    model_fn: Callable[[], ModelSpec],
+    dataset: tf.data.Dataset,
+    replicas: Sequence[int] = (1, 2, 4),
+    *,
+    steps: int = 5,
+    tolerance: float = 1e-5,
+    **settings: Any,
+) -> None:
+    """Checks that a model trains to the same weights, and reports the same values, on any number of replicas.
+
+    It runs in this process, on virtual CPUs, which TensorFlow makes before its first tensor only: call
+    `distloop.prepare(distloop.Config(device="cpu", num_devices=4))` in conftest.py, or all of it in `run_on_devices`.
+
+    Args:
+        model_fn: as for `Trainer`; it draws no random numbers in training, as dropout does: those are other ones.
+        dataset: of global batches, as for `Trainer.fit`.
+        replicas: what to compare with the first of them.
+        steps: to train.
+        tolerance: the largest norm of a difference, relative to that of the values.
+        **settings: of `Config`, such as `clip_norm=1.0`.
+
+    Raises:
+        AssertionError: if something differs; the message names what differs most.
+        ValueError: if TensorFlow has started with fewer devices.
+    """
+    cluster.prepare(Config(device="cpu", num_devices=max(replicas)))
+    expected: dict[str, np.ndarray] = {}
+    for count in replicas:
+        config = Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
+        trainer = Trainer(model_fn, config)
+        numbers = trainer.fit(inputs.fresh_copy(dataset), steps=steps)
+        found = {name: np.asarray(value) for name, value in numbers.items() if not _is_about_the_run(name)}
+        for path, variable in named_variables(trainer.model).items():
+            if not is_seed(variable):
+                found[path] = tensorflow_variable(variable).numpy()
+        expected = expected or found
+        different = {name: _difference(found[name], value) for name, value in expected.items()}
+        name = max(different, key=lambda name: different[name])
+        if not different[name] <= tolerance:
+            raise AssertionError(
+                f"After {steps} steps {name} differs by {different[name]:.1e} of its norm between {replicas[0]} and "
+                f"{count} replicas, more than {tolerance:g}; trainer.audit(dataset) looks for the cause."
+            )
+
+
+def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
+    """Makes a small problem that can be learned, as arrays for `distloop.make_dataset`.
+
+    Args:
+        rows: N.
+        features: F, at least as many as `classes`.
+        classes: how many labels there are.
+        seed: of the numbers.
+
+    Returns:
+        `x` `[N, F]` float32, `label` `[N]` int32: which of the first entries is the largest in size, and `weight` `[N]`
+        float32, some of them 0.
+    """
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, features)).astype(np.float32)
+    return {
+        "x": x,
+        "label": np.abs(x[:, :classes]).argmax(1).astype(np.int32),
+        "weight": rng.choice([0.0, 0.5, 1.0, 3.0], size=rows).astype(np.float32),
+    }
+
+
+def _is_about_the_run(name: str) -> bool:
+    return name.rpartition("/")[2] in ABOUT_THE_RUN - {"gradient_norm"}
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Gives the norm of the difference, relative to that of what is expected."""
+    found, expected = np.asarray(found, np.float64).ravel(), np.asarray(expected, np.float64).ravel()
+    if found.shape != expected.shape:
+        return float("inf")
+    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+
+
+def _call(
+    command: Sequence[str], fn: Callable[..., Any], arguments: Sequence[Any], results: int, timeout_secs: float
+) -> list[Any]:
+    """Runs a command whose processes call a function, and collects what it returned in each."""
+    module, name = fn.__module__, fn.__qualname__
+    if module == "__main__" or "<" in name:
+        raise ValueError(
+            f"The function {module}.{name} was given, which another process cannot import: put it at the top of a "
+            "module that is no program."
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        with open(os.path.join(directory, _CALL), "wb") as file:
+            pickle.dump((fn, arguments), file)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        done = subprocess.run(
+            [*command, directory], env=environment, capture_output=True, text=True, timeout=timeout_secs, check=False
+        )
+        if done.returncode:
+            said = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+            raise RuntimeError(f"{name} failed with exit code {done.returncode}:\n{said}")
+        found = []
+        for i in range(results):
+            with open(os.path.join(directory, _RESULT.format(i)), "rb") as file:
+                found.append(pickle.load(file))
+        return found
+
+
+def main() -> None:
+    """Calls the function that another process asks for; the entry of `run_on_devices` and `run_in_workers`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--num_devices", type=int, default=1)
+    given = parser.parse_args()
+    config = Config(device="cpu", num_devices=given.num_devices)
+    cluster.prepare(config)  # before the function's module is imported, which may make tensors
+    index = cluster.worker_index(cluster.make_strategy(config))
+    with open(os.path.join(given.directory, _CALL), "rb") as file:
+        fn, arguments = pickle.load(file)
+    result = fn(*arguments)
+    with open(os.path.join(given.directory, _RESULT.format(index)), "wb") as file:
+        pickle.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()

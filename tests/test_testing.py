@@ -1,0 +1,106 @@
+"""Tests what users test with."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop import cluster, testing
+from tests.problems import classification, classifier, on
+from tests.test_bad_input import refused
+
+
+def data(size=16):
+    return distloop.make_dataset(classification(), size)
+
+
+def count_devices_and_replicas(shift):
+    trainer = distloop.Trainer(classifier(), distloop.Config(device="cpu", console="quiet"))
+    trainer.fit(data(), steps=1)
+    return (
+        cluster.num_local_replicas(trainer.strategy),
+        trainer.strategy.num_replicas_in_sync,
+        cluster.worker_index(trainer.strategy) + shift,
+    )
+
+
+def fail():
+    raise KeyError("what went wrong")
+
+
+@pytest.mark.slow
+def test_a_function_runs_on_devices_of_a_process_of_its_own():
+    assert testing.run_on_devices(count_devices_and_replicas, 3, 5) == (3, 3, 5)
+
+
+@pytest.mark.slow
+def test_a_function_runs_in_each_worker():
+    found = testing.run_in_workers(count_devices_and_replicas, 2, 0, devices_per_worker=2)
+    assert found == [(2, 4, 0), (2, 4, 1)]
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_there_is_told_here():
+    with pytest.raises(RuntimeError, match="fail failed with exit code 1:(.|\n)*KeyError: 'what went wrong'"):
+        testing.run_on_devices(fail, 1)
+
+
+def test_a_function_that_another_process_cannot_import_is_refused():
+    refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "top of a module")
+
+
+def test_a_model_that_keeps_the_replica_law_passes():
+    testing.assert_replica_law(
+        classifier(batch_norm="synchronized", is_weighted=True), data(), (1, 2), steps=3, clip_norm=0.5
+    )
+
+
+def test_a_model_that_breaks_the_replica_law_is_told_by_what_differs():
+    with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
+        testing.assert_replica_law(classifier(batch_norm="plain"), data(), (1, 2), steps=3)
+
+
+def test_a_value_that_breaks_the_replica_law_is_told():
+    def model_fn():
+        weight = tf.Variable(1.0, name="w")
+
+        def loss_fn(batch, training):
+            rows = tf.ones_like(batch["x"][:, 0])
+            return {"loss": weight * rows, "rows": rows * tf.reduce_sum(rows)}
+
+        return distloop.ModelSpec([weight], keras.optimizers.SGD(0.1), loss_fn)
+
+    with pytest.raises(AssertionError, match="After 2 steps rows differs"):
+        testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+
+
+def test_tiny_data_can_be_learned():
+    rows = testing.tiny_classification(200, 6, 3)
+    assert rows["x"].shape == (200, 6) and set(rows["label"]) == {0, 1, 2}
+    numbers = distloop.Trainer(small, on(1)).fit(distloop.make_dataset(rows, 50), steps=150)
+    assert numbers["accuracy"] > np.bincount(rows["label"]).max() / 200 + 0.2
+
+
+def small():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(3)])
+
+    def loss_fn(batch, training):
+        logits = model(batch["x"], training=training)
+        return {
+            "loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True),
+            "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),
+        }
+
+    return distloop.ModelSpec(model, keras.optimizers.Adam(0.02), loss_fn)
+
+
+def test_neither_distloop_nor_its_testing_imports_what_it_needs_not():
+    program = (
+        "import sys, distloop; assert 'distloop.testing' not in sys.modules; "
+        "import distloop.testing; assert not {'pytest', '_pytest'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
