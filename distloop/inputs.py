@@ -93,6 +93,7 @@ class Source:
         self._microbatches = microbatches
         self._repeat = repeat
         self._iterator: Any = None
+        self._whole: tf.data.Dataset | None = None  # the pipeline from the beginning, once it was built
         is_share = False
         if callable(data) and not isinstance(data, tf.data.Dataset):
             workers, index = cluster.num_workers(strategy), cluster.worker_index(strategy)
@@ -204,7 +205,9 @@ class Source:
         if self.layout.is_split:
             return iter(self._dataset)
         with tf.device(HOST):
-            return iter(self._pipeline())
+            if self._whole is None or self._may_go_back:  # tracing its functions takes longer than a short pass
+                self._whole = self._pipeline()
+            return iter(self._whole)
 
     def save_position(self, by_count: bool) -> tuple[dict[str, tf.Tensor], dict[str, Any]]:
         """Tells where the iterator is.

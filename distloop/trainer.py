@@ -40,6 +40,8 @@ from distloop.warm_start import warm_start
 from distloop.watched import WatchedSteps
 from distloop.writers import JsonWriter
 
+_KEPT_PASSES = 8  # datasets that are remembered: to make them ready takes as long as a short pass over them
+
 
 class Trainer:
     """Trains, evaluates and predicts with one model, on the devices that the config names.
@@ -94,6 +96,7 @@ class Trainer:
             others.step = lambda: self.step
             others.phase = "starting"
         self._train_source: Source | None = None
+        self._passes: list[Source] = []  # data that was measured on or predicted for, the last one first
         self._element_spec: Any = None
         self._forward: tuple[Any, tf.Graph | None] | None = None  # of what data, the forward pass
         self._train_loop: TrainLoop | None = None
@@ -455,7 +458,7 @@ class Trainer:
             ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
         name = self._signature(signature)
-        batches = list(self._stream(self._finite_source(dataset), name, keep_dtypes))
+        batches = list(self._stream(self._pass_over(dataset), name, keep_dtypes))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
@@ -483,7 +486,7 @@ class Trainer:
             ValueError: if there is no such `predict_fn`.
         """
         name = self._signature(signature)
-        return self._stream(Source(dataset, self.strategy, repeat=False), name, keep_dtypes)
+        return self._stream(self._pass_over(dataset, may_be_endless=True), name, keep_dtypes)
 
     def _stream(self, source: Source, signature: str, keep_dtypes: bool) -> Iterator[Any]:
         self._build(source)
@@ -565,18 +568,18 @@ class Trainer:
             )
         return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
 
-    def _eval_source(self, data: Data) -> Source:
-        if self.config.limit_eval_batches:
-            return Source(data, self.strategy, repeat=False)
-        return self._finite_source(data)
-
-    def _finite_source(self, data: Data) -> Source:
-        source = Source(data, self.strategy, repeat=False)
-        if source.is_endless:
+    def _pass_over(self, data: Data, may_be_endless: bool = False) -> Source:
+        """Makes of data what can be read from its beginning, or finds what was made of it before."""
+        source = next((s for s in self._passes if s.data is data), None) or Source(data, self.strategy, repeat=False)
+        if source.is_endless and not may_be_endless:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
             )
+        self._passes = [source, *(s for s in self._passes if s is not source)][:_KEPT_PASSES]
         return source
+
+    def _eval_source(self, data: Data) -> Source:
+        return self._pass_over(data, may_be_endless=self.config.limit_eval_batches > 0)
 
     def build(self, dataset: Data) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.
