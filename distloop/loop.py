@@ -28,6 +28,7 @@ from distloop.timing import Clock
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 _LOOP_SECS = 0.5  # a loop that runs through several logs takes about so long
+_MOST_JOINED = 64  # batches, whose outputs are on the host together
 
 
 class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from before
@@ -444,29 +445,79 @@ class PredictLoop:
     def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
-        self._run = _compiled(lambda iterator, layout: step(inputs.next_batch(iterator, layout), layout), eager)
+        self._step = step if eager else tf.function(step, autograph=False)  # several places need not trace it anew
+        self._run = _compiled(lambda iterator, layout: self._step(inputs.next_batch(iterator, layout), layout), eager)
+        self._run_many = _compiled(self._batches, eager)
 
-    def predict(self, source: Source) -> Iterator[Any]:
-        """Yields the outputs of each batch of one pass, in order, with the averaged weights where there are some.
+    def predict(self, source: Source, *, is_joined: bool = False) -> Iterator[Any]:
+        """Yields the outputs of one pass, in order, with the averaged weights where there are some.
 
         Args:
             source: data that ends.
+            is_joined: whether outputs of several batches may come together, which takes less time; else those of each
+                batch by themselves.
+
+        Raises:
+            ValueError: if outputs that are to come together have different shapes.
         """
         cluster.report(self._state.strategy, "predicting")
         iterator = source.new_iterator()
         streams = self._state.read_seeds()
+        # Where workers meet in a step, each batch is a call, which all of them make.
+        run = self._run_many if is_joined and cluster.num_workers(self._state.strategy) == 1 else self._run
         while True:
             # Between two batches the weights and random streams of training are back: whoever reads slowly may train.
             with self._state.averaged(), self._state.seeds_kept():
                 self._state.write_seeds(streams)
                 try:
-                    outputs = self._run(iterator, source.layout)
+                    outputs = run(iterator, source.layout)
                     streams = self._state.read_seeds()
                 except tf.errors.OutOfRangeError:
                     return
                 except tf.errors.OpError as error:
+                    if "TensorListConcat" in (error.message or ""):
+                        raise cannot_join("their shapes differ") from error
                     raise inputs.explain(error) or error from error
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+    def _batches(self, iterator: Any, layout: Layout) -> Any:
+        """Predicts for up to `_MOST_JOINED` batches, and joins their outputs."""
+        first = self._step(inputs.next_batch(iterator, layout), layout)
+        leaves = tf.nest.flatten(first)
+        if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
+            return first  # no array holds them
+        with tf.device(HOST):
+            arrays = [
+                tf.TensorArray(leaf.dtype, 1, dynamic_size=True, infer_shape=False, clear_after_read=False).write(
+                    0, leaf
+                )
+                for leaf in leaves
+            ]
+
+            def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
+                has_batch, get_batch = inputs.next_batch_if_any(iterator, layout)
+
+                def written() -> list[tf.TensorArray]:
+                    outputs = tf.nest.flatten(self._step(get_batch(), layout))
+                    return [array.write(count, output) for array, output in zip(arrays, outputs, strict=True)]
+
+                return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
+
+            _, _, arrays = tf.while_loop(
+                lambda count, has_more, _: has_more & (count < _MOST_JOINED),
+                body,
+                (tf.constant(1), tf.constant(True), arrays),
+                parallel_iterations=1,
+            )
+            return tf.nest.pack_sequence_as(first, [array.concat() for array in arrays])
+
+
+def cannot_join(reason: object) -> ValueError:
+    """Makes the error for outputs of several batches that do not fit together."""
+    return ValueError(
+        f"Outputs of different batches cannot be joined ({reason}); take them a batch at a time from "
+        "trainer.stream_predictions(dataset)."
+    )
 
 
 def _norm(variables: Sequence[Any]) -> tf.Tensor:

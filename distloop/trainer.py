@@ -26,7 +26,7 @@ from distloop.config import write as write_config
 from distloop.console import Console, say, show_parts, show_split
 from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
-from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop
+from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
 from distloop.paths import count_parameters
 from distloop.profiles import Profile
 from distloop.progress import Progress
@@ -458,16 +458,13 @@ class Trainer:
             ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
         name = self._signature(signature)
-        batches = list(self._stream(self._pass_over(dataset), name, keep_dtypes))
+        batches = list(self._stream(self._pass_over(dataset), name, keep_dtypes, is_joined=True))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
             return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
         except ValueError as error:
-            raise ValueError(
-                f"Outputs of different batches cannot be joined ({error}); take them a batch at a time from "
-                "trainer.stream_predictions(dataset)."
-            ) from None
+            raise cannot_join(error) from None
 
     def stream_predictions(
         self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False
@@ -488,12 +485,12 @@ class Trainer:
         name = self._signature(signature)
         return self._stream(self._pass_over(dataset, may_be_endless=True), name, keep_dtypes)
 
-    def _stream(self, source: Source, signature: str, keep_dtypes: bool) -> Iterator[Any]:
+    def _stream(self, source: Source, signature: str, keep_dtypes: bool, is_joined: bool = False) -> Iterator[Any]:
         self._build(source)
         if (signature, keep_dtypes) not in self._predict_loops:
             step = PredictStep(self.state, self._predict_fns()[signature], keep_dtypes)
             self._predict_loops[signature, keep_dtypes] = PredictLoop(self.state, step, eager=self.config.eager)
-        return self._predict_loops[signature, keep_dtypes].predict(source)
+        return self._predict_loops[signature, keep_dtypes].predict(source, is_joined=is_joined)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes what can be served without distloop, with the averaged weights if there are any.
