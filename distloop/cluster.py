@@ -224,6 +224,13 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(names)}{of_workers})"
 
 
+def describe_reduction(strategy: tf.distribute.Strategy) -> str:
+    """Says what adds up over the replicas, as in `CollectiveAllReduce (NCCL)`."""
+    found = strategy.extended._cross_device_ops
+    implementation = getattr(getattr(found, "_options", None), "implementation", None)
+    return type(found).__name__ + (f" ({implementation.value})" if implementation is not None else "")
+
+
 def _device_names(strategy: tf.distribute.Strategy) -> list[str]:
     """Names the devices of this worker, as in `CPU:0`."""
     if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():

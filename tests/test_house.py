@@ -62,6 +62,7 @@ LAYERS = {
     "trials": 7,
     "trainer": 8,
     "testing": 9,
+    "smoke": 9,
     "__init__": 9,
 }
 WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "records", "timing", "launch", "runs", "console", "curves"]

@@ -1,0 +1,226 @@
+"""Owns the first run on a machine: what distloop promises, tried on the devices that are there, a line each.
+
+    python -m distloop.smoke                                     # on the GPUs, or else the CPU
+    python -m distloop.smoke --device=cpu --num_devices=2        # on virtual CPUs
+
+Each line tells what was tried, `passed`, `failed` or `skipped`, and what was seen. The exit code is 0 if nothing
+failed, 1 if something did, 2 if there are no such devices. It takes less than a minute and leaves nothing behind. No
+GPU was at hand when it was written.
+"""
+
+import argparse
+import functools
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from distloop import cluster
+from distloop.config import Config
+from distloop.inputs import make_dataset
+from distloop.paths import named_variables, tensorflow_variable
+from distloop.state import ModelSpec
+from distloop.trainer import Trainer
+
+_STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd
+# Devices add up in another order, and XLA rounds otherwise; relative, of each variable.
+_TOLERANCE = 1e-5
+
+
+class _Skipped(Exception):  # noqa: N818 - no error
+    """A check that means nothing here; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the checks; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m distloop.smoke", description="Tries distloop on this machine.")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="what to run on; auto")
+    parser.add_argument("--num_devices", default=0, type=int, help="how many; 0: all")
+    given = parser.parse_args(arguments)
+    try:
+        config = Config(
+            device=given.device, num_devices=given.num_devices, strategy="mirrored", log_every=0, console="quiet"
+        )
+        cluster.prepare(config)
+        cluster.make_strategy(config)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # it rounds more than what is compared
+    results = [_run(name, check, config) for name, check in _CHECKS.items()]
+    counts = {word: results.count(word) for word in ("passed", "failed", "skipped")}
+    print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+def _run(name: str, check: Callable[[Config], str], config: Config) -> str:
+    """Runs one check and tells how it went; whatever is raised is a failure of the machine to be told, not ours."""
+    try:
+        result, seen = "passed", check(config)
+    except _Skipped as reason:
+        result, seen = "skipped", str(reason)
+    except Exception as error:
+        result, seen = "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    print(f"{name:<28} {result:<8} {seen}", flush=True)
+    return result
+
+
+def _devices(config: Config) -> str:
+    found = []
+    for gpu in tf.config.get_visible_devices("GPU") if config.device != "cpu" else []:
+        details = tf.config.experimental.get_device_details(gpu)
+        found.append(f"{details.get('device_name', gpu.name)} {details.get('compute_capability', '')}".strip())
+    build = tf.sysconfig.get_build_info()
+    versions = f"TensorFlow {tf.__version__}, Keras {keras.__version__}, CUDA {build.get('cuda_version', 'none')}"
+    return f"{cluster.describe(cluster.make_strategy(config))}; {', '.join(found) or 'no GPU'}; {versions}"
+
+
+def _reduction(config: Config) -> str:
+    strategy = cluster.make_strategy(config)
+
+    def add() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        number = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, number * tf.ones([3]))
+
+    sums = strategy.experimental_local_results(tf.function(lambda: strategy.run(add), autograph=False)())
+    count = strategy.num_replicas_in_sync
+    for total in sums:
+        _require(total.numpy().tolist() == [count * (count + 1) / 2] * 3, f"the replicas' numbers add up to {total}")
+    return f"right, by {cluster.describe_reduction(strategy)}"
+
+
+def _replicas(config: Config) -> str:
+    model_fn = functools.partial(_model_fn, is_normalized=True)
+    several, one = (_train(_on(config, num_devices=count), model_fn) for count in (config.num_devices, 1))
+    for path, values in _values(several).items():
+        same = all(np.array_equal(value, values[0]) for value in values)
+        _require(same, f"{path} is another on each replica")
+    difference = _difference(several, one)
+    _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
+    return f"the weights after {_STEPS} steps differ by {difference:.1e}"
+
+
+def _overflow(config: Config) -> str:
+    trainer = _train(_on(config, precision="mixed_float16"))
+    before, scale = _values(trainer), float(trainer.state.loss_scale)
+    rows = _rows()
+    rows["x"][_BATCH_SIZE - 1] = np.inf  # on the last replica alone
+    trainer.fit(make_dataset(rows, _BATCH_SIZE), steps=trainer.step + 1)
+    after, later_scale = _values(trainer), float(trainer.state.loss_scale)
+    _require(int(trainer.state.skipped_steps) == 1, "the step was not skipped")
+    same = all(np.array_equal(a, b) for path in before for a, b in zip(before[path], after[path], strict=True))
+    _require(same, "the step changed weights")
+    _require(later_scale == scale / 2, f"the loss scale went from {scale:g} to {later_scale:g}")
+    return f"skipped on every replica, the loss scale went from {scale:g} to {later_scale:g}"
+
+
+def _restore(config: Config) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        for steps in (_STEPS // 2, _STEPS):
+            resumed = _train(_on(config, workdir=directory), steps=steps)
+    difference = _difference(resumed, _train(config))
+    _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
+    return f"saved at step {_STEPS // 2} and gone on: the weights differ by {difference:.1e} from a run that was not"
+
+
+def _predict(config: Config) -> str:
+    trainer = Trainer(_model_fn, config)
+    numbers = trainer.predict(make_dataset(_rows(), _BATCH_SIZE))["number"]
+    _require(numbers.tolist() == list(range(_ROWS)), "rows are lost, repeated or out of order")
+    return f"{_ROWS} rows, each once and in order"
+
+
+def _jit(config: Config) -> str:
+    difference = _difference(_train(_on(config, jit_compile=True)), _train(config))
+    _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
+    return f"the weights differ by {difference:.1e} from those without XLA"
+
+
+def _input(config: Config) -> str:
+    if "GPU" not in cluster.describe(cluster.make_strategy(config)):
+        raise _Skipped("a CPU's batches are where they are needed")
+    rows = {name: np.repeat(values, 1000, 0) for name, values in _rows().items()}
+    waited = Trainer(_model_fn, config).fit(make_dataset(rows, 1000 * _BATCH_SIZE), steps=200)["input_wait"]
+    _require(waited < 0.5, f"the steps waited {waited:.0%} of the time for data")
+    return f"the steps waited {waited:.0%} of the time for data"
+
+
+_CHECKS: dict[str, Callable[[Config], str]] = {
+    "devices": _devices,
+    "sums over replicas": _reduction,
+    "one device or all": _replicas,
+    "overflow in float16": _overflow,
+    "save and restore": _restore,
+    "order of predictions": _predict,
+    "XLA (jit_compile)": _jit,
+    "batches to the devices": _input,
+}
+
+
+def _on(config: Config, **settings: Any) -> Config:
+    return Config(**{**vars(config), **settings})
+
+
+def _rows() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(_ROWS, 8)).astype(np.float32),
+        "label": rng.integers(0, 4, _ROWS).astype(np.int32),
+        "number": np.arange(_ROWS, dtype=np.float32),
+    }
+
+
+def _model_fn(is_normalized: bool = False) -> ModelSpec:
+    layers = [keras.Input((8,)), keras.layers.Dense(16, activation="tanh")]
+    if is_normalized:
+        layers.append(keras.layers.BatchNormalization(synchronized=True))
+    model = keras.Sequential([*layers, keras.layers.Dense(4, dtype="float32")])
+
+    def loss_fn(batch: Any, training: bool) -> dict[str, tf.Tensor]:
+        logits = model(batch["x"], training=training)  # [B, 4]
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+    return ModelSpec(
+        model,
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        loss_fn,
+        predict_fn=lambda batch: {"number": batch["number"], "logits": model(batch["x"], training=False)},
+    )
+
+
+def _train(config: Config, model_fn: Callable[[], ModelSpec] = _model_fn, steps: int = _STEPS) -> Trainer:
+    trainer = Trainer(model_fn, config)
+    trainer.fit(make_dataset(_rows(), _BATCH_SIZE), steps=steps)
+    return trainer
+
+
+def _values(trainer: Trainer) -> dict[str, list[np.ndarray]]:
+    """Reads what each replica holds of each variable of the model."""
+    return {
+        path: [np.asarray(part) for part in trainer.strategy.experimental_local_results(tensorflow_variable(variable))]
+        for path, variable in named_variables(trainer.model).items()
+    }
+
+
+def _difference(found: Trainer, expected: Trainer) -> float:
+    """Finds the largest difference between the variables of two models, by the norm, relative to the variable's own."""
+    pairs = zip(_values(found).values(), _values(expected).values(), strict=True)
+    return max(
+        float(np.linalg.norm(a[0] - b[0]) / max(np.linalg.norm(b[0]), 1e-30))
+        for a, b in pairs
+        if np.issubdtype(a[0].dtype, np.floating)
+    )
+
+
+def _require(is_met: bool, otherwise: str) -> None:
+    if not is_met:
+        raise AssertionError(otherwise)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
