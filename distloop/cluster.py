@@ -78,6 +78,7 @@ def prepare_process(config: Config) -> None:
             "A keras.distribution is set, which TensorFlow does not follow; distloop distributes by tf.distribute: "
             "call keras.distribution.set_distribution(None)."
         )
+    _set_threads(config)
     if _device_type(config) == "CPU":
         _hide_gpus(config)
         _make_virtual_cpus(max(config.num_devices, config.num_stages))
@@ -379,6 +380,8 @@ def _make_multi_worker(workers: Workers | None, config: Config) -> tf.distribute
         return _multi_worker[workers]
     if _device_type(config) == "GPU":
         _check_gpus_of_tasks()
+    elif config.communication == "nccl":
+        raise ValueError("communication=nccl was given, which is for GPUs, but the workers run on CPUs: use auto.")
     of_process = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(workers.addresses)}
     others = Peers(workers.addresses, workers.index, of_process | facts(config))
     try:
@@ -396,7 +399,10 @@ def _join(workers: Workers, config: Config, others: Peers) -> tf.distribute.Stra
     device_type = _device_type(config)
     # No timeout_seconds: TensorFlow starts a thread for each collective that sleeps for so long, 14,000 of them after
     # 25 seconds of a small model. The peers watch instead.
-    options = tf.distribute.experimental.CommunicationOptions()
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=config.bytes_per_pack,
+        implementation=tf.distribute.experimental.CommunicationImplementation(config.communication.upper()),
+    )
     cluster = tf.train.ClusterSpec({"worker": workers.addresses})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="worker", task_id=workers.index, rpc_layer="grpc"
@@ -482,6 +488,20 @@ def _device_type(config: Config) -> str:
             )
         return config.device.upper()
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def _set_threads(config: Config) -> None:
+    try:
+        if config.inter_op_threads:
+            tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads)
+        if config.intra_op_threads:
+            tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads)
+    except RuntimeError:
+        raise ValueError(
+            f"inter_op_threads={config.inter_op_threads} and intra_op_threads={config.intra_op_threads} were given, "
+            "but TensorFlow has already started with other numbers: call distloop.prepare(config) before the first "
+            "tensor, dataset or model."
+        ) from None
 
 
 def _make_virtual_cpus(count: int) -> None:

@@ -68,6 +68,14 @@ class Config:
         "Devices per worker that one network is spread over, one stage on each, by distloop.split(model, num_stages).",
         minimum=1,
     )
+    inter_op_threads: int = setting(0, "Threads that run operations side by side; 0: TensorFlow's choice.")
+    intra_op_threads: int = setting(0, "Threads within one operation; 0: TensorFlow's choice.")
+    communication: str = setting(
+        "auto",
+        "What adds up between workers; auto: nccl between GPUs, ring between CPUs.",
+        choices=("auto", "ring", "nccl"),
+    )
+    bytes_per_pack: int = setting(0, "Gradients travel between workers in packs of so many bytes; 0: all in one.")
     precision: str = setting(
         "float32",
         "What layers compute in; weights stay float32. mixed_float16 scales the loss.",

@@ -485,3 +485,28 @@ def test_another_build_of_tensorflow_joins_as_it_does(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", missing)
     with cluster._threads_running():
         assert pywrap_tfe.TFE_EnableCollectiveOps is original
+
+
+def test_nccl_between_cpus_is_refused():
+    workers = cluster.Workers(("a:1", "b:1"), 0)
+    with pytest.raises(ValueError, match="communication=nccl was given, which is for GPUs"):
+        cluster._make_multi_worker(workers, config(communication="nccl"))
+
+
+def test_threads_cannot_be_chosen_once_tensorflow_has_started():
+    tf.constant(0)
+    with pytest.raises(ValueError, match="intra_op_threads=97 were given, but TensorFlow has already started"):
+        cluster.prepare_process(config(intra_op_threads=97))
+
+
+@pytest.mark.slow
+def test_threads_are_as_many_as_asked_for():
+    program = (
+        "import tensorflow as tf, distloop\n"
+        "distloop.prepare(distloop.Config(device='cpu', inter_op_threads=3, intra_op_threads=2))\n"
+        "tf.constant(0)\n"
+        "threading = tf.config.threading\n"
+        "print(threading.get_inter_op_parallelism_threads(), threading.get_intra_op_parallelism_threads())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "3 2\n"
