@@ -12,6 +12,7 @@ added, so that a BatchNormalization that is synchronized sees the same rows on a
 small to give every replica and microbatch a row is padded, with its own rows and weight 0.
 """
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Mapping
@@ -445,7 +446,10 @@ def take_share(
     length = share[1] - share[0]
     start = share[0] + microbatch * length // microbatches
     end = share[0] + (microbatch + 1) * length // microbatches
-    share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
+    # Untested, no GPU: on the host, so that a GPU is sent its own rows and not all of them.
+    is_on_gpu = not layout.is_split and any("GPU" in str(device) for device in context.devices)
+    with tf.device(HOST) if is_on_gpu else contextlib.nullcontext():
+        share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
     weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
     return share_rows, weights
 
