@@ -1,28 +1,41 @@
-"""Digits drawn by a GAN: two models, two optimizers, two updates in one step.
+"""Digits drawn by a GAN: two models, two optimizers, two updates in one step, and a gradient penalty.
 
     python -m experiments.gan --workdir=runs/gan --device=cpu --num_devices=2
 
-The discriminator's update runs first, the generator's sees the discriminator that it left. The noise is drawn from a
-stream that differs on every replica, so on 2 replicas other digits are drawn than on 1. Samples come from the average
-of the generator's weights; TensorBoard shows what it makes of the same noise each 500 steps.
+The discriminator's update runs first, the generator's sees the discriminator that it left. The noise is part of the
+dataset and nothing else is drawn, so the weights are the same on any number of replicas. Samples come from the average
+of the generator's weights; TensorBoard shows each 500 steps what it makes of the same noise, and how far the samples
+are from the training images: the Frechet distance of their pixels (Heusel et al. 2017, arXiv:1706.08500, section 3).
 
-Seen on 2 virtual CPUs (2 cores): digits that can be read after 3,000 steps, a minute; the mean of 360 samples is off
-that of the test images by 0.018, the pixels' deviation by 0.015 (in 0..1). The discriminator's loss ends at 1.33, where
-chance is 1.39.
+Seen on 2 virtual CPUs (2 cores, beside other work): digits that can be read after 3,000 steps, about 2 minutes of
+training; their Frechet distance is 0.127 (0.50 after 500 steps), that of the real test images 0.103. A classifier takes
+at least 8 % of the samples for each of the ten digits. The discriminator's loss ends at 1.38, where chance is 1.39.
 """
 
 import keras
 import numpy as np
 import tensorflow as tf
 from absl import app, flags
+from sklearn.svm import SVC
 
 import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=3_000, batch_size=128, average_decay=0.995, log_every=500)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-4, "Adam's step size, of both models.")
+PENALTY = flags.DEFINE_float("penalty", 1.0, "Factor of the squared slope of the discriminator at real images.")
 LATENT = 32  # numbers that the generator draws from
-FIXED_NOISE = np.random.default_rng(0).normal(size=(8, LATENT)).astype(np.float32)
+FIXED_NOISE = np.random.default_rng(0).normal(size=(1_000, LATENT)).astype(np.float32)
+
+
+def with_noise(dataset):
+    """Adds "noise" to each batch, [B, LATENT], other noise in each pass."""
+
+    def add(batch, seed):
+        shape = [tf.shape(batch["image"])[0], LATENT]
+        return {"image": batch["image"], "noise": tf.random.stateless_normal(shape, seed)}
+
+    return tf.data.Dataset.zip(dataset, tf.data.Dataset.random(seed=0).batch(2)).map(add)
 
 
 def make_generator():
@@ -49,7 +62,6 @@ def make_discriminator():
             keras.layers.Conv2D(64, 3, strides=2, padding="same"),
             keras.layers.LeakyReLU(0.2),
             keras.layers.Flatten(),
-            keras.layers.Dropout(0.3),
             keras.layers.Dense(1),
         ],
         name="discriminator",
@@ -58,31 +70,32 @@ def make_discriminator():
 
 def model_fn():
     generator, discriminator = make_generator(), make_discriminator()
-    noise = keras.random.SeedGenerator(0)
-
-    def draw(batch):
-        return keras.random.normal((tf.shape(batch["image"])[0], LATENT), seed=noise)  # [B, LATENT]
 
     def discriminator_loss(batch, training):
-        real = discriminator(batch["image"], training=training)[:, 0]  # [B]
-        fake = discriminator(generator(draw(batch), training=training), training=training)[:, 0]  # [B]
+        with tf.GradientTape() as tape:
+            tape.watch(batch["image"])
+            real = discriminator(batch["image"], training=training)[:, 0]  # [B]
+        slope = tape.gradient(real, batch["image"])  # [B, 8, 8, 1]: a row's score depends on that row alone
+        penalty = PENALTY.value / 2 * tf.reduce_sum(slope**2, [1, 2, 3])  # R1: Mescheder et al. 2018, arXiv:1801.04406
+        fake = discriminator(generator(batch["noise"], training=training), training=training)[:, 0]  # [B]
         return {
-            "loss": tf.nn.softplus(-real) + tf.nn.softplus(fake),  # Goodfellow et al. 2014, arXiv:1406.2661, eq. 1
+            "loss": tf.nn.softplus(-real) + tf.nn.softplus(fake) + penalty,  # Goodfellow et al. 2014, arXiv:1406.2661
+            "penalty": penalty,
             "real_accuracy": real > 0,
             "fake_accuracy": fake < 0,
         }
 
     def generator_loss(batch, training):
-        fake = discriminator(generator(draw(batch), training=training), training=training)[:, 0]  # [B]
+        fake = discriminator(generator(batch["noise"], training=training), training=training)[:, 0]  # [B]
         return {"loss": tf.nn.softplus(-fake)}  # the non-saturating loss, ibid. section 3
 
     return distloop.ModelSpec(
-        {"generator": generator, "discriminator": discriminator, "noise": noise},
+        {"generator": generator, "discriminator": discriminator},
         updates=[
             distloop.Update("discriminator", discriminator_loss, make_optimizer(), "^discriminator/"),
             distloop.Update("generator", generator_loss, make_optimizer(), "^generator/"),
         ],
-        predict_fn=lambda batch: generator(draw(batch), training=False),
+        predict_fn=lambda batch: generator(batch["noise"], training=False),
     )
 
 
@@ -90,9 +103,20 @@ def make_optimizer():
     return keras.optimizers.Adam(LEARNING_RATE.value, beta_1=0.5)
 
 
+def frechet_distance(images, others):
+    """Measures how far two normal distributions, fitted to the pixels of two sets of images, are from each other."""
+    (mean, covariance), (other_mean, other_covariance) = (
+        (np.mean(pixels, 0), np.cov(pixels.T)) for pixels in (images.reshape(-1, 64), others.reshape(-1, 64))
+    )
+    root_trace = np.sqrt(np.linalg.eigvals(covariance @ other_covariance).real.clip(0)).sum()
+    return np.sum((mean - other_mean) ** 2) + np.trace(covariance) + np.trace(other_covariance) - 2 * root_trace
+
+
 def draw_samples(state):
     with state.averaged():
-        return distloop.Images(state.model["generator"](FIXED_NOISE, training=False))
+        samples = np.asarray(state.model["generator"](FIXED_NOISE, training=False))
+    real = next(datasets.digits("train", 2_000, shuffle=False).as_numpy_iterator())["image"]
+    return {"images": distloop.Images(samples), "frechet_distance": frechet_distance(samples, real)}
 
 
 def main(_):
@@ -100,14 +124,16 @@ def main(_):
     distloop.prepare(config)
     trainer = distloop.Trainer(model_fn, config)
     samples_action = distloop.Summary("samples", draw_samples, every=500)
-    trainer.fit(datasets.digits("train", config.batch_size), actions=[samples_action])
-    test = datasets.digits("test", config.batch_size)
-    samples = trainer.predict(test)[..., 0]  # [N, 8, 8]
-    real = next(datasets.digits("test", 360).as_numpy_iterator())["image"][..., 0]
+    trainer.fit(with_noise(datasets.digits("train", config.batch_size).repeat()), actions=[samples_action])
+    real, test = (next(datasets.digits(s, 2_000, shuffle=False).as_numpy_iterator()) for s in ("train", "test"))
+    samples = trainer.predict(with_noise(datasets.digits("train", 500)))[..., 0]  # [N, 8, 8]
     for rows in samples[:8].transpose(1, 0, 2):  # a line of all eight samples
         print("  ".join("".join(" .:-=+*#%@"[int(9 * pixel)] * 2 for pixel in row) for row in rows))
-    print(f"mean image off by {abs(samples.mean(0) - real.mean(0)).mean():.3f}", end="  ")
-    print(f"deviation of pixels off by {abs(samples.std(0) - real.std(0)).mean():.3f}")
+    classifier = SVC().fit(real["image"].reshape(-1, 64), real["label"])
+    counts = np.bincount(classifier.predict(samples.reshape(-1, 64)), minlength=10)
+    print(f"each digit's share of the samples, as a classifier sees them: {counts.min() / len(samples):.2f} at least")
+    distances = [frechet_distance(images, real["image"]) for images in (samples, test["image"])]
+    print(f"Frechet distance to the training images {distances[0]:.3f}  of the test images {distances[1]:.3f}")
 
 
 if __name__ == "__main__":
