@@ -8,7 +8,7 @@ held-out files overlap. TensorBoard shows under Text what the model writes each 
 
 Seen on 2 virtual CPUs (2 cores, beside other work), Python 3.11: 1.494 bits per byte of the held-out files after 6,000
 steps, one pass over the text, about half an hour; 1.918 after 2,000, about 8 minutes. Byte n-grams, counted on the same
-text (`ngrams.py`), need 1.955. In float32 the first 40 steps give the same losses to three digits.
+text (`ngrams.py`), need 1.955. Runs of 40 steps, of 32 windows each, ended at a loss of 2.867 in float32 and bfloat16.
 """
 
 import keras

@@ -1,0 +1,79 @@
+"""Transfer: an encoder that was trained without labels learns to read digits from 50 of them, frozen.
+
+    python -m experiments.contrastive --workdir=runs/contrastive --device=cpu --num_devices=2
+    python -m experiments.transfer --workdir=runs/transfer --device=cpu --num_devices=2 \
+        --init_from=runs/contrastive --init_rename=^encoder/ --train=^head/
+
+`--init_rename` takes of the first run what its pattern finds, here the encoder without the head, and `--train` trains
+what its pattern finds in the paths of variables, here the head alone. The encoder is that of `contrastive.py`.
+
+Seen on 2 virtual CPUs (2 cores): test accuracy 0.964 with 50 labels after 300 steps, 20 s; without the first run, all
+weights trained, 0.878.
+"""
+
+import keras
+from absl import app, flags
+
+import distloop
+from experiments import datasets
+
+distloop.define_flags(steps=300, batch_size=50, eval_every=100)
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-2, "The peak step size of Adam, reached after a warm-up.")
+IMAGES = flags.DEFINE_integer("images", 50, "How many images to train on, the first ones.", lower_bound=1)
+TRAIN = flags.DEFINE_string("train", "", "A regular expression on the paths of the variables to train; empty: all.")
+
+
+def some_digits(batch_size):
+    """Makes a dataset of the first images to train on."""
+    rows = next(datasets.digits("train", IMAGES.value, shuffle=False).as_numpy_iterator())
+    return distloop.make_dataset(rows, batch_size, shuffle=True)
+
+
+def model_fn():
+    encoder = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu"),
+        ],
+        name="encoder",
+    )
+    norm = keras.layers.LayerNormalization(center=False, scale=False)  # whatever size the encoder's numbers have
+    head = keras.Sequential([keras.Input((128,)), norm, keras.layers.Dense(10)], name="head")
+
+    def predict_fn(batch, training=False):
+        return head(encoder(batch["image"], training=training), training=training)  # [B, 10]
+
+    def loss_fn(batch, training):
+        logits = predict_fn(batch, training)
+        return {
+            "loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True),  # [B]
+            "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),  # [B]
+        }
+
+    steps = distloop.Config.from_flags().steps or 300
+    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup_steps=min(20, steps // 2))
+    return distloop.ModelSpec(
+        {"encoder": encoder, "head": head},
+        keras.optimizers.Adam(rate),
+        loss_fn,
+        predict_fn=predict_fn,
+        trainable=TRAIN.value or None,
+    )
+
+
+def main(_):
+    config = distloop.Config.from_flags()
+    distloop.prepare(config)
+    test = datasets.digits("test", config.batch_size)
+    trainer = distloop.Trainer(model_fn, config)
+    trainer.fit(some_digits(config.batch_size), evals={"test": test})
+    print(f"test accuracy {trainer.evaluate(test)['accuracy']:.3f} with {IMAGES.value} labels")
+
+
+if __name__ == "__main__":
+    app.run(main)
