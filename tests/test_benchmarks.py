@@ -58,5 +58,29 @@ def test_speeds_are_those_of_the_median_call():
     assert row["**distloop**"] == "100,000" and row["times Keras"] == "100.00" and row["reached"] == "goal"
 
 
+def test_each_kind_of_call_is_held_against_the_limit_of_its_place():
+    times = {
+        "beyond fit": {"keras": [0.5], "distloop": [0.02]},
+        "beyond evaluate": {"keras": [0.2], "distloop": [0.04]},
+    }
+    (row,) = rows_of(page.beyond_table([{**a_cell(), **times}]))
+    assert row["fit, Keras"] == "500" and row["goal"] == "30" and row["reached"] == "goal / missed"
+
+
+def test_a_save_is_compared_with_that_of_the_same_round():
+    times = {"save": {"manager": [1.0, 2.0, 4.0], "distloop": [0.5, 1.0, 1.0]}}
+    (row,) = rows_of(page.against_table([{**a_cell(), **times}], "manager", page.KEPT))
+    assert row["what"] == "save, s" and row["distloop / `CheckpointManager`"] == "0.50" and row["reached"] == "stretch"
+
+
+def test_two_workers_keep_the_speed_of_one_where_their_steps_last_as_long():
+    cells = [
+        {"workload": "conv", "place": place, "times": {"handloop": [1.0], "distloop": [secs]}}
+        for place, secs in (("1 worker", 0.9), ("2 workers", 1.0))
+    ]
+    (row,) = rows_of(page.scaling_table(cells))
+    assert row["handloop"] == "1.00" and row["**distloop**"] == "0.90" and row["reached"] == "missed"
+
+
 def test_every_workload_has_goals():
     assert {name for name, _ in goals.STEPS} == set(workloads.WORKLOADS)
