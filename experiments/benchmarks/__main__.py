@@ -19,7 +19,7 @@ from absl import app, flags
 from experiments.benchmarks import goals, page, processes, with_orbit
 
 WORKLOADS = list(dict.fromkeys(name for name, _ in goals.STEPS))
-SYSTEMS = ["bare", "handloop", "hand", "orbit", "keras", "keras50", "distloop"]
+SYSTEMS = list(page.TITLES)
 STARTED = [("tiny", 1), ("lm", 2)]  # workloads and replicas whose start is measured
 START_ROUNDS = 2
 KERAS_FAILS = "fit fails under MultiWorkerMirroredStrategy"

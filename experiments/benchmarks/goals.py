@@ -33,7 +33,10 @@ STEPS: dict[tuple[str, str], dict[str, Goal]] = {
     ("mlp41m", "4 replicas"): {"handloop": NOT_SLOWER},
 }
 
-# (workload, place) -> examples per second of a whole call, 2,000 examples in batches of 32. Higher is better.
+# What `evaluate` and `predict` get.
+EXAMPLES, BATCH_SIZE = 2_000, 32
+
+# (workload, place) -> examples per second of a whole call. Higher is better.
 EVALUATE = {
     ("tiny", "1 replica"): 65_000,
     ("tiny", "2 replicas"): 40_000,

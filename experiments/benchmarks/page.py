@@ -15,7 +15,6 @@ TITLES = {
     "keras50": "Keras, 50 steps an execution",
     "distloop": "**distloop**",
 }
-EXAMPLES = 2_000  # of an evaluation or prediction
 PAIR = ("distloop", "keras")
 PARTS = ("training", "workers", "calls", "saves", "start")
 BASES = ("bare", "handloop")  # what steps are compared with
@@ -82,7 +81,7 @@ def speeds_table(cells: Sequence[Mapping], kind: str, targets: Mapping[tuple[str
     for cell in cells:
         times: Times = cell[kind]
         target = targets.get((cell["workload"], cell["place"]))
-        speed = {name: EXAMPLES / statistics.median(secs) for name, secs in times.items()}
+        speed = {name: goals.EXAMPLES / statistics.median(secs) for name, secs in times.items()}
         rows.append(
             [cell["workload"], cell["place"]]
             + [f"{speed[name]:,.0f}" for name in systems]

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from experiments.benchmarks import by_hand, turns, with_distloop, with_keras, workloads
+from experiments.benchmarks import by_hand, goals, turns, with_distloop, with_keras, workloads
 
-EXAMPLES, BATCH_SIZE = 2_000, 32
+ROUNDS = 3  # at most: some systems take seconds a call
+EXAMPLES, BATCH_SIZE = goals.EXAMPLES, goals.BATCH_SIZE
 BATCHES = -(-EXAMPLES // BATCH_SIZE)
 
 
@@ -25,13 +26,14 @@ def measure(
         strategy: of the loops by hand.
         of_keras: Keras's model.
         of_distloop: distloop's trainer.
-        rounds: turns that each one gets.
+        rounds: turns that each one gets, up to ROUNDS.
         turn_secs: how long a turn lasts, about.
 
     Returns:
         Seconds in each round, by kind and system. `evaluate`, `predict`: a call. `beyond fit`, `beyond evaluate`: what
         a call takes beyond its steps.
     """
+    rounds = min(rounds, ROUNDS)
     hand, model, trainer = by_hand.ByHand(workload, strategy, BATCH_SIZE), of_keras.model, of_distloop.trainer
     data, batch = workload.dataset(BATCH_SIZE, EXAMPLES), workload.dataset(BATCH_SIZE, BATCH_SIZE)
 
