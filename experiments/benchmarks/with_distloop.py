@@ -33,7 +33,10 @@ def make_trainer(workload: workloads.Workload, replicas: int, workdir: str, **se
 
 
 class Fit(System):
-    """`fit`, a call at a time; what it prints costs what it costs, but is not seen."""
+    """`fit`, a call at a time; what it prints costs what it costs, but is not seen.
+
+    An action takes the times. On several workers it costs them an agreement at each log, which is counted.
+    """
 
     def __init__(self, trainer: distloop.Trainer, workload: workloads.Workload, batch_size: int):
         self.trainer, self._dataset = trainer, workload.dataset(batch_size)
