@@ -47,10 +47,7 @@ class Stages(Arrangement):
         self._parts = [list(stage) for stage in parts]
         self._recompute = recompute
         self._is_placed = bool(self.devices)
-        self._is_ordered = False
-        # What the next forward pass of a stage waits for.
-        self._finished: Sequence[Sequence[tf.Tensor]] = ()
-        self._outputs: list[list[tf.Tensor]] = [[] for _ in parts]
+        self._finished: Sequence[Sequence[tf.Tensor]] = ()  # as for `ordered`
         self._require_disjoint()
         self._place()
 
@@ -91,20 +88,20 @@ class Stages(Arrangement):
 
     @contextlib.contextmanager
     def ordered(self, finished: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
-        """Orders the forward passes that are traced meanwhile, one of each microbatch, as 1F1B does.
+        """Orders the forward passes that are traced meanwhile, one of each microbatch.
 
-        With S stages, stage s, from 0, begins a microbatch when the one S - s before it has come back there. So it
-        holds the activations of S - s microbatches at most (Narayanan et al. 2019, PipeDream, section 3.2).
+        With S stages, stage s, from 0, begins a microbatch when the one S - s + 1 before it has come back there, and
+        holds the activations of so many at most. That is 1F1B (Narayanan et al. 2019, PipeDream, section 3.2) with one
+        more in the queue, so that a device does not wait for its next.
 
         Args:
             finished: the gradients of each microbatch that was traced, added up to those before; grows meanwhile.
         """
-        self._is_ordered, self._finished = True, finished
+        self._finished = finished
         try:
             yield
         finally:
-            self._is_ordered, self._finished = False, ()
-            self._outputs = [[] for _ in self._parts]
+            self._finished = ()
 
     @contextlib.contextmanager
     def unplaced(self) -> Iterator[None]:
@@ -125,19 +122,16 @@ class Stages(Arrangement):
             with tf.control_dependencies(self._before(stage)):
                 inputs = tf.nest.map_structure(_identity, inputs)
             outputs = call(inputs)
-        if self._is_ordered:
-            self._outputs[stage] = tf.nest.flatten(outputs)
         return outputs
 
     def _before(self, stage: int) -> list[tf.Tensor]:
         """Lists what a stage's next forward pass comes after."""
-        if not self._is_ordered or tf.executing_eagerly():
+        ahead = len(self) - stage + 1
+        if len(self._finished) < ahead or tf.executing_eagerly():
             return []
-        ahead = len(self) - stage
-        back = self._finished[-ahead] if len(self._finished) >= ahead else ()
-        before = self._outputs[stage] + [tensor for tensor in back if _short(tensor.device) == self.devices[stage]]
-        graph = tf.compat.v1.get_default_graph()  # of a branch in loss_fn, say
-        return [tensor for tensor in before if tensor.graph is graph]
+        graph = tf.compat.v1.get_default_graph()  # another one in a branch of loss_fn
+        gradients = [tensor for tensor in self._finished[-ahead] if tensor.graph is graph]
+        return [gradient for gradient in gradients if _short(gradient.device) == self.devices[stage]]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
         for part in self._parts[stage]:
