@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster
+from distloop import cluster, overview
 from distloop.inputs import Batch
 from distloop.paths import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
@@ -284,8 +284,19 @@ def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
 
 
 def test_a_run_says_how_much_is_on_each_device(capsys):
-    train(classifier(modules, num_stages=2), settings(2, console="lines"), steps=1)
+    trainer = train(classifier(modules, num_stages=2), settings(2, console="lines"), steps=1)
     assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
+    table = overview.describe_model(trainer.state).splitlines()
+    assert [line.split("`")[-2] for line in table if "`float32`" in line] == ["CPU:0"] * 2 + ["CPU:1"] * 3
+
+
+def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
+    trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), steps=1)
+    begins = [op for op in operations(trainer) if op.type == "Identity" and op.control_inputs and place(op)]
+    waits = [(place(op), {place(before) for before in op.control_inputs}) for op in begins]
+    assert waits.count(("CPU:0", {"CPU:0"})) == 2  # the fourth and the fifth, three after another
+    assert waits.count(("CPU:1", {"CPU:1"})) == 3
+    assert len(waits) == 5
 
 
 # where to cut -------------------------------------------------------------------------------------------------------
