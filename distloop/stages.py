@@ -120,9 +120,8 @@ class Stages(Arrangement):
             return call(inputs)
         with tf.device(self.devices[stage]):
             with tf.control_dependencies(self._before(stage)):
-                inputs = tf.nest.map_structure(_identity, inputs)
-            outputs = call(inputs)
-        return outputs
+                copies = tf.nest.map_structure(tf.identity, inputs)
+            return call(_masked(copies, _masks(inputs)))
 
     def _before(self, stage: int) -> list[tf.Tensor]:
         """Lists what a stage's next forward pass comes after."""
@@ -142,17 +141,20 @@ class Stages(Arrangement):
         """Runs a stage that keeps no activations: the backward pass computes them again, with the same random draws."""
         kept = [v for v in self.variables_of(stage) if isinstance(v, keras.Variable) and not v.trainable]
         before = [(variable, tf.identity(variable)) for variable in kept]
-        is_first = True
+        masks: list[Any] | None = None  # of the outputs, once they were computed
 
         def run(*flat: tf.Tensor) -> Any:
-            nonlocal is_first
+            nonlocal masks
             # The second pass sees what the first one saw, such as places in random streams, and writes nothing.
-            scope = contextlib.nullcontext() if is_first else keras.StatelessScope(state_mapping=before)
-            is_first = False
+            scope = contextlib.nullcontext() if masks is None else keras.StatelessScope(state_mapping=before)
             with scope:
-                return call(tf.nest.pack_sequence_as(inputs, flat))
+                outputs = call(_masked(tf.nest.pack_sequence_as(inputs, flat), _masks(inputs)))
+            if masks is None:
+                masks = _masks(outputs)
+            return outputs
 
-        return tf.recompute_grad(run)(*tf.nest.flatten(inputs))
+        outputs = tf.recompute_grad(run)(*tf.nest.flatten(inputs))
+        return _masked(outputs, masks or [])
 
     def _place(self) -> None:
         """Moves each variable to its stage's device, where it is not there yet."""
@@ -424,12 +426,17 @@ def _short(device: str) -> str:
     return ":".join(device.split(":")[-2:]).rpartition("/")[2].upper()
 
 
-def _identity(tensor: Any) -> Any:
-    """Copies a tensor to the device in force, with its mask."""
-    copy = tf.identity(tensor)
-    if (mask := getattr(tensor, "_keras_mask", None)) is not None:
-        copy._keras_mask = tf.identity(mask)
-    return copy
+def _masks(tensors: Any) -> list[Any]:
+    """Lists the masks that Keras layers have left on tensors; None where there is none."""
+    return [getattr(tensor, "_keras_mask", None) for tensor in tf.nest.flatten(tensors)]
+
+
+def _masked(tensors: Any, masks: Sequence[Any]) -> Any:
+    """Gives tensors their masks, for the next layer to find."""
+    for tensor, mask in zip(tf.nest.flatten(tensors), masks, strict=False):
+        if mask is not None:
+            tensor._keras_mask = mask
+    return tensors
 
 
 def _takes_training(part: Any) -> bool:

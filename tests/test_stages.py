@@ -273,6 +273,20 @@ def test_a_network_in_stages_predicts_evaluates_and_is_exported_like_the_whole(t
     np.testing.assert_allclose(keras.models.load_model(tmp_path / "model.keras")(x), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_masks_pass_from_stage_to_stage(recompute):
+    layers = [
+        keras.layers.Embedding(9, 4, mask_zero=True),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(2),
+    ]
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+    network = distloop.stages([layers[:1], layers[1:]], recompute=recompute)
+    tokens = tf.constant([[3, 1, 0, 0, 0], [1, 2, 3, 4, 5]])
+    found = tf.function(lambda t: network(t, training=True), autograph=False)(tokens)
+    np.testing.assert_allclose(found, model(tokens), atol=1e-6)
+
+
 def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
     def make():
         return [keras.layers.Dense(6), keras.layers.Dense(4)]
