@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining, Summary
+    from distloop.callbacks import from_callback
     from distloop.cluster import prepare
     from distloop.config import Config, define_flags
     from distloop.displays import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
@@ -51,6 +52,7 @@ __all__ = [
     "autotune_batch",
     "define_flags",
     "find_learning_rate",
+    "from_callback",
     "from_keras",
     "gather_rows",
     "make_dataset",
@@ -90,6 +92,7 @@ _MODULES = {
     "autotune_batch": "trials",
     "define_flags": "config",
     "find_learning_rate": "trials",
+    "from_callback": "callbacks",
     "from_keras": "supervised",
     "gather_rows": "gathering",
     "make_dataset": "inputs",

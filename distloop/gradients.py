@@ -198,6 +198,34 @@ def own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._all_reduce_sum_gradients = list
 
 
+def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequence[tuple[Any, float]]) -> None:
+    """Makes an optimizer multiply its learning rate for some variables, in their weight decay too.
+
+    Args:
+        optimizer: a plain one; Keras 3 asks these two of its methods for each variable.
+        factors: pairs of a variable and what to multiply with; all others keep theirs.
+    """
+    update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
+    by_key = {optimizer._var_key(variable): factor for variable, factor in factors}
+
+    def factor_of(variable: Any) -> float:
+        return by_key.get(optimizer._var_key(variable), 1.0)
+
+    def update_scaled(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        return update_step(gradient, variable, learning_rate * factor_of(variable))
+
+    def decay_scaled(variables: Sequence[Any]) -> None:
+        decay([variable for variable in variables if factor_of(variable) == 1.0])
+        for variable in variables:
+            factor = factor_of(variable)
+            if factor != 1.0 and optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
+                plain = tensorflow_variable(variable)
+                rate = tf.cast(optimizer.learning_rate * factor * optimizer.weight_decay, plain.dtype)
+                plain.assign_sub(plain * rate)
+
+    optimizer.update_step, optimizer._apply_weight_decay = update_scaled, decay_scaled
+
+
 def update_beside_variables(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an optimizer work on each variable's device; without a strategy, Keras works on the default device."""
     update_step, decay = optimizer.update_step, optimizer._apply_weight_decay

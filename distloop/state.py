@@ -10,9 +10,11 @@ It does not know how a step goes.
 """
 
 import contextlib
+import math
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -28,6 +30,7 @@ from distloop.precision import LossScaleOptimizer
 from distloop.stages import find_stages
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
+GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
 
 # What is saved of an optimizer beside its variables, and the variable it is about.
 _CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
@@ -46,17 +49,40 @@ class Update:
         optimizer: a plain Keras optimizer of its own, or a `LossScaleOptimizer` around one.
         variables: what it trains: a list of variables, or a regular expression found in their paths; None: all that
             are trainable.
+        gradient_fn: `gradients -> gradients`, both by path, between clipping and the optimizer: they are reduced,
+            divided and unscaled, and equal on all replicas. So must be what it returns: it draws no random numbers.
+        learning_rates: what to multiply the learning rate with, weight decay's too, by regular expressions on paths:
+            `{"^encoder/": 0.1}`; the first that is found in a path counts.
+        no_decay: a regular expression found in the paths that the optimizer's weight decay leaves out.
     """
 
     name: str
     loss_fn: LossFn
     optimizer: keras.optimizers.Optimizer | LossScaleOptimizer
     variables: Sequence[Any] | str | None = None
+    gradient_fn: GradientFn | None = field(default=None, kw_only=True)
+    learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
+    no_decay: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
             raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
         _require_plain(_inner(self.optimizer))
+        if self.gradient_fn is not None and not callable(self.gradient_fn):
+            raise ValueError(
+                f"gradient_fn={self.gradient_fn!r} was given; it is a function from gradients by path to as many."
+            )
+        for pattern, factor in (self.learning_rates or {}).items():
+            if not _is_factor(factor):
+                raise ValueError(
+                    f"learning_rates={{{pattern!r}: {factor!r}}} was given; it multiplies the learning rate and is a "
+                    "positive number: give trainable=... to leave variables as they are."
+                )
+        if self.no_decay is not None and getattr(_inner(self.optimizer), "weight_decay", None) is None:
+            raise ValueError(
+                f"no_decay={self.no_decay!r} was given, but the optimizer has no weight_decay to leave out: give it "
+                "one, as in keras.optimizers.AdamW(1e-3, weight_decay=0.01), or drop no_decay."
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +100,14 @@ class ModelSpec:
         metrics: name -> `keras.metrics.Metric` for what is no mean; `loss_fn` returns the arguments of its
             `update_state` under that name, as a tuple.
         trainable: a regular expression found in the paths of the variables to train; None: all that are trainable.
-        updates: instead of `optimizer`, `loss_fn` and `trainable`: several, which run in that order in one step.
+        batch_fn: `(batch, training) -> batch`: changes a replica's share, on its device, before each `loss_fn` gets it,
+            in training and evaluation; rows stay as many. `predict_fn` gets batches as they are, and may call it. What
+            draws random numbers in it belongs into `model`.
+        gradient_fn: as for `Update`.
+        learning_rates: as for `Update`.
+        no_decay: as for `Update`.
+        updates: instead of `optimizer`, `loss_fn`, `trainable` and what is as for `Update`: several, which run in that
+            order in one step.
 
     Raises:
         ValueError: if something is missing, given twice, or an optimizer has settings that belong to distloop.
@@ -86,14 +119,24 @@ class ModelSpec:
     predict_fn: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = field(default=None, kw_only=True)
     metrics: Mapping[str, keras.metrics.Metric] | None = field(default=None, kw_only=True)
     trainable: str | None = field(default=None, kw_only=True)
+    batch_fn: Callable[[Any, bool], Any] | None = field(default=None, kw_only=True)
+    gradient_fn: GradientFn | None = field(default=None, kw_only=True)
+    learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
+    no_decay: str | None = field(default=None, kw_only=True)
     updates: Sequence[Update] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        rules: dict[str, Any] = {
+            "gradient_fn": self.gradient_fn,
+            "learning_rates": self.learning_rates,
+            "no_decay": self.no_decay,
+        }
         if self.updates:
-            if self.optimizer is not None or self.loss_fn is not None or self.trainable is not None:
+            single = {"optimizer": self.optimizer, "loss_fn": self.loss_fn, "trainable": self.trainable, **rules}
+            if given := [name for name, value in single.items() if value is not None]:
                 raise ValueError(
-                    "ModelSpec was given updates and also an optimizer, a loss_fn or trainable; each Update holds its "
-                    "own: leave the others out."
+                    f"ModelSpec was given updates and also {' and '.join(given)}; each Update holds its own: leave the "
+                    "others out."
                 )
             names = [update.name for update in self.updates]
             if len(set(names)) < len(names) or not all(names):
@@ -107,8 +150,11 @@ class ModelSpec:
                 raise ValueError(
                     "ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn)."
                 )
-            single = Update("", self.loss_fn, self.optimizer, self.trainable)
-            object.__setattr__(self, "updates", (single,))
+            update = Update("", self.loss_fn, self.optimizer, self.trainable, **rules)
+            object.__setattr__(self, "updates", (update,))
+        if self.batch_fn is not None:
+            changed = [replace(u, loss_fn=_after(self.batch_fn, u.loss_fn)) for u in self.updates]
+            object.__setattr__(self, "updates", tuple(changed))
         for name, metric in (self.metrics or {}).items():
             if not isinstance(metric, keras.metrics.Metric):
                 raise ValueError(
@@ -241,9 +287,15 @@ class TrainState(tf.Module):
         for update in self.spec.updates:
             optimizer = self.optimizers[update.name]
             self._require_created_here([(v.name, v) for v in optimizer.variables], "optimizer")
+            variables, plain = self.variables_of_update[update.name], self.plain_optimizers[update.name]
+            factors, decays = _find_rules(update, [by_id[id(v)] for v in variables])
+            if not all(decays):
+                plain.exclude_from_weight_decay([v for v, does in zip(variables, decays, strict=True) if not does])
             if not optimizer.built:
-                optimizer.build(self.variables_of_update[update.name])
-            gradients.own_reduction(self.plain_optimizers[update.name])
+                optimizer.build(variables)
+            gradients.own_reduction(plain)
+            if update.learning_rates:
+                gradients.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
             if self.staged:
                 gradients.update_beside_variables(self.plain_optimizers[update.name])
             if isinstance(rate := self.plain_optimizers[update.name]._learning_rate, keras.Variable):
@@ -436,6 +488,40 @@ class TrainState(tf.Module):
         """Counts the numbers that the updates train."""
         trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in trained.values())
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
+
+
+def _after(batch_fn: Callable[[Any, bool], Any], loss_fn: LossFn) -> LossFn:
+    """Lets `loss_fn` see what `batch_fn` makes of a batch."""
+    if not callable(batch_fn):
+        raise ValueError(
+            f"batch_fn={batch_fn!r} was given; it is a function of (batch, training) that returns a batch."
+        )
+    return lambda batch, training: loss_fn(batch_fn(batch, training), training)
+
+
+def _find_rules(update: Update, paths: Sequence[str]) -> tuple[list[float], list[bool]]:
+    """Finds by the paths of an update's variables what multiplies their learning rate, and whether they decay.
+
+    Raises:
+        ValueError: if a pattern is found in no path.
+    """
+    rates = update.learning_rates or {}
+    for setting, patterns in (
+        ("learning_rates", list(rates)),
+        ("no_decay", [update.no_decay] if update.no_decay else []),
+    ):
+        for pattern in patterns:
+            if not any(re.search(pattern, path) for path in paths):
+                raise ValueError(
+                    f"{setting} was given the regular expression {pattern!r}, which is found in no trained variable's "
+                    f"path; there are {list(paths)[:4]}{' ...' if len(paths) > 4 else ''}: correct it."
+                )
+    factors = [next((float(f) for pattern, f in rates.items() if re.search(pattern, path)), 1.0) for path in paths]
+    return factors, [update.no_decay is None or not re.search(update.no_decay, path) for path in paths]
 
 
 def _check_predict_fn(given: Any) -> None:

@@ -6,7 +6,7 @@ TensorFlow can take it (a replica's function may hold no branch around what sync
     forward:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction
     finite?   on the reduced gradients and loss, so that every replica and worker decides alike
     settle:   keep what the forward pass wrote, averaged over the replicas, or put it back
-    apply:    divide and unscale -> clip -> optimizer -> average
+    apply:    divide and unscale -> clip -> gradient_fn -> optimizer -> average
     rescale:  a loss scale falls after an overflow and rises after enough good steps
 
 A branch around `apply` costs 10 to 20 % of a small step, so only a step that may be skipped has one. Where a step that
@@ -30,7 +30,7 @@ from distloop.cluster import HOST
 from distloop.inputs import Batch
 from distloop.paths import named_variables, tensorflow_variable
 from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
-from distloop.state import TrainState, Update
+from distloop.state import GradientFn, TrainState, Update
 from distloop.watched import WatchedSteps
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
@@ -584,10 +584,38 @@ class TrainStep:
         """Changes weights, slots and averages; in a replica's context, where all is equal on all."""
         found = zip(trace.packing.unpack(segments, scale), trace.variables, trace.reached, strict=True)
         updated = [(gradient, variable) for gradient, variable, reached in found if reached]
+        if trace.update.gradient_fn is not None:
+            updated = self._transformed(trace.update.gradient_fn, updated)
         gradients.apply(trace.optimizer, [g for g, _ in updated], [v for _, v in updated])
         if self._state.average is not None:
             applied_steps = tf.convert_to_tensor(trace.optimizer.iterations)
             self._state.average.update(trace.variables, applied_steps)
+
+    def _transformed(self, gradient_fn: GradientFn, updated: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Lets the user's function change the gradients.
+
+        Raises:
+            ValueError: if it returned something else than as many gradients of the same shapes.
+        """
+        paths = [self._state.paths[id(variable)] for _, variable in updated]
+        given = {path: gradient for path, (gradient, _) in zip(paths, updated, strict=True)}
+        found = gradient_fn(dict(given))
+        names = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        if names != sorted(given):
+            raise ValueError(
+                f"gradient_fn returned {names}; it was given the gradients of {sorted(given)}, by path: return a dict "
+                "with one of the same shape for each."
+            )
+        changed = []
+        for path, (gradient, variable) in zip(paths, updated, strict=True):
+            new = tf.cast(tf.convert_to_tensor(found[path]), gradient.dtype)
+            if not new.shape.is_compatible_with(gradient.shape):
+                raise ValueError(
+                    f"gradient_fn returned a gradient of shape {list(new.shape)} for {path}, whose shape is "
+                    f"{list(gradient.shape)}: keep the shapes."
+                )
+            changed.append((new, variable))
+        return changed
 
     def _drifting(self, written: Sequence[Any]) -> list[Any]:
         """Picks what must be averaged over the replicas: all that the forward pass writes, but random streams."""

@@ -56,6 +56,7 @@ LAYERS = {
     "export": 5,
     "audit": 5,
     "actions": 5,
+    "callbacks": 6,
     "loop": 6,
     "progress": 7,
     "rehearsal": 4,

@@ -414,7 +414,7 @@ def test_a_spec_without_an_optimizer_or_a_loss_fn_is_refused(arguments):
 def test_updates_and_the_arguments_of_a_single_one_are_refused(extra):
     loss_fn = loss_of(two_layers())
     given = {"optimizer": keras.optimizers.SGD(), "loss_fn": loss_fn, "trainable": "head"}[extra]
-    with pytest.raises(ValueError, match="given updates and also an optimizer, .*: leave the others out"):
+    with pytest.raises(ValueError, match=f"given updates and also {extra}; .*: leave the others out"):
         ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
 
 

@@ -1,0 +1,129 @@
+"""Owns the bridge from Keras's callbacks: those that look at a run now and then become actions.
+
+    rate = distloop.from_callback(keras.callbacks.ReduceLROnPlateau("val_loss", patience=2), every=500)
+    trainer.fit(train, evals={"val": test}, steps=10_000, actions=[rate])         # with eval_every=500
+
+An epoch is `every` steps. It does not know the loop.
+"""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from distloop.actions import Report, StopTraining
+
+# What stands in for callbacks that distloop has something better for; by class, the derived one first.
+_INSTEAD = {
+    "BackupAndRestore": "set Config(workdir=..., checkpoint_every=...)",
+    "ModelCheckpoint": "use distloop.SaveBest(metric), or set Config(checkpoint_every=...)",
+    "OrbaxCheckpoint": "set Config(workdir=..., checkpoint_every=...)",
+    "EarlyStopping": "use distloop.StopEarly(metric, patience)",
+    "TensorBoard": "set Config(workdir=...), which writes for TensorBoard",
+    "LearningRateScheduler": "give the optimizer distloop.make_schedule(...) or another Keras schedule",
+    "CSVLogger": "set Config(workdir=...) and read it with distloop.read_metrics",
+    "ProgbarLogger": "set Config(console=...)",
+    "History": "take what fit returns, or distloop.read_metrics(workdir)",
+    "TerminateOnNaN": "leave Config(on_nonfinite='raise') as it is",
+    "SwapEMAWeights": "set Config(average_decay=...)",
+}
+_TAKEN = {"on_epoch_end", "on_train_begin", "on_train_end"}
+
+
+class FromCallback:
+    """An action that calls a Keras callback; made by `from_callback`."""
+
+    def __init__(self, callback: keras.callbacks.Callback, every: int):
+        """Use `from_callback`."""
+        self.every: int | None = every
+        self._callback = callback
+        self._model: _Model | None = None
+        self._restored: Mapping[str, Any] = {}
+
+    def __call__(self, report: Report) -> None:
+        """Calls `on_epoch_end`, before the first time `on_train_begin`, and in the end `on_train_end`.
+
+        Raises:
+            StopTraining: if the callback set `model.stop_training`.
+        """
+        if self._model is None:
+            self._model = _Model(report.state)
+            self._callback.set_model(self._model)
+            self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
+            self._callback.on_train_begin({})
+            vars(self._callback).update(self._restored)  # on_train_begin often starts anew
+        logs = {name: float(value) for name, value in report.metrics.items()}
+        logs |= {name.replace("/", "_"): value for name, value in logs.items()}
+        epoch = -(-report.step // self.every) - 1 if self.every else 0
+        self._callback.on_epoch_end(epoch, logs)
+        if self._model.stop_training or report.step >= report.until:
+            self._callback.on_train_end(logs)
+        if self._model.stop_training:
+            raise StopTraining(f"the callback {type(self._callback).__name__} set stop_training")
+
+    def get_state(self) -> dict[str, Any]:
+        """Gives the numbers and texts that the callback keeps, for a checkpoint."""
+        return {
+            name: value
+            for name, value in vars(self._callback).items()
+            if value is None or isinstance(value, (bool, int, float, str))
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `get_state` gave."""
+        self._restored = state
+
+
+class _Model:
+    """What a callback sees as its model: the user's, with the optimizer that trains and `stop_training`."""
+
+    def __init__(self, state: Any):
+        self.optimizer = state.optimizer
+        self.stop_training = False
+        self._model = state.model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and int(value) >= 0
+
+
+def from_callback(callback: keras.callbacks.Callback, every: int) -> FromCallback:
+    """Makes an action of a Keras callback, which is called at the end of each `every` steps as at the end of an epoch.
+
+    What works: `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own, if they have `on_epoch_end`,
+    `on_train_begin` (called before the first of these) and `on_train_end` alone. `logs` are the report's numbers; an
+    evaluation's `val/loss` is there as `val_loss` too. `model` is the model, with `optimizer` and `stop_training`.
+    Numbers and texts that the callback keeps in its attributes are saved with the run. Every worker calls it.
+
+    Args:
+        callback: of Keras.
+        every: steps of an epoch; 0: at the end of the run only.
+
+    Returns:
+        The action.
+
+    Raises:
+        ValueError: for callbacks that distloop has a setting for, and those that are called before each epoch or batch.
+    """
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise ValueError(f"from_callback was given {callback!r}; it takes a keras.callbacks.Callback.")
+    if not _is_count(every):
+        raise ValueError(f"from_callback was given every={every!r}; it takes the steps of an epoch, a whole number.")
+    for kind in type(callback).__mro__:
+        if kind.__module__.startswith("keras.") and kind.__name__ in _INSTEAD:
+            raise ValueError(
+                f"The callback {type(callback).__name__} was given, which distloop does by itself: "
+                f"{_INSTEAD[kind.__name__]}."
+            )
+    hooks = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_") and name not in _TAKEN]
+    for name in hooks:
+        if name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name):
+            raise ValueError(
+                f"The callback {type(callback).__name__} has {name}, which nobody calls, as distloop looks at a run "
+                "between its loops alone: use on_epoch_end, or an action with `every`."
+            )
+    return FromCallback(callback, int(every))

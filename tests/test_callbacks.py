@@ -1,0 +1,94 @@
+"""Tests Keras callbacks as actions."""
+
+import keras
+import numpy as np
+import pytest
+
+import distloop
+from tests.problems import classification, classifier, on
+from tests.test_bad_input import refused
+
+
+def data():
+    return distloop.make_dataset(classification(), 16)
+
+
+class Seen(keras.callbacks.Callback):
+    """Notes its calls."""
+
+    def __init__(self, stop_at=None):
+        super().__init__()
+        self.calls = []
+        self.epochs_seen = 0
+        self.stop_at = stop_at
+
+    def on_train_begin(self, logs=None):
+        self.calls.append("begin")
+        self.epochs_seen = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.calls.append((epoch, sorted({"loss", "val_loss", "val/loss"} & set(logs))))
+        self.epochs_seen += 1
+        self.model.stop_training = epoch == self.stop_at
+
+    def on_train_end(self, logs=None):
+        self.calls.append("end")
+
+
+def test_a_callback_is_called_as_at_the_end_of_an_epoch():
+    seen = Seen()
+    trainer = distloop.Trainer(classifier(), on(1, eval_every=4))
+    trainer.fit(data(), steps=10, evals={"val": data()}, actions=[distloop.from_callback(seen, every=4)])
+    logs = ["loss", "val/loss", "val_loss"]
+    assert seen.calls == ["begin", (0, logs), (1, logs), (2, logs), "end"]
+    assert seen.model.count_params() == trainer.model.count_params()
+
+
+def test_a_callback_ends_the_run():
+    seen = Seen(stop_at=1)
+    trainer = distloop.Trainer(classifier(), on(1))
+    trainer.fit(data(), steps=10, actions=[distloop.from_callback(seen, every=2)])
+    assert trainer.step == 4 and seen.calls[-1] == "end"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas):
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
+    trainer = distloop.Trainer(classifier(), on(replicas, eval_every=2))
+    trainer.fit(data(), steps=8, evals={"val": data()}, actions=[distloop.from_callback(plateau, every=2)])
+    np.testing.assert_allclose(trainer.optimizer.learning_rate.numpy(), 0.01 * 0.5**3, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_a_callback_counts_goes_on_with_the_run(tmp_path):
+    for steps in (4, 8):
+        seen = Seen()
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
+        trainer.fit(data(), steps=steps, actions=[distloop.from_callback(seen, every=2)])
+    assert seen.calls[0] == "begin" and seen.epochs_seen == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "instead"),
+    [
+        (lambda: keras.callbacks.EarlyStopping(), "StopEarly"),
+        (lambda: keras.callbacks.ModelCheckpoint("x.keras"), "SaveBest"),
+        (lambda: keras.callbacks.TensorBoard(), "workdir"),
+        (lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.1), "make_schedule"),
+        (lambda: keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None), "on_train_batch_end"),
+        (lambda: keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: None), "on_epoch_begin"),
+        (lambda: "ModelCheckpoint", "keras.callbacks.Callback"),
+    ],
+)
+def test_what_cannot_be_an_action_is_refused_with_what_to_use(make, instead):
+    refused(lambda: distloop.from_callback(make(), every=10), instead)
+
+
+def test_an_epoch_of_no_whole_number_of_steps_is_refused():
+    refused(lambda: distloop.from_callback(Seen(), every=0.5), "every=0.5", "whole number")
+
+
+def test_every_callback_of_keras_is_decided_upon():
+    known = {"Callback", "CallbackList", "ReduceLROnPlateau", "RemoteMonitor", "LambdaCallback"}
+    known |= set(distloop.callbacks._INSTEAD)
+    assert {name for name in dir(keras.callbacks) if name[0].isupper()} <= known

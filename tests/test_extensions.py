@@ -1,0 +1,160 @@
+"""Tests what changes a step without a subclass: batch_fn, gradient_fn, learning_rates, no_decay."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.problems import assert_close, classification, on, weights
+from tests.test_bad_input import refused
+
+KERNEL, BIAS = "net/logits/kernel", "net/logits/bias"
+
+
+def data(rows=67, size=16):
+    return distloop.make_dataset(classification(rows), size)
+
+
+def make(optimizer=lambda: keras.optimizers.SGD(0.1), update=False, **rules):
+    """A `model_fn` with rules in its ModelSpec, or in an Update of it."""
+
+    def model_fn():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(16, "tanh", name="hidden"),
+                keras.layers.Dense(4, name="logits", bias_initializer="ones"),
+            ],
+            name="net",
+        )
+
+        def loss_fn(batch, training):
+            logits = model(batch["x"], training=training)
+            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+        if update:
+            return distloop.ModelSpec(model, updates=[distloop.Update("only", loss_fn, optimizer(), **rules)])
+        return distloop.ModelSpec(model, optimizer(), loss_fn, **rules)
+
+    return model_fn
+
+
+def trained(model_fn, replicas=1, steps=6, **settings):
+    trainer = distloop.Trainer(model_fn, on(replicas, **settings))
+    trainer.fit(data(), steps=steps)
+    return weights(trainer)
+
+
+def centered(gradients):
+    """Gradient centralization (Yong et al. 2020): each column's mean is taken off."""
+    return {path: g - tf.reduce_mean(g, 0, keepdims=True) if len(g.shape) > 1 else g for path, g in gradients.items()}
+
+
+def doubled(batch, training):
+    return {**batch, "x": batch["x"] * 2.0}
+
+
+RULES = dict(
+    batch_fn=doubled, gradient_fn=centered, learning_rates={"^net/hidden/": 0.1, "kernel": 0.5}, no_decay="bias$"
+)
+
+
+@pytest.mark.slow
+def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
+    model_fn = make(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), **RULES)
+    expected = trained(model_fn, clip_norm=0.1)
+    assert_close(trained(model_fn, 2, clip_norm=0.1, microbatches=2), expected)
+
+
+def test_batch_fn_changes_what_training_and_evaluation_see():
+    modes = set()
+
+    def noted(batch, training):
+        modes.add(training)
+        return doubled(batch, training)
+
+    trainer = distloop.Trainer(make(batch_fn=noted), on(1))
+    trainer.fit(data(), steps=3)
+    twice = {name: value * 2 if name == "x" else value for name, value in classification().items()}
+    plain = distloop.Trainer(make(), on(1))
+    plain.fit(distloop.make_dataset(twice, 16), steps=3)
+    assert_close(weights(trainer), weights(plain))
+    assert trainer.evaluate(data()) == pytest.approx(plain.evaluate(distloop.make_dataset(twice, 16)), rel=1e-5)
+    assert modes == {True, False}
+
+
+def test_gradient_fn_sees_gradients_reduced_divided_and_clipped():
+    def one_each(gradients):
+        norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(g)) for g in gradients.values()]))
+        return {path: tf.fill(g.shape, norm) for path, g in gradients.items()}
+
+    for replicas, settings in ((1, {}), (2, {"microbatches": 2})):
+        trainer = distloop.Trainer(make(gradient_fn=one_each), on(replicas, clip_norm=1e-3, **settings))
+        before = weights(trainer)
+        trainer.fit(data(), steps=1)
+        np.testing.assert_allclose(before[KERNEL] - weights(trainer)[KERNEL], 0.1 * 1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(update):
+    steps = {}
+    for rates in (None, {"logits/k": 0.25, "logits": 0.5}):
+        trainer = distloop.Trainer(make(update=update, learning_rates=rates), on(2))
+        before = weights(trainer)
+        trainer.fit(data(), steps=1)
+        steps[rates is None] = {path: before[path] - value for path, value in weights(trainer).items()}
+    factors = {KERNEL: 0.25, BIAS: 0.5, "net/hidden/kernel": 1.0}
+    for path, factor in factors.items():
+        np.testing.assert_allclose(steps[False][path], factor * steps[True][path], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(replicas):
+    def nothing(gradients):
+        return {path: tf.zeros_like(g) for path, g in gradients.items()}
+
+    rules = dict(gradient_fn=nothing, no_decay="bias$", learning_rates={"logits": 0.5})
+    trainer = distloop.Trainer(make(lambda: keras.optimizers.SGD(0.1, weight_decay=0.2), **rules), on(replicas))
+    before = weights(trainer)
+    trainer.fit(data(), steps=1)
+    after = weights(trainer)
+    np.testing.assert_array_equal(after[BIAS], before[BIAS])
+    np.testing.assert_allclose(after[KERNEL], before[KERNEL] * (1 - 0.1 * 0.5 * 0.2), rtol=1e-6)
+    np.testing.assert_allclose(after["net/hidden/kernel"], before["net/hidden/kernel"] * (1 - 0.1 * 0.2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rules", "parts"),
+    [
+        (dict(learning_rates={"encoder": 0.1}), ("learning_rates", "'encoder'", "net/hidden/kernel", "correct it")),
+        (dict(learning_rates={"hidden": 0}), ("learning_rates", "positive", "trainable")),
+        (dict(no_decay="bias"), ("no_decay='bias'", "no weight_decay", "AdamW")),
+        (dict(gradient_fn=3), ("gradient_fn=3",)),
+        (dict(batch_fn="flip"), ("batch_fn='flip'",)),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(rules, parts):
+    refused(lambda: distloop.Trainer(make(**rules), on(1)), *parts)
+
+
+@pytest.mark.parametrize(
+    ("gradient_fn", "parts"),
+    [
+        (lambda gradients: None, ("gradient_fn returned NoneType",)),
+        (lambda gradients: {KERNEL: gradients[KERNEL]}, ("gradient_fn returned", KERNEL, BIAS)),
+        (lambda gradients: {p: tf.reduce_sum(g) for p, g in gradients.items()}, ("of shape []", "keep the shapes")),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(gradient_fn, parts):
+    trainer = distloop.Trainer(make(gradient_fn=gradient_fn), on(2))
+    refused(lambda: trainer.fit(data(), steps=1), *parts)
+    assert trainer.step == 0
+
+
+def test_rules_beside_updates_are_refused():
+    update = distloop.Update("a", lambda batch, training: {}, keras.optimizers.SGD(0.1))
+    refused(
+        lambda: distloop.ModelSpec(None, updates=[update], gradient_fn=centered, no_decay="bias"),
+        "updates and also gradient_fn and no_decay",
+    )
