@@ -7,6 +7,9 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
+# Two files of tests at a time: most tests wait for one core, or for other processes.
+SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile
+
 # TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
@@ -18,11 +21,11 @@ train: $(READY)
 
 # Run every test: make test FLAGS="-k overflow".
 test: $(READY)
-	$(BIN)/python -m pytest $(FLAGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(FLAGS)
 
 # What to run before a commit: lint, types and the fast tests.
 check: lint
-	$(BIN)/python -m pytest -m "not slow" $(FLAGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
