@@ -225,6 +225,11 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(names)}{of_workers})"
 
 
+def has_gpus(strategy: tf.distribute.Strategy) -> bool:
+    """Says whether replicas of this worker run on GPUs."""
+    return any(name.startswith("GPU") for name in _device_names(strategy))
+
+
 def describe_reduction(strategy: tf.distribute.Strategy) -> str:
     """Says what adds up over the replicas, as in `CollectiveAllReduce (NCCL)`."""
     found = strategy.extended._cross_device_ops

@@ -447,8 +447,8 @@ def take_share(
     start = share[0] + microbatch * length // microbatches
     end = share[0] + (microbatch + 1) * length // microbatches
     # Untested, no GPU: on the host, so that a GPU is sent its own rows and not all of them.
-    is_on_gpu = not layout.is_split and any("GPU" in str(device) for device in context.devices)
-    with tf.device(HOST) if is_on_gpu else contextlib.nullcontext():
+    on_host = not layout.is_split and cluster.has_gpus(context.strategy)
+    with tf.device(HOST) if on_host else contextlib.nullcontext():
         share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
     weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
     return share_rows, weights

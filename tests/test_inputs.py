@@ -278,9 +278,10 @@ def test_shares_make_up_the_batch_in_order_and_each_row_counts_once(count, micro
 
 @pytest.mark.parametrize(("device", "place"), [("GPU", "/device:CPU:0"), ("CPU", "/device:CPU:1")])
 def test_a_gpu_is_sent_its_own_rows_alone(monkeypatch, device, place):
-    context = types.SimpleNamespace(num_replicas_in_sync=2, replica_id_in_sync_group=1, devices=[f"/device:{device}:1"])
+    context = types.SimpleNamespace(num_replicas_in_sync=2, replica_id_in_sync_group=1, strategy=None)
     monkeypatch.setattr(tf.distribute, "get_replica_context", lambda: context)
-    with tf.Graph().as_default(), tf.device(context.devices[0]):
+    monkeypatch.setattr(cluster, "has_gpus", lambda strategy: device == "GPU")
+    with tf.Graph().as_default(), tf.device(f"/device:{device}:1"):
         batch = inputs.Batch({"x": tf.zeros([4, 3])}, None)
         rows, _ = inputs.take_share(batch, inputs.Layout(is_split=False, is_padded=False))
         assert rows["x"].device == place and rows["x"].shape == [2, 3]
