@@ -11,6 +11,7 @@ one worker alone, which reads all files in another order, 0.978.
 """
 
 import os
+import tempfile
 
 import keras
 import numpy as np
@@ -22,7 +23,8 @@ from experiments import datasets
 
 distloop.define_flags(steps=600, batch_size=128, eval_every=200)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The peak step size of Adam, reached after a warm-up.")
-DATA = flags.DEFINE_string("data", "runs/digits_shards", "The directory of the shards, which all workers see.")
+SHARED = os.path.join(tempfile.gettempdir(), "digits_shards")
+DATA = flags.DEFINE_string("data", SHARED, "The directory of the shards, which all workers see.")
 SHARDS = flags.DEFINE_integer("shards", 8, "How many files to write for each split; at least as many as workers.")
 
 
