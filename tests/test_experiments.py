@@ -8,10 +8,18 @@ import textwrap
 
 import pytest
 
+# Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
+    "contrastive": ("of a linear probe on embedding", ["--batch_size=32"]),
     "digits": ("test accuracy", ["--batch_size=100"]),
-    "gan": ("mean image off by", []),
+    "distillation": ("of the student", []),
+    "files": ("test accuracy", []),
+    "gan": ("Frechet distance", ["--batch_size=32"]),
+    "keras_port": ("by distloop", ["--port"]),
+    "language_model": ("n-grams 1.", ["--width=16", "--blocks=1", "--context=32", "--batch_size=512"]),
     "regression": ("test r2", []),
+    "transfer": ("with 50 labels", []),
+    "wide_mlp": ("test accuracy", ["--features=80", "--units=40,20,5,3"]),
 }
 
 
@@ -23,15 +31,42 @@ def run(*arguments, cwd=None):
     return result.stdout
 
 
+def run_few_steps(name, replicas, workdir):
+    """Runs an experiment for six steps; returns what it printed, and its rows of numbers."""
+    _, flags = EXPERIMENTS[name]
+    flags = [f"--workdir={workdir}", "--device=cpu", f"--num_devices={replicas}", "--steps=6", "--log_every=3", *flags]
+    out = run("-m", f"experiments.{name}", *flags)
+    return out, [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_experiment_runs(name, replicas, tmp_path):
-    says, flags = EXPERIMENTS[name]
-    flags = [f"--workdir={tmp_path}", "--device=cpu", f"--num_devices={replicas}", "--steps=6", "--log_every=3", *flags]
-    assert says in run("-m", f"experiments.{name}", *flags)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_an_experiment_runs(name, tmp_path):
+    out, rows = run_few_steps(name, 2, tmp_path)
+    assert EXPERIMENTS[name][0] in out
     assert [row["step"] for row in rows] == [3, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["contrastive", "gan"])
+def test_an_experiment_trains_the_same_on_any_number_of_replicas(name, tmp_path):
+    numbers = {}  # replicas -> losses
+    for replicas in (1, 2, 4):
+        _, rows = run_few_steps(name, replicas, tmp_path / str(replicas))
+        numbers[replicas] = [row[key] for row in rows for key in sorted(row) if key.endswith("loss")]
+    for replicas in (2, 4):
+        assert numbers[replicas] == pytest.approx(numbers[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_each_combination_and_compares_them(tmp_path):
+    tried = ["--try=hidden=2,4", "--try=learning_rate=1e-3", "--parallel=2"]
+    program = ["-m", "experiments.regression", "--device=cpu", "--steps=3", "--log_every=3", "--eval_every=0"]
+    out = run("-m", "experiments.sweep", f"--workdir={tmp_path}", *tried, "--", *program)
+    runs = ["hidden=2,learning_rate=1e-3", "hidden=4,learning_rate=1e-3"]
+    assert sorted(os.listdir(tmp_path)) == runs
+    assert all(f"{name}: done" in out and (tmp_path / name / "summaries" / "hparams").is_dir() for name in runs)
+    assert "test/loss" in out
 
 
 @pytest.mark.slow
