@@ -334,14 +334,17 @@ class Agree:
     """Ends the run on every worker when an action ended it on one; stands behind the user's actions."""
 
     every: int | None = None
+    only_writes = True  # where no action is due it does nothing, so that a loop need not end for it
 
-    def __init__(self, gather: Callable[[float], Any]):
+    def __init__(self, gather: Callable[[float], Any], actions: Sequence[Action]):
         """Keeps what to call.
 
         Args:
             gather: collects a number of every worker, on every worker.
+            actions: of the user's, which may end the run.
         """
         self._gather = gather
+        self._actions = actions
 
     def __call__(self, report: Report) -> None:
         """Asks all.
@@ -349,6 +352,8 @@ class Agree:
         Raises:
             StopTraining: where another worker stops.
         """
+        if not any(a.every is None or schedule.is_due(report.step, a.every, report.until) for a in self._actions):
+            return
         stops = self._gather(report.stop_reason is not None)
         if report.stop_reason is None and any(stops):
             raise StopTraining(f"an action on worker {list(stops).index(1)} ended the run")

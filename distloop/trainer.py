@@ -228,7 +228,7 @@ class Trainer:
             *([self._watched] if self._watched is not None else []),
         ]
         if actions and cluster.num_workers(self.strategy) > 1:
-            to_do.append(Agree(functools.partial(cluster.gather, self.strategy)))
+            to_do.append(Agree(functools.partial(cluster.gather, self.strategy), actions))
         to_do += saves
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
