@@ -82,5 +82,11 @@ def test_two_workers_keep_the_speed_of_one_where_their_steps_last_as_long():
     assert row["handloop"] == "1.00" and row["**distloop**"] == "0.90" and row["reached"] == "missed"
 
 
+def test_watching_is_compared_with_watching_less():
+    times = {"off": [1.0, 1.0, 2.0], "on": [1.02, 1.02, 2.5], "histograms": [1.2, 1.2, 2.6]}
+    rows = rows_of(page.render({"about": "", "monitoring": [a_cell(**times)]}))
+    assert [row["ratio"] for row in rows] == ["1.02", "1.18"] and [row["reached"] for row in rows] == ["goal", "missed"]
+
+
 def test_every_workload_has_goals():
     assert {name for name, _ in goals.STEPS} == set(workloads.WORKLOADS)

@@ -47,7 +47,7 @@ def describe() -> str:
 def measure(workers: int = 0, **spec: object) -> dict:
     """Measures a cell; returns it with what was found."""
     begun = time.monotonic()
-    spec |= {"rounds": _ROUNDS.value, "turn_secs": _TURN_SECS.value}
+    spec = {"rounds": _ROUNDS.value, "turn_secs": _TURN_SECS.value, **spec}
     return say({**spec, **processes.run_cell(spec, workers)}, begun)
 
 
@@ -106,6 +106,12 @@ def measure_workers(workload: str) -> list[dict]:
     return found
 
 
+def measure_monitoring(workload: str) -> list[dict]:
+    # A few percent are to be seen, so there are more and shorter turns.
+    many = {"rounds": 8 * _ROUNDS.value, "turn_secs": _TURN_SECS.value / 2}
+    return [measure(part="monitoring", workload=workload, **place(1), **many)] if workload == "tiny" else []
+
+
 def measure_calls(workload: str) -> list[dict]:
     counts = {"tiny": (1, 2, 4), "conv": (1, 2)}.get(workload, ())
     return [measure(part="calls", workload=workload, **place(n)) for n in counts if str(n) in _REPLICAS.value]
@@ -135,6 +141,7 @@ def measure_start(workload: str) -> list[dict]:
 MEASURE = {
     "training": measure_training,
     "workers": measure_workers,
+    "monitoring": measure_monitoring,
     "calls": measure_calls,
     "saves": measure_saves,
     "start": measure_start,

@@ -72,6 +72,19 @@ def measure_training(systems: Systems, spec: dict) -> dict:
     return {"times": turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)}
 
 
+def measure_monitoring(systems: Systems, spec: dict) -> dict:
+    """Returns seconds of distloop's step in each round, by what is watched."""
+    from experiments.benchmarks import with_distloop
+
+    made = {}
+    for name, settings in with_distloop.MONITORING.items():
+        workdir = os.path.join(systems.workdir, name)
+        settings = {"workdir": workdir, "steps_per_loop": with_distloop.LOG_EVERY, **settings}
+        trainer = with_distloop.make_trainer(systems.workload, systems.replicas, **settings)
+        made[name] = with_distloop.Fit(trainer, systems.workload, systems.batch_size)
+    return {"times": turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)}
+
+
 def measure_calls(systems: Systems, spec: dict) -> dict:
     """Returns seconds of whole calls in each round, by kind and system."""
     from experiments.benchmarks import whole_calls
@@ -96,6 +109,7 @@ def measure_start(systems: Systems, spec: dict) -> dict:
 PARTS = {
     "training": measure_training,
     "workers": measure_training,
+    "monitoring": measure_monitoring,
     "calls": measure_calls,
     "saves": measure_saves,
     "start": measure_start,

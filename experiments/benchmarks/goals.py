@@ -33,6 +33,9 @@ STEPS: dict[tuple[str, str], dict[str, Goal]] = {
     ("mlp41m", "4 replicas"): {"handloop": NOT_SLOWER},
 }
 
+# What is watched -> the step over that of the run that watches less.
+MONITORING = {"on": ("off", 1.03), "histograms": ("on", 1.05)}
+
 # What `evaluate` and `predict` get.
 EXAMPLES, BATCH_SIZE = 2_000, 32
 

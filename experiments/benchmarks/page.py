@@ -16,7 +16,7 @@ TITLES = {
     "distloop": "**distloop**",
 }
 PAIR = ("distloop", "keras")
-PARTS = ("training", "workers", "calls", "saves", "start")
+PARTS = ("training", "workers", "monitoring", "calls", "saves", "start")
 BASES = ("bare", "handloop")  # what steps are compared with
 NONE = "-"
 
@@ -65,6 +65,17 @@ def steps_table(cells: Sequence[Mapping]) -> str:
     systems = [name for name in TITLES if name != "bare" and any(name in cell["times"] for cell in cells)]
     header = ["workload", "place", "bare, us", *[TITLES[name] for name in systems], "goal", "stretch", "reached"]
     return table(header, [steps_row(cell, systems) for cell in cells])
+
+
+def monitoring_table(cells: Sequence[Mapping]) -> str:
+    """Writes what watching costs: a step over that of the run that watches less."""
+    rows = []
+    for cell in cells:
+        for name, (base, target) in goals.MONITORING.items():
+            found = turns.median_ratio(cell["times"], name, base)
+            reached = NONE if found is None else _met(round(found, 2) <= target)
+            rows.append([cell["workload"], cell["place"], name, base, ratio(found), ratio(target), reached])
+    return table(["workload", "place", "watched", "against", "ratio", "goal", "reached"], rows)
 
 
 def notes(cells: Sequence[Mapping]) -> str:
@@ -156,6 +167,7 @@ def render(results: Mapping) -> str:
     sections = [
         ("Training step", STEPS, steps, steps_table),
         ("Two workers, the same batch for each", SCALING, scaled, scaling_table),
+        ("Monitoring", MONITORING, cells["monitoring"], monitoring_table),
         ("`evaluate`", EVALUATE, calls, lambda cells: speeds_table(cells, "evaluate", goals.EVALUATE)),
         ("`predict`", PREDICT, calls, lambda cells: speeds_table(cells, "predict", goals.PREDICT)),
         ("A call beyond its steps", BEYOND, calls, beyond_table),
@@ -180,6 +192,10 @@ A batch is 64 examples for all replicas together, 16 of lm; mlp41m has 64 for ea
 """
 SCALING = """\
 The speed that each of two workers keeps of one worker's, one thread each: 1.0 is ideal.
+"""
+MONITORING = """\
+Steps of distloop that come back to the host each 100. *off*: no workdir, no console; *on*: all defaults, with logs each
+100 steps; *histograms*: with those of weights and gradients each 500 steps, too.
 """
 EVALUATE = """\
 Examples per second of a whole call: 2,000 examples, in batches of 32. `times` is how many times faster distloop is.

@@ -13,6 +13,13 @@ from experiments.benchmarks.turns import System
 
 LOG_EVERY = 100
 
+# What is watched -> settings; all come back to the host each 100 steps.
+MONITORING = {
+    "off": {"workdir": "", "log_every": 0, "console": "quiet"},
+    "on": {},
+    "histograms": {"histograms_every": 500},
+}
+
 
 def make_trainer(workload: workloads.Workload, replicas: int, workdir: str, **settings: object) -> distloop.Trainer:
     """Makes a trainer with TensorBoard, metrics.jsonl and console lines each 100 steps."""
