@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 # Two files of tests at a time: most tests wait for one core, or for other processes.
-SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile
+SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
 export TF_CPP_MIN_LOG_LEVEL ?= 3

@@ -81,7 +81,7 @@ def prepare_process(config: Config) -> None:
     _set_threads(config)
     if _device_type(config) == "CPU":
         _hide_gpus(config)
-        _make_virtual_cpus(max(config.num_devices, config.num_stages))
+        _make_virtual_cpus(config)
     else:
         _set_memory_growth()
     tf.get_logger().setLevel("WARNING")  # else it tells how it reduces at every trace
@@ -509,7 +509,9 @@ def _set_threads(config: Config) -> None:
         ) from None
 
 
-def _make_virtual_cpus(count: int) -> None:
+def _make_virtual_cpus(config: Config) -> None:
+    name = "num_stages" if config.num_stages > 1 else "num_devices"  # each stage takes one
+    count: int = getattr(config, name)
     cpu = tf.config.list_physical_devices("CPU")[0]
     if count <= len(tf.config.get_logical_device_configuration(cpu) or [None]):
         return
@@ -517,7 +519,7 @@ def _make_virtual_cpus(count: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:
         raise ValueError(
-            f"{count} virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
+            f"{name}={count} virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
             "distloop.prepare(config) before the first tensor, dataset or model."
         ) from None
 

@@ -16,7 +16,7 @@ def peaks() -> dict[str, float]:
         `host_memory_gb`, what this process has held of the host's memory; with GPUs or TPUs also `device_memory_gb`,
         what TensorFlow has held of that one of this process which held most.
     """
-    found = {"host_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES / 1e9}
+    found = {"host_memory_gb": _host_peak_bytes() / 1e9}
     accelerators = [device.name for device in tf.config.list_logical_devices() if device.device_type != "CPU"]
     if accelerators:  # what CPUs hold is the host's
         peak_bytes = [tf.config.experimental.get_memory_info(_short(name))["peak"] for name in accelerators]
@@ -42,6 +42,15 @@ def available_gb() -> float:
     except (OSError, ValueError):  # no such limit
         pass
     return max(0, available) / 1e9
+
+
+def _host_peak_bytes() -> int:
+    """Finds the highest level of this program; `getrusage` counts that of the process which started it, too."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):  # not on Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
 
 
 def _read_number(path: str) -> int:

@@ -614,7 +614,7 @@ def test_one_that_does_not_follow_is_stopped_in_the_end(heeds, launch, write):
         while True:
             time.sleep(1)
     """
-    grace_secs = 30 if heeds else 0.1
+    grace_secs = 3 if heeds else 0.1
     code, _, err = launch(
         "--workers=2", f"--grace_secs={grace_secs}", write(program), command=patched(_FOLLOW_SECS=0.2)
     )

@@ -41,7 +41,8 @@ REPLICA_CASES = {
     "l2 terms": dict(size=16, l2=0.1),
     "clipping": dict(size=16, clip_norm=0.1),
     "averages": dict(size=16, average_decay=0.9),
-    "synchronized BatchNorm": dict(size=16, rows=71, batch_norm="synchronized"),
+    # One operation after another, as on one replica, TensorFlow fuses them otherwise; this model makes 1.5e-6 of that.
+    "synchronized BatchNorm": dict(size=16, rows=71, batch_norm="synchronized", executor="parallel"),
     "all together": dict(size=16, is_weighted=True, l2=0.1, clip_norm=0.1, average_decay=0.9, microbatches=2),
 }
 
@@ -228,10 +229,8 @@ def test_a_step_has_one_reduction(microbatches):
     trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
     run = trainer._train_loop._run
     graph = run.get_concrete_function(*run_arguments(trainer)).graph
-    while_body = next(
-        f for f in functions(graph) if "body" in f.name and any(o.type == "AddN" for o in f.get_operations())
-    )
-    sums = [op for op in while_body.get_operations() if op.type == "AddN" and crosses_devices(op)]
+    bodies = {f.name: f for f in functions(graph) if "body" in f.name}.values()
+    sums = [op for f in bodies for op in f.get_operations() if op.type == "AddN" and crosses_devices(op)]
     assert len(sums) == 1
 
 
