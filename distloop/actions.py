@@ -20,9 +20,11 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from distloop import memory, schedule
+from distloop import memory, schedule, usage
 from distloop.displays import Display
 from distloop.interrupts import Interrupted
+from distloop.profiles import Profile
+from distloop.stages import Stages
 from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
 
@@ -140,6 +142,42 @@ class Utilization:
             found["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]
             if self._peak_flops:
                 found["model_flops_utilization"] = found["model_flops_per_sec"] / self._peak_flops
+        return found
+
+
+class StageUsage:
+    """Reports how much memory each stage of a network takes, and how busy its device is.
+
+    Of GPUs, the most memory that was taken, each time; of CPUs, once `--profile` has shown some steps, the variables'
+    and what a step adds to them. The share of the time with an operation at work on the device comes from the profile,
+    too. On several workers, the chief's. GPUs: untested.
+    """
+
+    every: int | None = None
+    phase = "logging"
+    only_writes = True
+
+    def __init__(self, networks: Sequence[Stages], profile: Profile):
+        """Keeps where they are, and the profile to read when it is written."""
+        self._devices = [device for network in networks for device in network.devices]
+        self._profile = profile
+        self._was_read = False
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Works it out; stages that share a device tell the same."""
+        used = {}
+        if self._profile.is_written and not self._was_read:
+            self._was_read = True
+            used = usage.read_usage(self._profile.directory)
+        taken = report.state.bytes_by_device() if used else {}
+        found = {}
+        for stage, device in enumerate(self._devices):
+            if not device.startswith("CPU"):
+                found[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
+            elif device in used:
+                found[f"stage_{stage}/device_memory_gb"] = (taken[device] + used[device].step_bytes) / 1e9
+            if device in used:
+                found[f"stage_{stage}/device_busy_share"] = used[device].busy_share
         return found
 
 

@@ -19,9 +19,13 @@ def peaks() -> dict[str, float]:
     found = {"host_memory_gb": _host_peak_bytes() / 1e9}
     accelerators = [device.name for device in tf.config.list_logical_devices() if device.device_type != "CPU"]
     if accelerators:  # what CPUs hold is the host's
-        peak_bytes = [tf.config.experimental.get_memory_info(_short(name))["peak"] for name in accelerators]
-        found["device_memory_gb"] = max(peak_bytes) / 1e9
+        found["device_memory_gb"] = max(device_peak_gb(_short(name)) for name in accelerators)
     return found
+
+
+def device_peak_gb(device: str) -> float:
+    """Tells the highest level of a GPU or TPU since the process began, in GB (10^9 bytes); `device` as in `GPU:0`."""
+    return float(tf.config.experimental.get_memory_info(device)["peak"]) / 1e9
 
 
 def available_gb() -> float:

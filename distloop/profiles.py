@@ -20,17 +20,23 @@ from distloop.config import profile_window
 
 
 class Profile:
-    """Starts the profiler when the first step of a window comes, names each, and stops it after the last."""
+    """Starts the profiler when the first step of a window comes, names each, and stops it after the last.
+
+    Attributes:
+        directory: of a TensorBoard run, to which the profile is written.
+        is_written: whether it was.
+    """
 
     def __init__(self, window: str, directory: str):
         """Plans; starts nothing.
 
         Args:
             window: `"100:110"`: the steps after 100, up to 110; empty: none.
-            directory: of a TensorBoard run, to which the profile is written.
+            directory: as the attribute.
         """
         self._window = profile_window(window)
-        self._directory = directory
+        self.directory = directory
+        self.is_written = False
         self._is_on = False
 
     def next_boundary(self, step: int) -> float:
@@ -63,7 +69,7 @@ class Profile:
 
     def _start(self) -> None:
         try:
-            tf.profiler.experimental.start(self._directory)
+            tf.profiler.experimental.start(self.directory)
             self._is_on = True
         except tf.errors.OpError as error:  # another profile is on, or a GPU's tools are missing
             logging.warning("These steps are not profiled: %s", error.message)
@@ -76,5 +82,6 @@ class Profile:
             self._window = (0, 0)
             try:
                 tf.profiler.experimental.stop()
+                self.is_written = True
             except (tf.errors.OpError, OSError) as error:
                 logging.error("The profile is lost: %s", error)

@@ -15,7 +15,8 @@ from typing import Any
 # What the clock and the machine say: runs that are equal differ in it.
 OF_THE_MACHINE = frozenset(
     ["steps_per_sec", "examples_per_sec", "input_wait", "host_share", "step_secs_p50", "step_secs_p90", "step_secs_p99"]
-    + ["replica_imbalance", "host_memory_gb", "device_memory_gb", "model_flops_per_sec", "model_flops_utilization"]
+    + ["replica_imbalance", "host_memory_gb", "device_memory_gb", "device_busy_share"]
+    + ["model_flops_per_sec", "model_flops_utilization"]
 )
 # Numbers about the run, not the model: the files have them, in front of people they would hide the others.
 ABOUT_THE_RUN = OF_THE_MACHINE | {

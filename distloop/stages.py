@@ -30,6 +30,7 @@ class Stages(Arrangement):
     Attributes:
         whole: the Keras model, or the list of modules, that it runs; names of variables are those in it, wherever it
             is cut.
+        parts: by stage, the modules that it calls one after the other.
         devices: of each stage, as in `GPU:0`; empty where there is one stage, which runs where everything does.
     """
 
@@ -38,13 +39,13 @@ class Stages(Arrangement):
 
         Args:
             whole: as the attribute.
-            parts: by stage, the modules that it calls one after the other.
+            parts: as the attribute.
             devices: as for `stages`.
             recompute: as for `stages`.
         """
         self.whole = whole
         self.devices = _choose_devices(len(parts), devices)
-        self._parts = [list(stage) for stage in parts]
+        self.parts = [list(stage) for stage in parts]
         self._recompute = recompute
         self._is_placed = bool(self.devices)
         self._finished: Sequence[Sequence[tf.Tensor]] = ()  # as for `ordered`
@@ -53,7 +54,7 @@ class Stages(Arrangement):
 
     def __len__(self) -> int:
         """Counts the stages."""
-        return len(self._parts)
+        return len(self.parts)
 
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:
         """Runs the network.
@@ -78,7 +79,7 @@ class Stages(Arrangement):
 
     def variables_of(self, stage: int) -> list[Any]:
         """Lists the variables of a stage."""
-        return list(named_variables(self._parts[stage]).values())
+        return list(named_variables(self.parts[stage]).values())
 
     def describe(self) -> str:
         """Says how many parameters are where, as in `2 = 1,024 on CPU:0 + 512 on CPU:1`."""
@@ -133,7 +134,7 @@ class Stages(Arrangement):
         return [gradient for gradient in gradients if _short(gradient.device) == self.devices[stage]]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
-        for part in self._parts[stage]:
+        for part in self.parts[stage]:
             inputs = part(inputs, training=training) if _takes_training(part) else part(inputs)
         return inputs
 

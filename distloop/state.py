@@ -9,6 +9,7 @@
 It does not know how a step goes.
 """
 
+import collections
 import contextlib
 import math
 import numbers
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -25,9 +27,9 @@ from distloop import cluster, gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
 from distloop.divergence import LossWatch
-from distloop.paths import arranged, is_seed, named_variables, portable_names, slot_names, tensorflow_variable
+from distloop.paths import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 from distloop.precision import LossScaleOptimizer
-from distloop.stages import find_stages
+from distloop.stages import Stages, find_stages
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
@@ -480,6 +482,14 @@ class TrainState(tf.Module):
         if self.seeds:
             self._write_seeds(values)
 
+    def bytes_by_device(self) -> collections.Counter[str]:
+        """Counts the bytes of all variables, slots and averages too, on each device, as in `CPU:1`."""
+        found: collections.Counter[str] = collections.Counter()
+        for variable in self._saved_variables().values():
+            for part in self._parts(variable):
+                found[part.device.rpartition("device:")[2]] += int(np.prod(part.shape)) * part.dtype.size
+        return found
+
     def model_variables(self) -> list[Any]:
         """Gives the TensorFlow variables of the model."""
         return [tensorflow_variable(v) for v in named_variables(self.spec.model).values()]
@@ -546,8 +556,9 @@ def _check_predict_fn(given: Any) -> None:
 
 
 def _layers(model: Any) -> Iterator[keras.Layer]:
-    """Finds the Keras models and layers that stand at the top of `model`."""
-    model = arranged(model)
+    """Finds the Keras models and layers that stand at the top of `model`, or of its stages."""
+    if isinstance(model, Stages):
+        model = model.parts
     if isinstance(model, keras.Layer):
         yield model
     elif isinstance(model, Mapping):

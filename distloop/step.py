@@ -525,7 +525,7 @@ class TrainStep:
             tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
             loss = tallies["loss"]
             objective = loss.total
-            regularization = _regularization(state.layers_of_update[trace.update.name])
+            regularization = _regularization(state.layers_of_update[trace.update.name], bool(state.staged))
             if regularization is not None:
                 # Weighted like a value of every example, so that the one division makes it count once.
                 tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
@@ -836,9 +836,13 @@ def _likely_cause(step: int, *, is_loss_finite: bool, has_paths: bool) -> str:
     return "often the weights grew too large, or this batch holds such numbers, or loss_fn takes a log of 0"
 
 
-def _regularization(layers: Sequence[Any]) -> tf.Tensor | None:
-    """Adds up the losses that Keras models carry, such as L2 terms."""
-    losses = [loss for layer in layers for loss in layer.losses]
+def _regularization(layers: Sequence[Any], is_staged: bool) -> tf.Tensor | None:
+    """Adds up the losses that Keras models carry, such as L2 terms; of stages, each on its device."""
+    losses = []
+    for layer in layers:
+        place = tf.device(tensorflow_variable(layer.variables[0]).device) if is_staged else contextlib.nullcontext()
+        with place:
+            losses += layer.losses
     return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
 
 

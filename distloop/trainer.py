@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import cluster, export, inputs, overview, precision, rehearsal, trials
-from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, Utilization, Write
+from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions import run as run_actions
 from distloop.audit import Audit, audit
 from distloop.config import Config
@@ -221,8 +221,10 @@ class Trainer:
         step_flops = flops_per_example and flops_per_example * (batch_size or 0)
         # Stages run at the same time, however small they are.
         executor = cluster.find_executor(self.strategy, settings.executor, None if self.state.staged else step_flops)
+        profile = Profile(settings.profile, os.path.join(settings.workdir, "summaries", "train"))
         to_do: list[Action] = [
             Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
+            *([StageUsage(self.state.staged, profile)] if self.state.staged else []),
             *evaluations,
             *actions,
             *([self._watched] if self._watched is not None else []),
@@ -233,7 +235,9 @@ class Trainer:
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
-                    return self._train(source, until, to_do, evaluations, forward, window, interrupts, clock, executor)
+                    return self._train(
+                        source, until, to_do, evaluations, forward, window, interrupts, clock, profile, executor
+                    )
                 except Diverged as diverged:
                     if not may_roll_back:
                         raise
@@ -256,11 +260,11 @@ class Trainer:
         window: Mapping[str, Any] | None,
         interrupts: Interrupts,
         clock: Clock,
+        profile: Profile,
         executor: str,
     ) -> dict[str, float]:
         """Trains from where the run is, with files of its own, and waits until the last save is whole."""
         assert self._train_loop is not None
-        profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
         evals = [evaluation.name for evaluation in evaluations]
         with contextlib.closing(profile), Write(self._make_writers(until, evals, forward)) as write:
             if self.config.eval_first and self.step == 0:

@@ -23,6 +23,7 @@ LAYERS = {
     "timing": 0,
     "memory": 0,
     "profiles": 1,
+    "usage": 1,
     "flops": 0,
     "records": 0,
     "launch": 1,

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, overview
+from distloop import cluster, overview, usage
 from distloop.inputs import Batch
 from distloop.paths import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
@@ -152,6 +152,65 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
     assert count("SparseSoftmaxCrossEntropyWithLogits") == [0, 2, 0]
 
 
+def test_a_profile_shows_where_everything_ran_and_what_each_stage_took(tmp_path):
+    config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
+    trainer = train(classifier(modules, num_stages=2), config, steps=12)
+    used = usage.read_usage(f"{tmp_path}/summaries/train")
+
+    def count(kind):
+        return [sum(times for name, times in found.operations.items() if kind in name) for found in used.values()]
+
+    assert list(used) == ["CPU:0", "CPU:1"]
+    # Of 3 steps, 2 microbatches and 2 layers one forward and two backward products, without that for the input's
+    # gradient in the first layer.
+    assert count("MatMul") == [3 * 2 * 5, 3 * 2 * 6]
+    assert count("TanhGrad") == [3 * 2 * 2, 3 * 2]
+    assert count("SparseSoftmaxCrossEntropy") == [0, 3 * 2]
+    rows = distloop.read_metrics(tmp_path)
+    assert ["stage_0/device_busy_share" in row for row in rows] == [False, True, False]  # when the profile was there
+    held = trainer.state.bytes_by_device()
+    for stage, found in enumerate(used.values()):
+        assert rows[1][f"stage_{stage}/device_busy_share"] == pytest.approx(found.busy_share)
+        assert 0 < found.busy_share <= 1
+        expected = (held[f"CPU:{stage}"] + found.step_bytes) / 1e9
+        assert rows[1][f"stage_{stage}/device_memory_gb"] == pytest.approx(expected)
+    weights = [240, 204]  # and two slots of Adam's, in float32
+    assert [held[f"CPU:{stage}"] // 12 for stage in (0, 1)] == [pytest.approx(w, abs=8) for w in weights]
+
+
+@pytest.mark.slow
+def test_a_stage_takes_the_memory_of_its_share(tmp_path):
+    rows, width = 1024, 512
+
+    def peaks(name, devices):
+        def model_fn():
+            layers = [keras.layers.Dense(width, activation="tanh") for _ in range(8)]
+            model = distloop.split(keras.Sequential([keras.Input((width,)), *layers]), len(devices), devices)
+
+            def loss_fn(batch, training):
+                return {"loss": tf.reduce_mean(model(batch, training=training) ** 2, -1)}
+
+            return distloop.ModelSpec(model, keras.optimizers.Adam(), loss_fn)
+
+        trainer = distloop.Trainer(model_fn, settings(workdir=tmp_path / name, profile="2:3", executor="parallel"))
+        trainer.fit(tf.data.Dataset.from_tensors(np.ones([rows, width], np.float32)).repeat(), steps=4)
+        last = distloop.read_metrics(tmp_path / name)[-1]
+        return [last[f"stage_{stage}/device_memory_gb"] for stage in range(len(devices))]
+
+    (whole,) = peaks("whole", ["CPU:1"])
+    # A layer's weights with two slots, and its activations; the whole holds eight of them.
+    layer = (3 * width * width + rows * width) * 4 / 1e9
+    assert whole > 8 * layer
+    for held in peaks("halves", ["CPU:0", "CPU:1"]):
+        assert 4 * layer < held < 0.65 * whole
+
+
+def test_losses_of_a_layer_are_computed_where_its_weights_are():
+    trainer = train(classifier(num_stages=2, optimizer=lambda: keras.optimizers.SGD(0.1)), settings(2), steps=1)
+    squares = [place(op) for op in operations(trainer) if op.type in ("Square", "Pow")]
+    assert sorted(squares) == ["CPU:0"] * 2 + ["CPU:1"] * 2  # L2 terms of two layers on each
+
+
 def place(operation):
     return operation.device.rpartition("device:")[2]
 
@@ -250,6 +309,19 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
     assert_close(found, expected, tolerance=2e-3)  # of float16 in one layer
 
 
+@pytest.mark.slow
+def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_them():
+    def make(num_stages):
+        def model_fn():
+            spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
+            return dataclasses.replace(spec, learning_rates={"dense_1/": 0.1}, no_decay="bias", updates=())
+
+        return model_fn
+
+    assert_close(trained(train(make(2), settings(2))), trained(train(make(1), settings())))
+    assert not distloop.Trainer(make(2), settings(2)).audit(batches()).findings
+
+
 def test_eager_steps_in_stages_train_to_the_same_weights():
     config = settings(2, microbatches=2, clip_norm=0.5)
     compiled, eager = (
@@ -317,7 +389,7 @@ def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
 
 
 def names_of(network):
-    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network._parts]
+    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network.parts]
 
 
 def test_a_network_is_cut_where_the_costliest_stage_costs_least():

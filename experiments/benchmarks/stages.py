@@ -3,13 +3,16 @@
     python -m experiments.benchmarks.stages
 
 Eight dense layers of 512, each device a virtual CPU. Times: batches of 512 rows, two threads for two stages, turn by
-turn in one process; beside them one thread, which does all the work alone. Memory: batches of 8,192 rows, by how much
-the peak of the process grows in its steps. Linux alone; a machine that does something else gives other ratios.
+turn in one process; beside them one thread, which does all the work alone. Memory: batches of 8,192 rows, what each
+device holds at its peak, variables included, from the profile of a step. A machine that does something else gives other
+times.
 """
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import statistics
+import tempfile
 import time
 
 import keras
@@ -24,9 +27,9 @@ MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Into how
 TURNS = flags.DEFINE_integer("turns", 8, "How often each number of microbatches is timed, ten steps each.")
 
 
-def model_fn(num_stages, recompute=False):
+def model_fn(num_stages, recompute=False, devices=None):
     dense = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
-    model = distloop.split(keras.Sequential([keras.Input((WIDTH,)), *dense]), num_stages, recompute=recompute)
+    model = distloop.split(keras.Sequential([keras.Input((WIDTH,)), *dense]), num_stages, devices, recompute=recompute)
 
     def loss_fn(batch, training):
         return {"loss": tf.reduce_mean(tf.square(model(batch, training=training)), -1)}
@@ -34,7 +37,7 @@ def model_fn(num_stages, recompute=False):
     return distloop.ModelSpec(model, keras.optimizers.SGD(0.01), loss_fn)
 
 
-def make_trainer(num_stages, microbatches, recompute=False):
+def make_trainer(num_stages, microbatches, recompute=False, devices=None, **settings):
     config = distloop.Config(
         device="cpu",
         strategy="none",
@@ -43,8 +46,9 @@ def make_trainer(num_stages, microbatches, recompute=False):
         console="quiet",
         log_every=0,
         executor="parallel",
+        **settings,
     )
-    return distloop.Trainer(lambda: model_fn(num_stages, recompute), config)
+    return distloop.Trainer(lambda: model_fn(num_stages, recompute, devices), config)
 
 
 def make_data(rows):
@@ -73,21 +77,15 @@ def time_steps(num_stages, threads, counts, turns):
     return {count: statistics.median(times) for count, times in took.items()}
 
 
-def peak_growth(num_stages, microbatches, recompute):
-    """Measures by how many bytes the peak of this process grows in some steps."""
-    start(num_stages, 2)
-    trainer, data = make_trainer(num_stages, microbatches, recompute), make_data(8192)
-    trainer.evaluate(data.take(1))  # reads the data, and allocates what is there anyway
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # the peak begins anew
-    before = status("VmRSS")
-    trainer.fit(data, steps=3)
-    return status("VmHWM") - before
-
-
-def status(name):
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+def peaks(num_stages, microbatches, recompute):
+    """Measures what each stage's device holds at its peak, in GB; all of one stage is on the second device."""
+    start(max(2, num_stages), 2)
+    devices = [f"CPU:{1 if num_stages == 1 else stage}" for stage in range(num_stages)]
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = make_trainer(num_stages, microbatches, recompute, devices, workdir=directory, profile="2:3")
+        trainer.fit(make_data(8192), steps=4)
+        rows = distloop.read_metrics(directory)
+    return [rows[-1][f"stage_{stage}/device_memory_gb"] for stage in range(num_stages)]
 
 
 def alone(function, *arguments):
@@ -105,12 +103,14 @@ def main(_):
     for count in counts:
         ratios = [staged[count] / other for other in (serial[count], serial[counts[0]], staged[counts[0]])]
         print(count, *(f"{secs[count] * 1e3:.1f}" for secs in (serial, staged)), *(f"{ratio:.2f}" for ratio in ratios))
-    whole = alone(peak_growth, 1, 1, False)
-    print(f"one device: the peak grows by {whole / 2**20:.0f} MB")
-    for arguments in [(2, 1, False), (2, 8, False), (2, 1, True), (2, 8, True)]:
-        grown = alone(peak_growth, *arguments)
+    (whole,) = alone(peaks, 1, 1, False)
+    print(f"one device holds {whole * 1e3:.0f} MB at its peak")
+    for num_stages, count, recompute in itertools.product([1, 2, 4], [1, 8], [False, True]):
+        shares = [held / whole for held in alone(peaks, num_stages, count, recompute)]
         print(
-            f"{arguments[0]} stages, {arguments[1]} microbatches, recompute={arguments[2]}: {grown / whole:.2f} of it"
+            f"{num_stages} stages, {count} microbatches, recompute={recompute}:",
+            " ".join(f"{share:.2f}" for share in shares),
+            "of it",
         )
 
 
