@@ -314,7 +314,7 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_t
     def make(num_stages):
         def model_fn():
             spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
-            return dataclasses.replace(spec, learning_rates={"dense_1/": 0.1}, no_decay="bias", updates=())
+            return dataclasses.replace(spec, learning_rates={"dense_2": 0.1}, no_decay="bias", updates=())
 
         return model_fn
 
