@@ -28,7 +28,8 @@ def settings(num_stages=1, **others):
 def sequential(*, dropout=0.0, batch_norm=False):
     layers = [keras.Input((8,))]
     for i in range(4):
-        layers.append(keras.layers.Dense(12, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)))
+        l2 = keras.regularizers.L2(0.01)
+        layers.append(keras.layers.Dense(12, activation="tanh", kernel_regularizer=l2, name=f"hidden_{i}"))
         if batch_norm and i == 1:
             layers.append(keras.layers.BatchNormalization())
         if dropout:
@@ -314,7 +315,7 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_t
     def make(num_stages):
         def model_fn():
             spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
-            return dataclasses.replace(spec, learning_rates={"dense_2": 0.1}, no_decay="bias", updates=())
+            return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
 
         return model_fn
 
