@@ -24,6 +24,7 @@ from absl import logging
 
 from distloop import cluster
 from distloop.cluster import HOST
+from distloop.iterators import iterate
 from distloop.metrics import USER_ERROR, require
 
 Data: TypeAlias = (
@@ -204,11 +205,11 @@ class Source:
     def new_iterator(self) -> Any:
         """Makes an iterator at the data's beginning."""
         if self.layout.is_split:
-            return iter(self._dataset)
+            return iterate(self._dataset)
         with tf.device(HOST):
             if self._whole is None or self._may_go_back:  # tracing its functions takes longer than a short pass
                 self._whole = self._pipeline()
-            return iter(self._whole)
+            return iterate(self._whole)
 
     def save_position(self, by_count: bool) -> tuple[dict[str, tf.Tensor], dict[str, Any]]:
         """Tells where the iterator is.
@@ -264,12 +265,12 @@ class Source:
             logging.info("Reading the dataset up to batch %d.", self.batches_taken)
         if self.layout.is_split:
             left = self._left_of_pass()
-            self._iterator = iter(self._dataset)
+            self._iterator = iterate(self._dataset)
             for _ in range(self.batches_taken if left is None else int(_cardinality(self._dataset) or 0) - left):
                 next(self._iterator)
             return
         with tf.device(HOST):
-            self._iterator = iter(self._pipeline(skip=self.batches_taken))
+            self._iterator = iterate(self._pipeline(skip=self.batches_taken))
 
     def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
         dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
@@ -278,7 +279,7 @@ class Source:
         if self.layout.is_padded:
             dataset = dataset.map(lambda *batch: _pad(_undo_unpacking(batch, self.element_spec), self._least))
         if self._missing:  # other workers have more: their last steps see rows of this one that do not count
-            filler = next(iter(dataset))._replace(size=tf.constant(0))
+            filler = next(iterate(dataset))._replace(size=tf.constant(0))
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(self._missing))
         if self._repeat:
             dataset = dataset.repeat()

@@ -22,6 +22,7 @@ LAYERS = {
     "interrupts": 0,
     "timing": 0,
     "memory": 0,
+    "iterators": 0,
     "profiles": 1,
     "usage": 1,
     "flops": 0,
@@ -68,7 +69,7 @@ LAYERS = {
     "__init__": 9,
 }
 WITHOUT_TENSORFLOW = ["schedule", "config", "interrupts", "records", "timing", "launch", "runs", "console", "curves"]
-WITHOUT_TENSORFLOW += ["report", "__init__"]
+WITHOUT_TENSORFLOW += ["report", "iterators", "__init__"]
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import cluster, precision
+from distloop.iterators import iterate
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on
 from tests.test_bad_input import refused
 
@@ -685,7 +686,7 @@ def test_the_example_of_its_docstring_runs():
 
     first = loss()
     for _ in range(10):
-        for x, y in strategy.experimental_distribute_dataset(rows):
+        for x, y in iterate(strategy.experimental_distribute_dataset(rows)):
             step(x, y)
     assert model.compute_dtype == "float16"
     assert loss() < 0.1 * first
