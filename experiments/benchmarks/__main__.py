@@ -1,6 +1,6 @@
 """Measures distloop next to loops written by hand, Keras and Orbit, and writes RESULTS.md.
 
-    make bench                                                                # everything; under 15 minutes on 2 cores
+    make bench                                                                # everything; half an hour on 2 cores
     make bench FLAGS="--workloads=tiny --replicas=1,2 --only=training"        # a part, printed
 
 Every workload and place is measured in a fresh process, in which the systems take turns. This one knows no TensorFlow.

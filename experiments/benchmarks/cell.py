@@ -27,6 +27,7 @@ class Systems:
     def __init__(self, spec: dict, workdir: str):
         self.name, self.workload = spec["workload"], WORKLOADS[spec["workload"]]
         self.replicas, self.workdir = spec["replicas"], workdir
+        self.settings = spec.get("settings", {})
         self.batch_size = self.workload.global_batch_size(self.replicas) // spec.get("batch_parts", 1)
 
     @functools.cached_property
@@ -41,7 +42,8 @@ class Systems:
     def trainer(self):
         from experiments.benchmarks import with_distloop
 
-        return with_distloop.make_trainer(self.workload, self.replicas, os.path.join(self.workdir, "distloop"))
+        workdir = os.path.join(self.workdir, "distloop")
+        return with_distloop.make_trainer(self.workload, self.replicas, workdir, **self.settings)
 
     def make(self, name: str) -> turns.System:
         """Makes a system by its name."""
