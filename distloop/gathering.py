@@ -10,12 +10,29 @@ It does not know what is compared.
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from distloop import cluster
+
+T = TypeVar("T")
+
 _current = threading.local()  # replicas are traced each in a thread of its own
+
+
+def with_most_rows(fn: Callable[..., T], most_rows: int | None) -> Callable[..., T]:
+    """Makes a replica's function know how many rows its share has at most; None: nobody knows."""
+
+    def run(*arguments: Any) -> T:
+        _current.most_rows = most_rows
+        try:
+            return fn(*arguments)
+        finally:
+            del _current.most_rows
+
+    return run
 
 
 @contextlib.contextmanager
@@ -47,7 +64,8 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         padding have no place; theirs is that of the last row.
 
     Raises:
-        ValueError: with microbatches, each of which would see its own rows alone.
+        ValueError: with microbatches, each of which would see its own rows alone; on several workers, or on GPUs, where
+            the dataset does not tell the size of its batches.
     """
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:
         raise ValueError(
@@ -63,12 +81,32 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         rows, first = values[:count], 0
     else:
         counts = join(count[tf.newaxis])  # [R]
-        rows, first = join(values[:count]), tf.reduce_sum(counts[: context.replica_id_in_sync_group])
+        rows = _join_unequal(values[:count], counts, context.strategy)
+        first = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
     return rows, tf.minimum(first + tf.range(size), tf.shape(rows)[0] - 1)
 
 
+def _join_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    """Joins rows, of which each replica has `counts`, other numbers in other steps of a loop."""
+    most = getattr(_current, "most_rows", None)
+    if most is None:
+        if cluster.num_workers(strategy) > 1 or cluster.has_gpus(strategy):
+            raise ValueError(
+                "loss_fn calls gather_rows, which on several workers or GPUs has to know the size of a batch, and this "
+                "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."
+            )
+        return join(rows)
+    # TensorFlow's collectives take one shape in all steps of a loop.
+    missing = tf.concat([most - tf.shape(rows)[:1], tf.shape(rows)[1:]], 0)
+    joined = join(tf.concat([rows, tf.zeros(missing, rows.dtype)], 0))  # [R * most, ...]
+    return tf.boolean_mask(joined, tf.reshape(tf.sequence_mask(counts, most), [-1]))
+
+
 def join(rows: tf.Tensor) -> tf.Tensor:
-    """Joins the rows of all replicas on all workers, in their order, however many each has; in a replica's context."""
+    """Joins the rows of all replicas on all workers, in their order, however many each has; in a replica's context.
+
+    With collectives, which several workers and GPUs use, each has as many in all steps of a compiled loop.
+    """
     dtype, sent = rows.dtype, rows
     if dtype.is_integer or dtype.is_bool:  # the collectives know few types of numbers
         sent = tf.cast(rows, tf.int64)

@@ -57,6 +57,7 @@ class Layout(NamedTuple):
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
     is_padded: bool  # whether elements are pairs of rows and how many of them count
     is_share: bool = False  # whether each worker has rows of its own
+    most_rows: int | None = None  # of a replica's share, where the dataset tells
 
 
 class Source:
@@ -136,6 +137,7 @@ class Source:
         if is_share:
             self._share_length, self._missing, is_padded = self._agree_on_length(strategy, is_padded)
         self.layout = Layout(is_split, is_padded, is_share)
+        self.layout = self.layout._replace(most_rows=self._most_rows())
 
     def describe(self) -> str:
         """Says what this worker reads and which part of it its replicas take."""
@@ -167,6 +169,15 @@ class Source:
         rows = max(batch_size, self._least)  # those that pad it come last, and do not count
         ends = [min(batch_size, replica * rows // replicas) for replica in range(replicas + 1)]
         return batch_size, [end - start for start, end in itertools.pairwise(ends)]
+
+    def _most_rows(self) -> int | None:
+        """Finds how many rows a replica takes at most, on any worker; None where the dataset does not tell."""
+        split = self.split()
+        most = 0 if split is None else max(split[1])
+        if self.layout.is_share:
+            each = cluster.gather(self._strategy, most)
+            most = 0 if 0 in each else int(each.max())
+        return most or None
 
     def _agree_on_length(self, strategy: tf.distribute.Strategy, is_padded: bool) -> tuple[int | None, int, bool]:
         """Compares the shares of all workers.

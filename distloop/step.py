@@ -150,7 +150,7 @@ class TrainStep:
         undo: list[tuple[list[Any], Any]] = []  # variables, and per replica what to put back
         secs: list[tf.Tensor] = []
         for trace in self._traces:
-            forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
+            forward = self._strategy.run(self._replica_fn(trace, layout), args=(batch, examples))
             secs += map(self._first, forward.secs)
             tallies = self._first(forward.tallies)
             losses.append(tallies[:2])
@@ -182,6 +182,9 @@ class TrainStep:
             failed |= self._has_diverged(tf.stack(losses), self._loss_jump)
         diagnosis = tf.concat(diagnoses or [tf.zeros([0])], 0)
         return Outcome(finite, failed, tallies, diagnosis, tf.add_n(secs) if secs else None)
+
+    def _replica_fn(self, trace: _UpdateTrace, layout: inputs.Layout) -> Callable[[Batch, tf.Tensor], _Forward]:
+        return gathering.with_most_rows(functools.partial(self._forward, trace, layout), layout.most_rows)
 
     def _count_examples(self, batch: Batch, layout: inputs.Layout) -> tf.Tensor:
         """Counts the rows of a step; those of this worker alone where it has rows of its own and nobody asks."""
@@ -311,7 +314,7 @@ class TrainStep:
 
         def advance(trace: _UpdateTrace) -> None:
             examples = self._count_examples(batch, layout)
-            forward = self._strategy.run(functools.partial(self._forward, trace, layout), args=(batch, examples))
+            forward = self._strategy.run(self._replica_fn(trace, layout), args=(batch, examples))
             self._strategy.run(functools.partial(self._settle, trace), args=(True, forward.before, forward.after))
             self._strategy.run(functools.partial(self._apply, trace), args=(forward.segments, forward.scale))
 
@@ -676,7 +679,8 @@ class EvalStep:
         Returns:
             The tallies, `[2 * M]`: a total and a weight of each of `names`.
         """
-        tallies = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
+        replica_fn = gathering.with_most_rows(functools.partial(self._forward, layout), layout.most_rows)
+        tallies = self._strategy.run(replica_fn, args=(batch,))
         return self._strategy.experimental_local_results(tallies)[0]
 
     def _forward(self, layout: inputs.Layout, batch: Batch) -> tf.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop import testing
 from tests.problems import assert_close, classification, on, weights
 from tests.test_bad_input import refused
 
@@ -63,8 +64,8 @@ RULES = dict(
 @pytest.mark.slow
 def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
     model_fn = make(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), **RULES)
-    expected = trained(model_fn, clip_norm=0.1)
-    assert_close(trained(model_fn, 2, clip_norm=0.1, microbatches=2), expected)
+    testing.assert_replica_law(model_fn, data(), (1, 2, 4), tolerance=1e-6, clip_norm=0.1)
+    assert_close(trained(model_fn, 2, clip_norm=0.1, microbatches=2), trained(model_fn, clip_norm=0.1))
 
 
 def test_batch_fn_changes_what_training_and_evaluation_see():

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop import testing
 from tests.problems import assert_close, classification, on, weights
 from tests.test_bad_input import refused
 
@@ -27,20 +28,36 @@ def contrast():
     return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
 
-def trained(replicas, **settings):
-    trainer = distloop.Trainer(contrast, on(replicas, **settings))
-    trainer.fit(distloop.make_dataset(classification(23), 10), steps=7)  # of 10, 10 and 3 rows
-    return trainer
+def data(seed=0):
+    return distloop.make_dataset(classification(23, seed=seed), 10)  # of 10, 10 and 3 rows
 
 
 @pytest.mark.parametrize(
     "replicas", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
 )
-def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_of_replicas(replicas):
-    one, several = trained(1), trained(replicas)
-    assert_close(weights(several), weights(one))
-    dataset = distloop.make_dataset(classification(23, seed=1), 10)
-    assert several.evaluate(dataset) == pytest.approx(one.evaluate(dataset), rel=1e-5)
+def test_a_loss_over_gathered_rows_trains_the_same_on_any_number_of_replicas(replicas):
+    testing.assert_replica_law(contrast, data(), (1, replicas), steps=7, tolerance=1e-6)
+
+
+def train_and_evaluate(**settings):
+    """Returns the weights, and what an evaluation finds."""
+    trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
+    trainer.fit(data(), steps=7)
+    found = weights(trainer), trainer.evaluate(data(seed=1))
+    if trainer.strategy.num_replicas_in_sync > 1:
+        of_unknown_size = data().unbatch().padded_batch(10).map(lambda batch: batch).filter(lambda batch: True)
+        refused(lambda: trainer.evaluate(of_unknown_size), "gather_rows", "let batch(size) be its last step")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices_per_worker", [1, 2])
+def test_rows_are_gathered_from_the_replicas_of_several_workers(devices_per_worker):
+    expected, measured = train_and_evaluate(num_devices=1)
+    found = testing.run_in_workers(train_and_evaluate, 2, devices_per_worker=devices_per_worker)
+    for trained, evaluated in found:
+        assert_close(trained, expected)
+        assert evaluated == pytest.approx(measured, rel=1e-5)
 
 
 def test_rows_come_in_the_order_of_the_batch_and_each_knows_its_place():
@@ -64,4 +81,5 @@ def test_rows_come_in_the_order_of_the_batch_and_each_knows_its_place():
 
 
 def test_microbatches_are_refused():
-    refused(lambda: trained(1, microbatches=2), "gather_rows", "microbatches=2 was given", "use microbatches=1")
+    trainer = distloop.Trainer(contrast, on(1, microbatches=2))
+    refused(lambda: trainer.fit(data(), steps=1), "gather_rows", "microbatches=2 was given", "use microbatches=1")

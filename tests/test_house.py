@@ -35,7 +35,7 @@ LAYERS = {
     "cluster": 1,
     "metrics": 1,
     "gradients": 1,
-    "gathering": 1,
+    "gathering": 2,
     "averages": 1,
     "writers": 1,
     "displays": 1,
