@@ -230,6 +230,11 @@ def has_gpus(strategy: tf.distribute.Strategy) -> bool:
     return any(name.startswith("GPU") for name in _device_names(strategy))
 
 
+def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
+    """Says whether replicas talk through TensorFlow's collectives, which ours on one host's CPUs do not."""
+    return num_workers(strategy) > 1 or (has_gpus(strategy) and strategy.num_replicas_in_sync > 1)
+
+
 def describe_reduction(strategy: tf.distribute.Strategy) -> str:
     """Says what adds up over the replicas, as in `CollectiveAllReduce (NCCL)`."""
     found = strategy.extended._cross_device_ops

@@ -90,7 +90,7 @@ def _join_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.St
     """Joins rows, of which each replica has `counts`, other numbers in other steps of a loop."""
     most = getattr(_current, "most_rows", None)
     if most is None:
-        if cluster.num_workers(strategy) > 1 or cluster.has_gpus(strategy):
+        if cluster.uses_collectives(strategy):
             raise ValueError(
                 "loss_fn calls gather_rows, which on several workers or GPUs has to know the size of a batch, and this "
                 "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
     is_padded: bool  # whether elements are pairs of rows and how many of them count
     is_share: bool = False  # whether each worker has rows of its own
-    most_rows: int | None = None  # of a replica's share, where the dataset tells
+    most_rows: int | None = None  # of a replica's share, where the dataset tells; for collectives
 
 
 class Source:
@@ -171,7 +171,13 @@ class Source:
         return batch_size, [end - start for start, end in itertools.pairwise(ends)]
 
     def _most_rows(self) -> int | None:
-        """Finds how many rows a replica takes at most, on any worker; None where the dataset does not tell."""
+        """Finds how many rows a replica takes at most, on any worker.
+
+        Returns:
+            None where the dataset does not tell, and where nobody asks, for each number is a trace of its own.
+        """
+        if not cluster.uses_collectives(self._strategy):
+            return None
         split = self.split()
         most = 0 if split is None else max(split[1])
         if self.layout.is_share:
