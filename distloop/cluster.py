@@ -231,8 +231,9 @@ def has_gpus(strategy: tf.distribute.Strategy) -> bool:
 
 
 def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
-    """Says whether replicas talk through TensorFlow's collectives, which ours on one host's CPUs do not."""
-    return num_workers(strategy) > 1 or (has_gpus(strategy) and strategy.num_replicas_in_sync > 1)
+    """Says whether replicas talk through TensorFlow's collectives, which those of this module on CPUs do not."""
+    reduces = getattr(strategy.extended, "_cross_device_ops", None)
+    return strategy.num_replicas_in_sync > 1 and not isinstance(reduces, tf.distribute.ReductionToOneDevice)
 
 
 def describe_reduction(strategy: tf.distribute.Strategy) -> str:

@@ -64,7 +64,7 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         padding have no place; theirs is that of the last row.
 
     Raises:
-        ValueError: with microbatches, each of which would see its own rows alone; on several workers, or on GPUs, where
+        ValueError: with microbatches, each of which would see its own rows alone; on several workers or GPUs, where
             the dataset does not tell the size of its batches.
     """
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:

@@ -47,7 +47,8 @@ def distort(images, seed):
 def make_views(batch_size):
     """Makes endless batches of two views of each image, [B, 2, 8, 8, 1]."""
     seeds = tf.data.Dataset.random(seed=0).batch(2)
-    batches = tf.data.Dataset.zip(datasets.digits("train", batch_size).repeat(), seeds.batch(2))
+    images = datasets.digits("train", batch_size).repeat().rebatch(batch_size, drop_remainder=True)
+    batches = tf.data.Dataset.zip(images, seeds.batch(2))
     return batches.map(
         lambda batch, seeds: {"views": tf.stack([distort(batch["image"], s) for s in (seeds[0], seeds[1])], 1)}
     )
