@@ -1,4 +1,4 @@
-"""Owns the end of iterators: a thread waits for it, so that nobody else has to.
+"""Owns the end of iterators: threads wait for it, so that nobody else has to.
 
     iterator = iterate(dataset)     # in place of iter(dataset)
 
@@ -41,4 +41,5 @@ def _end() -> None:
     while True:
         parts = _ended.get()
         time.sleep(_MOMENT_SECS)
-        parts.clear()
+        threading.Thread(target=parts.clear, name="distloop-iterator", daemon=True).start()
+        del parts

@@ -33,7 +33,7 @@ class Data:
 
 
 @pytest.mark.parametrize("parts_name", ["_iterators", "_iterator_resource"])
-def test_an_iterator_ends_in_the_thread_for_it(parts_name):
+def test_an_iterator_ends_in_a_thread_of_its_own(parts_name):
     ended = []
     iterator = iterate(Data(ended, parts_name))
     time.sleep(2 * iterators._MOMENT_SECS)
@@ -43,7 +43,7 @@ def test_an_iterator_ends_in_the_thread_for_it(parts_name):
     deadline = time.monotonic() + 10
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ended == ["distloop-iterators"]
+    assert ended == ["distloop-iterator"]
 
 
 def test_what_iterators_are_made_of_is_where_it_is_looked_for():
