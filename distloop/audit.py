@@ -232,7 +232,8 @@ class _Look:
         foreign = {
             id(outer): inner for outer, inner in graph.captures if outer.dtype == tf.resource and id(outer) not in known
         }
-        plain = {id(v.handle): v for v in gc.get_objects() if _is_variable(v) and id(v.handle) in foreign}
+        objects = gc.get_objects() if foreign else []  # millions in some processes
+        plain = {id(v.handle): v for v in objects if _is_variable(v) and id(v.handle) in foreign}
         self._foreign = list(plain.values())
         written = {
             id(tensor)
