@@ -25,7 +25,7 @@ class Usage(NamedTuple):
     Attributes:
         busy_share: of the time of the steps, that with an operation at work.
         step_bytes: the most that operations of a step have allocated and not yet given back; variables, which were
-            there before, do not count.
+            there before, do not count. On CPUs, of tensors of 256 KB and more: the allocator tells of no others.
         operations: the types of the operations that ran, with how often, such as `{"MatMul": 24}`.
     """
 
