@@ -90,3 +90,17 @@ def test_watching_is_compared_with_watching_less():
 
 def test_every_workload_has_goals():
     assert {name for name, _ in goals.STEPS} == set(workloads.WORKLOADS)
+
+
+def test_a_turn_is_a_multiple_of_what_a_system_trains_at_once():
+    asked = []
+
+    class Fifty(turns.System):
+        least = 50
+
+        def steps_secs(self, steps):
+            asked.append(steps)
+            return 0.001 * steps
+
+    turns.take_turns({"fifty": Fifty(lambda steps: None)}, 2, 0.26, float)
+    assert asked[-2:] == [250, 250] and all(steps % 50 == 0 for steps in asked)

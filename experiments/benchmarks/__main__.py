@@ -24,6 +24,7 @@ STARTED = [("tiny", 1), ("lm", 2)]  # workloads and replicas whose start is meas
 START_ROUNDS = 2
 KERAS_FAILS = "fit fails under MultiWorkerMirroredStrategy"
 KERAS50_FAILS = "steps_per_execution above 1 crashes under MirroredStrategy"
+KERAS50_TAKES_LONG = "50 steps of mlp41m are longer than all turns together"
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
 _WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Which models.")
@@ -84,15 +85,12 @@ def why_no_orbit() -> str:
 
 
 def measure_training(workload: str) -> list[dict]:
-    return [
-        measure(
-            part="training",
-            workload=workload,
-            **place(replicas),
-            **systems({"keras50": KERAS50_FAILS} if replicas > 1 else {}),
-        )
-        for replicas in map(int, _REPLICAS.value)
-    ]
+    cells = []
+    for replicas in map(int, _REPLICAS.value):
+        missing = {"keras50": KERAS50_TAKES_LONG} if workload == "mlp41m" else {}
+        missing |= {"keras50": KERAS50_FAILS} if replicas > 1 else {}
+        cells.append(measure(part="training", workload=workload, **place(replicas), **systems(missing)))
+    return cells
 
 
 def measure_workers(workload: str) -> list[dict]:

@@ -10,7 +10,10 @@ class System:
 
     Attributes:
         call: trains for some steps, as one call of the system; the second call goes on where the first ended.
+        least: it trains for a multiple of so many steps, however many are asked for.
     """
+
+    least = 1
 
     def __init__(self, call: Callable[[int], object]):
         self.call = call
@@ -56,11 +59,11 @@ def take_turns(
 def _steps_in(system: System, secs: float, agree: Callable[[float], float]) -> int:
     """Finds how many steps last so long; lets caches and threads settle meanwhile."""
     system.call(2)  # traces
-    steps, taken = 1, agree(system.steps_secs(1))
+    steps, taken = system.least, agree(system.steps_secs(system.least))
     while taken < secs / 4:
         steps *= 2 if taken > secs / 16 else 4
         taken = agree(system.steps_secs(steps))
-    return max(1, round(steps * secs / taken))
+    return max(1, round(steps * secs / taken / system.least)) * system.least
 
 
 def median_ratio(times: Mapping[str, list[float]], name: str, base: str) -> float | None:

@@ -29,6 +29,7 @@ class Fit(System):
                 steps_per_execution=steps_per_execution,
                 jit_compile=False,
             )
+        self.least = steps_per_execution
         self._dataset = workload.dataset(batch_size)
 
     def call(self, steps: int, callbacks: tuple = ()) -> None:
