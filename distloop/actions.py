@@ -28,6 +28,8 @@ from distloop.stages import Stages
 from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
 
+_MEMORY_SECS = 1.0  # asking how much memory a process has held takes longer than a small step
+
 
 @dataclass(frozen=True)
 class Report:
@@ -134,10 +136,14 @@ class Utilization:
         """
         self._flops_per_example = flops_per_example
         self._peak_flops = peak_flops
+        self._peaks: dict[str, float] = {}
+        self._peaks_time = -math.inf
 
     def __call__(self, report: Report) -> dict[str, float]:
-        """Works it out from the report's examples per second."""
-        found = memory.peaks()
+        """Works it out from the report's examples per second; looks at the memory once a second and at the end."""
+        if report.time > self._peaks_time + _MEMORY_SECS or report.step >= report.until:
+            self._peaks, self._peaks_time = memory.peaks(), report.time
+        found = dict(self._peaks)
         if self._flops_per_example:
             found["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]
             if self._peak_flops:

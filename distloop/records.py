@@ -23,6 +23,8 @@ ABOUT_THE_RUN = OF_THE_MACHINE | {
     *["clipped_share", "gradient_norm", "learning_rate", "loss_scale", "weight_norm", "update_norm", "update_ratio"]
 }
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     """Reads the numbers of a run, of one that is still training too.
@@ -89,7 +91,7 @@ def append_row(path: str, row: Mapping[str, Any]) -> None:
 
 def format_row(row: Mapping[str, Any]) -> bytes:
     """Writes a row as a line."""
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
+    return _ENCODER.encode(row).encode() + b"\n"
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

@@ -45,6 +45,7 @@ class SummaryWriter:
         self.path = directory
         self._start = start
         self._evals = frozenset(evals) - {"train", _HPARAMS}
+        self._places: dict[str, tuple[str, str]] = {}  # by name
         self._files: dict[str, _EventFile] = {}
         self._flushed = -math.inf  # when; seconds of the monotonic clock
         self._has_begun = False
@@ -146,8 +147,10 @@ class SummaryWriter:
 
     def _place(self, name: str) -> tuple[str, str]:
         """Says to which run a name belongs, and what it is called there."""
-        prefix, _, rest = name.partition("/")
-        return (prefix, rest) if prefix in self._evals and rest else ("train", name)
+        if (place := self._places.get(name)) is None:
+            prefix, _, rest = name.partition("/")
+            place = self._places[name] = (prefix, rest) if prefix in self._evals and rest else ("train", name)
+        return place
 
     def _add(self, run: str, step: int, when: float, displays: Mapping[str, Display]) -> None:
         event = Event(wall_time=when, step=step)
