@@ -11,6 +11,8 @@ import distloop
 from tests.problems import assert_equal, classification, classifier, everything, on
 from tests.test_bad_input import refused
 
+pytestmark = pytest.mark.slow
+
 OUTSIDE = tf.Variable(0.0, name="outside")
 CALLS = []  # of the functions below that Python keeps count of
 

@@ -16,6 +16,8 @@ import pytest
 from distloop import peers
 from distloop.interrupts import EXIT_CODE
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECS = 30  # what a test waits for at most
 LAUNCH = [sys.executable, "-m", "distloop.launch"]

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
 import tensorflow as tf
 
 from distloop import memory
 
 
+@pytest.mark.slow
 def test_what_was_given_back_still_counts():
     code = """
 import numpy as np

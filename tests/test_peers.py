@@ -15,6 +15,8 @@ import pytest
 
 from distloop.peers import EXIT_CODE
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECS = 30  # what a test waits for at most
 

@@ -11,6 +11,8 @@ from distloop.config import profile_window
 from distloop.profiles import Profile
 from tests.problems import assert_equal, classification, classifier, everything, on
 
+pytestmark = pytest.mark.slow
+
 
 def train(workdir, steps=12, profile="", **settings):
     trainer = distloop.Trainer(classifier(), on(2, workdir=str(workdir), profile=profile, **settings))

@@ -216,6 +216,7 @@ def place(operation):
     return operation.device.rpartition("device:")[2]
 
 
+@pytest.mark.slow
 def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     make_model = classifier(functools.partial(sequential, dropout=0.3, batch_norm=True), num_stages=2)
     config = settings(2, microbatches=2, average_decay=0.9, precision="mixed_bfloat16")

@@ -98,6 +98,7 @@ def small():
     return distloop.ModelSpec(model, keras.optimizers.Adam(0.02), loss_fn)
 
 
+@pytest.mark.slow
 def test_neither_distloop_nor_its_testing_imports_what_it_needs_not():
     program = (
         "import sys, distloop; assert 'distloop.testing' not in sys.modules; "

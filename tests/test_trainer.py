@@ -271,6 +271,7 @@ def test_several_trainers_work_side_by_side():
     assert first.evaluate(data)["loss"] == pytest.approx(second.evaluate(data)["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_strategy_object_goes_before_the_config():
     devices = [device.name for device in tf.config.list_logical_devices("CPU")[:2]]
     strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.HierarchicalCopyAllReduce())

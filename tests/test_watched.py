@@ -9,6 +9,8 @@ import distloop
 from distloop.watched import WatchedSteps
 from tests import problems
 
+pytestmark = pytest.mark.slow
+
 
 class Look:
     """Keeps the numbers and displays of every boundary; stands behind what it looks at."""
