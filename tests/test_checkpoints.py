@@ -220,6 +220,7 @@ def data():
     return distloop.make_dataset(classification(67), 16, shuffle=True)
 
 
+@pytest.mark.slow
 def test_running_again_finishes_or_does_nothing(tmp_path):
     first = make_trainer(tmp_path)
     first.fit(data(), steps=6)
@@ -337,6 +338,7 @@ def test_a_new_learning_rate_goes_before_the_saved_one(tmp_path, caplog):
     assert "optimizer/learning_rate stays 0.2" in caplog.text
 
 
+@pytest.mark.slow
 def test_not_resuming_keeps_what_is_there(tmp_path):
     make_trainer(tmp_path).fit(data(), steps=2)
     with pytest.raises(

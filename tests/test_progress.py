@@ -90,6 +90,7 @@ def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
     assert found == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
 
 
+@pytest.mark.slow
 def test_what_was_left_out_stays_out_when_the_run_goes_on(tmp_path):
     expected, _ = fit(tmp_path / "without", stream(without=[13]), steps=40)
     fit(tmp_path / "poisoned", stream(poison=[13]), steps=25)

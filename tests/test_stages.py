@@ -289,6 +289,7 @@ def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_t
     assert_equal({n: v for n, v in computed.items() if "seeds" in n}, {n: v for n, v in kept.items() if "seeds" in n})
 
 
+@pytest.mark.slow
 def test_stages_train_with_several_updates_and_a_loss_scale():
     def model_fn(num_stages=1):
         first, second = (distloop.split(modules(), num_stages) for _ in range(2))

@@ -198,6 +198,7 @@ def train(workdir, steps, *, crash_at=None, **settings):
     return trainer
 
 
+@pytest.mark.slow
 def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(tmp_path):
     train(tmp_path, 10, crash_at=3, histograms_every=2)  # before the first checkpoint
     assert status_of(tmp_path) == api_pb2.STATUS_FAILURE

@@ -284,6 +284,7 @@ def test_a_strategy_object_goes_before_the_config():
         np.testing.assert_allclose(weights(trainer)[path], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_input_context_gives_the_data():
     contexts = []
 
@@ -372,6 +373,7 @@ def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread():
 # What is printed.
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path, capsys):
     workdir = str(tmp_path / "my run")
     trainer = distloop.Trainer(classifier(batch_norm="local"), on(3, workdir=workdir, microbatches=2))
