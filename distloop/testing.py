@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from distloop import cluster, inputs
 from distloop.config import Config
-from distloop.paths import is_seed, named_variables, tensorflow_variable
+from distloop.paths import is_seed, portable_names, tensorflow_variable
 from distloop.records import ABOUT_THE_RUN
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer
@@ -119,7 +119,7 @@ def assert_replica_law(
         trainer = Trainer(model_fn, config)
         numbers = trainer.fit(inputs.fresh_copy(dataset), steps=steps)
         found = {name: np.asarray(value) for name, value in numbers.items() if not _is_about_the_run(name)}
-        for path, variable in named_variables(trainer.model).items():
+        for path, variable in portable_names(trainer.model).items():
             if not is_seed(variable):
                 found[path] = tensorflow_variable(variable).numpy()
         expected = expected or found

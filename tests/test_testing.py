@@ -53,6 +53,18 @@ def test_a_function_that_another_process_cannot_import_is_refused():
     refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "top of a module")
 
 
+def test_layers_need_no_names_to_be_compared():
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])  # dense, then dense_1
+
+        def loss_fn(batch, training):
+            return {"loss": tf.reduce_mean(model(batch["x"], training=training) ** 2, -1)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+
+
 def test_a_model_that_keeps_the_replica_law_passes():
     testing.assert_replica_law(
         classifier(batch_norm="synchronized", is_weighted=True), data(), (1, 2), steps=3, clip_norm=0.5
