@@ -243,10 +243,15 @@ def describe_reduction(strategy: tf.distribute.Strategy) -> str:
     return type(found).__name__ + (f" ({implementation.value})" if implementation is not None else "")
 
 
+def short_device(device: str) -> str:
+    """Spells a device without its job, as in `CPU:1`."""
+    return ":".join(device.split(":")[-2:]).rpartition("/")[2].upper()
+
+
 def _device_names(strategy: tf.distribute.Strategy) -> list[str]:
     """Names the devices of this worker, as in `CPU:0`."""
     if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
-        return [":".join(device.split(":")[-2:]) for device in strategy.extended.worker_devices]
+        return [short_device(device) for device in strategy.extended.worker_devices]
     return ["GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"]  # the default strategy does not know it
 
 

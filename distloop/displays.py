@@ -6,6 +6,7 @@
 It needs no TensorFlow, and does not know files.
 """
 
+import abc
 import io
 import wave
 from collections.abc import Mapping, Sequence
@@ -34,12 +35,12 @@ _BUCKETS = 30
 _THRESHOLDS = 201  # of a precision-recall curve, as TensorBoard's own
 
 
-class Display:
+class Display(abc.ABC):
     """Something to show that is no number."""
 
+    @abc.abstractmethod
     def encode(self) -> Encoded:
         """Gives it as TensorBoard's plugin for its kind takes it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

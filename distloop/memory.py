@@ -6,6 +6,8 @@ import sys
 
 import tensorflow as tf
 
+from distloop import cluster
+
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
@@ -19,7 +21,7 @@ def peaks() -> dict[str, float]:
     found = {"host_memory_gb": _host_peak_bytes() / 1e9}
     accelerators = [device.name for device in tf.config.list_logical_devices() if device.device_type != "CPU"]
     if accelerators:  # what CPUs hold is the host's
-        found["device_memory_gb"] = max(device_peak_gb(_short(name)) for name in accelerators)
+        found["device_memory_gb"] = max(device_peak_gb(cluster.short_device(name)) for name in accelerators)
     return found
 
 
@@ -60,8 +62,3 @@ def _host_peak_bytes() -> int:
 def _read_number(path: str) -> int:
     with open(path, encoding="ascii") as file:
         return int(file.read())
-
-
-def _short(device: str) -> str:
-    """`/device:GPU:0` as `GPU:0`, which is what TensorFlow asks for here."""
-    return device.rpartition("device:")[2]

@@ -131,7 +131,7 @@ class Stages(Arrangement):
             return []
         graph = tf.compat.v1.get_default_graph()  # another one in a branch of loss_fn
         gradients = [tensor for tensor in self._finished[-ahead] if tensor.graph is graph]
-        return [gradient for gradient in gradients if _short(gradient.device) == self.devices[stage]]
+        return [gradient for gradient in gradients if cluster.short_device(gradient.device) == self.devices[stage]]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
         for part in self.parts[stage]:
@@ -162,7 +162,7 @@ class Stages(Arrangement):
         for stage, device in enumerate(self.devices):
             for variable in self.variables_of(stage):
                 for local in tf.distribute.get_strategy().experimental_local_results(tensorflow_variable(variable)):
-                    if _short(local.device) != device:
+                    if cluster.short_device(local.device) != device:
                         _move(local, device)
 
     def _require_disjoint(self) -> None:
@@ -352,7 +352,7 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
             f"A network of {count} stages was made under a strategy that copies it to {replicas} devices: give "
             f"strategy=none and num_stages={count}, so that each stage has a device of its own."
         )
-    here = [_short(d.name) for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
+    here = [cluster.short_device(d.name) for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
     if devices is None:
         kind = here[0].partition(":")[0]
         devices = [device for device in here if device.startswith(kind)][:count]
@@ -362,7 +362,7 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
                 f"num_stages={len(devices)} or fewer, num_stages={count} with device=cpu, or devices=[...], where one "
                 "may stand several times."
             )
-    found = [_short(device) for device in devices]
+    found = [cluster.short_device(device) for device in devices]
     if unknown := [device for device in found if device not in here]:
         raise ValueError(f"devices={list(devices)} were given; {unknown[0]} is none of {', '.join(here)}: give those.")
     if len(found) != count:
@@ -420,11 +420,6 @@ def _move(variable: Any, device: str) -> None:
     with tf.device(device):
         there = resource_variable_ops.ResourceVariable(variable.read_value(), trainable=False)
     variable._handle = there._handle
-
-
-def _short(device: str) -> str:
-    """Spells a device without its job, as in CPU:1."""
-    return ":".join(device.split(":")[-2:]).rpartition("/")[2].upper()
 
 
 def _masks(tensors: Any) -> list[Any]:

@@ -487,7 +487,7 @@ class TrainState(tf.Module):
         found: collections.Counter[str] = collections.Counter()
         for variable in self._saved_variables().values():
             for part in self._parts(variable):
-                found[part.device.rpartition("device:")[2]] += int(np.prod(part.shape)) * part.dtype.size
+                found[cluster.short_device(part.device)] += int(np.prod(part.shape)) * part.dtype.size
         return found
 
     def model_variables(self) -> list[Any]:

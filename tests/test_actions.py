@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Write, run
+from distloop import memory
+from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
 
 
 def report(step=10, until=100, **metrics):
@@ -241,3 +242,14 @@ def test_an_unknown_mode_is_refused():
 def test_no_patience_is_refused():
     with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
         StopEarly("m", 0)
+
+
+def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
+    levels = iter(range(1, 10))
+    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(levels)})
+    measure = Utilization()
+    found = [
+        measure(Report(step, 40, {}, state=None, time=when))["host_memory_gb"]
+        for step, when in ((10, 5.0), (20, 5.9), (30, 6.1), (40, 6.2))
+    ]
+    assert found == [1, 1, 2, 3]

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import testing
+from distloop import cluster, testing
 from tests.problems import assert_close, classification, on, weights
 from tests.test_bad_input import refused
 
@@ -35,16 +35,18 @@ def data(seed=0):
 @pytest.mark.parametrize(
     "replicas", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
 )
-def test_a_loss_over_gathered_rows_trains_the_same_on_any_number_of_replicas(replicas):
+def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_of_replicas(replicas):
     testing.assert_replica_law(contrast, data(), (1, replicas), steps=7, tolerance=1e-6)
+    (_, one), (_, several) = (train_and_evaluate(num_devices=count) for count in (1, replicas))
+    assert several == pytest.approx(one, rel=1e-5)
 
 
 def train_and_evaluate(**settings):
-    """Returns the weights, and what an evaluation finds."""
+    """Returns the weights, and what an evaluation finds; on several workers, each batch has to tell its size."""
     trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
     trainer.fit(data(), steps=7)
     found = weights(trainer), trainer.evaluate(data(seed=1))
-    if trainer.strategy.num_replicas_in_sync > 1:
+    if cluster.num_workers(trainer.strategy) > 1:
         of_unknown_size = data().concatenate(data())
         refused(lambda: trainer.evaluate(of_unknown_size), "gather_rows", "let batch(size) be its last step")
     return found

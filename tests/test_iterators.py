@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, iterators
+from distloop import cluster, inputs, iterators
+from distloop.inputs import Source
 from distloop.iterators import iterate
 
 
@@ -53,3 +54,22 @@ def test_what_iterators_are_made_of_is_where_it_is_looked_for():
     distributed = iterate(strategy.experimental_distribute_dataset(dataset))
     assert len(distributed._iterators) == 1
     assert next(distributed).values[0].numpy().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_training_evaluation_and_a_restore_make_their_iterators_with_it(is_split, monkeypatch):
+    made = []
+
+    def remembering(dataset):
+        made.append(iterate(dataset))
+        return made[-1]
+
+    monkeypatch.setattr(inputs, "iterate", remembering)
+    strategy = cluster.make_strategy(distloop.Config(device="cpu", num_devices=2))
+    data = tf.data.Dataset.range(8).map(lambda x: {"x": x}).batch(4)
+    source = Source(strategy.experimental_distribute_dataset(data) if is_split else data, strategy)
+    found = [source.iterator(), source.new_iterator()]
+    source.restore_position(*source.save_position(by_count=True))
+    found.append(source.iterator())
+    assert len(set(map(id, found))) == 3
+    assert [id(one) for one in made] == [id(one) for one in found]

@@ -406,13 +406,11 @@ def test_steps_in_a_loop_within_one_function_skip_each_on_its_own(replicas):
     assert loop.scale() == 2.0**13
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="Keras asks the first replica alone, before it reduces")
-def test_a_keras_loss_scale_optimizer_keeps_weights_finite():
+def test_keras_own_loss_scale_optimizer_lets_the_overflow_of_another_replica_into_the_weights():
+    """Why there is one of ours: Keras asks the first replica alone, before it reduces. Where this fails, it may go."""
     loop = Loop(lambda: keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.125)), 2)
-    before = loop.everything()
     loop.step(bad(2, on_replica=1, value=np.inf))
-    assert all(np.isfinite(value).all() for value in loop.everything().values())
-    assert_equal(loop.everything(), before)
+    assert any(np.isinf(value).any() for value in loop.everything().values())
 
 
 @pytest.mark.slow
