@@ -11,8 +11,10 @@ and is no number (`distloop.Images`, ...) comes up the same way, beside the numb
 """
 
 import contextlib
+import functools
 import math
 import numbers
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -29,6 +31,7 @@ from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
 
 _MEMORY_SECS = 1.0  # asking how much memory a process has held takes longer than a small step
+_MOST_SECS = 1.0  # that a row waits for others before they are written to files
 
 
 @dataclass(frozen=True)
@@ -406,8 +409,9 @@ class Agree:
 class Write:
     """Hands the numbers to writers: TensorBoard, metrics.jsonl, the console; at every boundary.
 
-    A disk that is full or gone stops all that is written to files, not the training; one log line tells. As a context,
-    it closes the writers in the end, and tells TensorBoard how the run went.
+    Files get their rows together, a second later at most: written one by one they would take a small step's caches
+    away each time. A disk that is full or gone stops all that is written to files, not the training; one log line
+    tells. As a context, it closes the writers in the end, and tells TensorBoard how the run went.
     """
 
     every: int | None = None
@@ -418,19 +422,41 @@ class Write:
         """Keeps the writers.
 
         Args:
-            writers: objects with `write(step, metrics, time)` and `close()`; those that write to files have a `path`.
+            writers: objects with `write(step, metrics, time)` and `close()`; those that write to files have a `path`,
+                and `flush()`.
         """
         self.writers = list(writers)
+        self._lock = threading.Lock()  # held by whoever writes to files
+        self._rows: list[Report] = []  # for files
+        self._timer: threading.Timer | None = None  # writes them, if nobody does so before
+        self._error: Exception | None = None  # of the timer
 
     def __call__(self, report: Report) -> None:
-        """Writes a row, and shows what is to be shown."""
-        try:
-            for writer in self.writers:
-                writer.write(report.step, dict(report.metrics), report.time)
-                if report.displays and isinstance(writer, SummaryWriter):
-                    writer.show(report.step, report.displays, report.time)
-        except OSError as error:
-            self._stop_files(writer, error)
+        """Shows a row now, and writes it to files within a second; displays are written now, too."""
+        for writer in self.writers:
+            if not _is_of_files(writer):
+                writer.write(report.step, report.metrics, report.time)
+        if any(map(_is_of_files, self.writers)):
+            self._rows.append(report)
+        if report.displays or self._error is not None:
+            self.flush()
+        elif self._rows and self._timer is None:
+            self._timer = threading.Timer(_MOST_SECS, self._flush_late)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def flush(self) -> None:
+        """Writes all rows to their files, where they stay even if this process is killed."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            while self._rows:
+                self._with_files(functools.partial(_write, self._rows.pop(0)))
+            self._with_files(lambda writer: writer.flush())
 
     def __enter__(self) -> "Write":
         return self
@@ -439,33 +465,54 @@ class Write:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Closes the writers; a run that was interrupted counts as running, as the same command goes on with it."""
-        for writer in list(self.writers):
-            try:
-                if isinstance(writer, SummaryWriter):
-                    writer.close(None if isinstance(error, Interrupted) else error is None)
-                else:
+        try:
+            self.flush()
+        finally:
+            self._with_files(functools.partial(_close, None if isinstance(error, Interrupted) else error is None))
+            for writer in self.writers:
+                if not _is_of_files(writer):
                     writer.close()
-            except OSError as failure:
-                self._stop_files(writer, failure)
 
-    def _stop_files(self, writer: Any, error: OSError) -> None:
-        """Goes on without the writers of files.
+    def _flush_late(self) -> None:
+        try:
+            self.flush()
+        except Exception as error:
+            self._error = error  # to be raised where somebody sees it
 
-        Raises:
-            OSError: the error, if it is not about a file.
-        """
-        if not hasattr(writer, "path"):
-            raise error
-        if writer in self.writers:
-            logging.error(
-                "%s cannot be written (%s): the run goes on and writes no more numbers to files.",
-                writer.path,
-                error.strerror or error,
-            )
-        for file_writer in [writer for writer in self.writers if hasattr(writer, "path")]:
-            self.writers.remove(file_writer)
-            with contextlib.suppress(OSError):
-                file_writer.close()
+    def _with_files(self, act: Callable[[Any], None]) -> None:
+        """Does something with each writer of files; goes on without them where one fails."""
+        writers = [writer for writer in self.writers if _is_of_files(writer)]
+        for writer in writers:
+            try:
+                act(writer)
+            except OSError as error:
+                logging.error(
+                    "%s cannot be written (%s): the run goes on and writes no more numbers to files.",
+                    writer.path,
+                    error.strerror or error,
+                )
+                self.writers = [writer for writer in self.writers if not _is_of_files(writer)]
+                for left in writers:
+                    with contextlib.suppress(OSError):
+                        left.close()
+                return
+
+
+def _is_of_files(writer: Any) -> bool:
+    return hasattr(writer, "path")
+
+
+def _write(report: Report, writer: Any) -> None:
+    writer.write(report.step, report.metrics, report.time)
+    if report.displays and isinstance(writer, SummaryWriter):
+        writer.show(report.step, report.displays, report.time)
+
+
+def _close(has_succeeded: bool | None, writer: Any) -> None:
+    if isinstance(writer, SummaryWriter):
+        writer.close(has_succeeded)
+    else:
+        writer.close()
 
 
 _ALWAYS_REPORTS = (Evaluate, Utilization, StopEarly, SaveBest)  # the same names each time that they are due

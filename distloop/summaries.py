@@ -11,7 +11,6 @@ Where a run goes on, TensorBoard is told to forget what comes after its first st
 
 import glob
 import itertools
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,6 @@ class SummaryWriter:
         self._evals = frozenset(evals) - {"train", _HPARAMS}
         self._places: dict[str, tuple[str, str]] = {}  # by name
         self._files: dict[str, _EventFile] = {}
-        self._flushed = -math.inf  # when; seconds of the monotonic clock
         self._has_begun = False
         self._last: tuple[int, dict[str, float]] | None = None  # what the HParams page is still to be told
 
@@ -79,10 +77,10 @@ class SummaryWriter:
         self.show(step, displays, now)
         if graph is not None:
             self._file("train").write(Event(wall_time=now, step=step, graph_def=graph))
-        self._flush()
+        self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Writes each number, all of a directory in one event; files are flushed once a second at most.
+        """Writes each number, all of a directory in one event.
 
         Args:
             step: that the numbers belong to.
@@ -105,8 +103,6 @@ class SummaryWriter:
             self._last = (step, {f"last/{name}": metrics[name] for name in shown}) if shown else self._last
             if len(events) > 1:  # something was evaluated
                 self._write_last()
-        if time.monotonic() - self._flushed >= 1:  # nobody looks more often
-            self._flush()
 
     def show(self, step: int, displays: Mapping[str, Display], when: float | None = None) -> None:
         """Writes what is no number.
@@ -168,8 +164,12 @@ class SummaryWriter:
                 event.summary.value.add(tag=tag, simple_value=float(value))
             self._file(_HPARAMS).write(event)
 
-    def _flush(self) -> None:
-        self._flushed = time.monotonic()
+    def flush(self) -> None:
+        """Hands all that was written to the operating system.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
         for file in self._files.values():
             file.flush()
 

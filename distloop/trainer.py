@@ -205,11 +205,6 @@ class Trainer:
             self._say(line)
         if cluster.num_workers(self.strategy) > 1 and settings.console != "quiet":
             say(source.describe())  # on each of them
-        saves: list[Action] = []
-        if settings.workdir:
-            bests = [action for action in actions if isinstance(action, SaveBest)]
-            saves = [Save(self._progress.save, settings.checkpoint_every, bests)]
-            saves += [Save(self._progress.save, None, bests)] if bests else []
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
             self._progress.save()
@@ -231,7 +226,6 @@ class Trainer:
         ]
         if actions and cluster.num_workers(self.strategy) > 1:
             to_do.append(Agree(functools.partial(cluster.gather, self.strategy), actions))
-        to_do += saves
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
@@ -272,7 +266,7 @@ class Trainer:
             metrics = self._train_loop.train(
                 source,
                 until,
-                [*to_do, write],
+                [*to_do, write, *self._make_saves(to_do, write)],
                 log_every=self.config.log_every,
                 steps_per_loop=self.config.steps_per_loop,
                 window=window,
@@ -290,6 +284,18 @@ class Trainer:
             for line in self._rehearse(source):
                 self._say(f"fast_dev_run: {line}")
         return metrics
+
+    def _make_saves(self, to_do: Sequence[Action], write: Write) -> list[Action]:
+        if not self.config.workdir:
+            return []
+
+        def save(report: Report, best_steps: Mapping[str, list[int]]) -> None:
+            write.flush()  # whoever goes on from here finds the rows up to here
+            self._progress.save(report, best_steps)
+
+        bests = [action for action in to_do if isinstance(action, SaveBest)]
+        of_bests: list[Action] = [Save(save, None, bests)] if bests else []
+        return [Save(save, self.config.checkpoint_every, bests), *of_bests]
 
     def _rehearse(self, source: Source) -> Iterator[str]:
         """Tries what a run may need after its steps; see `rehearsal.check`."""

@@ -53,7 +53,7 @@ class JsonWriter:
                 self._file.write(b"\n")
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Appends a row and flushes.
+        """Appends a row.
 
         Args:
             step: that the numbers belong to.
@@ -62,6 +62,9 @@ class JsonWriter:
         """
         row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(format_row({"step": int(step), "time": when or time.time(), **row}))
+
+    def flush(self) -> None:
+        """Hands all rows to the operating system."""
         self._file.flush()
 
     def close(self) -> None:

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import time
 
 import pytest
 
-from distloop import memory
+from distloop import actions, memory
 from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
 
 
@@ -132,6 +133,83 @@ def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary(
     writers = [Writer(), Writer()]
     run([action(10, {"test/loss": 0.25}), Write(writers)], report(step=10, loss=0.5))
     assert [w.rows for w in writers] == [[(10, {"loss": 0.5, "test/loss": 0.25})]] * 2
+
+
+class File:
+    """A writer of files, which may fail at a step."""
+
+    path = "file"
+
+    def __init__(self, fails_at=None, error=None):
+        self.rows, self.flushed, self.is_closed = [], [], False
+        self._fails_at, self._error = fails_at, error
+
+    def write(self, step, metrics, when):
+        if step == self._fails_at:
+            raise self._error
+        self.rows.append(step)
+
+    def flush(self):
+        self.flushed = self.rows.copy()
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_files_get_rows_together_after_a_while_at_a_flush_and_in_the_end(monkeypatch):
+    monkeypatch.setattr(actions, "_MOST_SECS", 0.5)
+    file = File()
+    with Write([file]) as write:
+        for first in (1, 11):  # the second time, too
+            for step in range(first, first + 10):
+                write(report(step))
+            assert file.rows == list(range(1, first))
+            give_up = time.monotonic() + 10
+            while file.flushed != list(range(1, first + 10)) and time.monotonic() < give_up:
+                time.sleep(0.01)
+            assert file.flushed == list(range(1, first + 10))
+        write(report(21))
+        write.flush()
+        assert file.flushed == list(range(1, 22)) and not file.is_closed
+        write(report(22))
+    assert file.rows == list(range(1, 23)) and file.is_closed
+
+
+def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
+    monkeypatch.setattr(actions, "_MOST_SECS", 0.001)
+    file = File()
+    with Write([file]) as write:
+        for step in range(1, 2001):
+            write(report(step))
+            if step % 50 == 0:
+                time.sleep(0.0007)
+    assert file.rows == list(range(1, 2001))
+
+
+@pytest.mark.parametrize("found", ["in the end", "at a flush", "by the timer"])
+def test_what_is_wrong_with_a_row_is_raised_where_somebody_sees_it(found, monkeypatch):
+    monkeypatch.setattr(actions, "_MOST_SECS", 0.001 if found == "by the timer" else 60)
+    file = File(fails_at=2, error=ValueError("wrong"))
+    with pytest.raises(ValueError, match="wrong"), Write([file]) as write:
+        write(report(1))
+        write(report(2))
+        if found == "at a flush":
+            write.flush()
+        elif found == "by the timer":
+            time.sleep(0.2)
+            write(report(3))
+        assert found == "in the end"
+    assert file.is_closed and 2 not in file.rows
+
+
+def test_a_disk_that_fails_ends_all_files_and_no_more(caplog):
+    files = [File(), File(fails_at=2, error=OSError(28, "No space left on device")), File()]
+    with caplog.at_level("ERROR", "absl"), Write(files) as write:
+        for step in (1, 2, 3):
+            write(report(step))
+    assert [file.rows for file in files] == [[1, 2], [1], [1]] and all(file.is_closed for file in files)
+    (record,) = caplog.records
+    assert "file cannot be written (No space left on device): the run goes on" in record.getMessage()
 
 
 # StopEarly.

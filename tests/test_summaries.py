@@ -26,6 +26,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
 from distloop.actions import Report, Write
+from distloop.checkpoints import Checkpoints
 from distloop.displays import Layout
 from distloop.summaries import SummaryWriter
 from distloop.writers import JsonWriter
@@ -97,6 +98,7 @@ def test_nothing_is_written_before_the_first_number(tmp_path):
 def test_summaries_can_be_read_before_the_writer_is_closed(tmp_path):
     writer = SummaryWriter(str(tmp_path), evals=[])
     writer.write(1, {"loss": 0.5})
+    writer.flush()
     assert read_scalars(tmp_path / "train") == {("loss", 1): 0.5}
     writer.close()
 
@@ -243,6 +245,25 @@ def test_odd_tags_are_kept(tmp_path):
     assert steps_in_tensorboard(tmp_path / "train", f"{name}text") == [1]
 
 
+def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp_path, monkeypatch):
+    """Else a process that is killed right after it leaves a hole, as whoever goes on writes what comes after."""
+    saved = {}
+    save = Checkpoints.save
+
+    def look(checkpoints, step, *arguments):
+        rows = [row["step"] for row in distloop.read_metrics(tmp_path)]
+        copy = shutil.copytree(tmp_path / "summaries" / "train", tmp_path / str(step))  # which nobody flushes any more
+        saved[step] = rows, steps_in_tensorboard(copy, "loss"), steps_in_tensorboard(copy, "steps")
+        save(checkpoints, step, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", look)
+    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
+    show = distloop.Summary("steps", lambda state: distloop.Text(str(state.step)), every=2)
+    settings = problems.on(1, workdir=str(tmp_path), log_every=2, checkpoint_every=4)
+    distloop.Trainer(problems.classifier(), settings).fit(data.repeat(), steps=8, actions=[show])
+    assert saved == {4: ([2, 4],) * 3, 8: ([2, 4, 6, 8],) * 3}
+
+
 # A disk that is full.
 
 
@@ -268,8 +289,9 @@ def test_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypat
     made = tf.io.TFRecordWriter
     monkeypatch.setattr("distloop.summaries.tf.io.TFRecordWriter", lambda path: made("/dev/full"))
     writer = SummaryWriter(str(tmp_path), [])
+    writer.write(1, {"loss": 1.0})
     with pytest.raises(OSError, match="[Nn]o space left"):
-        writer.write(1, {"loss": 1.0})
+        writer.flush()
     rows = JsonWriter(str(tmp_path / "m.jsonl"))
     with caplog.at_level("ERROR", "absl"), Write([SummaryWriter(str(tmp_path), []), rows]) as write:
         for step in (1, 2, 3):

