@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from distloop import memory, schedule, usage
-from distloop.displays import Display
+from distloop.displays import Display, Ready
 from distloop.interrupts import Interrupted
 from distloop.profiles import Profile
 from distloop.stages import Stages
@@ -432,13 +432,14 @@ class Write:
         self._error: Exception | None = None  # of the timer
 
     def __call__(self, report: Report) -> None:
-        """Shows a row now, and writes it to files within a second; displays are written now, too."""
+        """Shows a row now, and writes it to files within a second."""
         for writer in self.writers:
             if not _is_of_files(writer):
                 writer.write(report.step, report.metrics, report.time)
         if any(map(_is_of_files, self.writers)):
-            self._rows.append(report)
-        if report.displays or self._error is not None:
+            displays = {name: Ready(display.encode()) for name, display in report.displays.items()}
+            self._rows.append(replace(report, displays=displays) if displays else report)
+        if self._error is not None:
             self.flush()
         elif self._rows and self._timer is None:
             self._timer = threading.Timer(_MOST_SECS, self._flush_late)

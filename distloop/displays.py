@@ -55,6 +55,17 @@ class Text(Display):
 
 
 @dataclass(frozen=True, eq=False)
+class Ready(Display):
+    """What was encoded before: the arrays that it was made of may have changed."""
+
+    encoded: Encoded
+
+    def encode(self) -> Encoded:
+        """Gives it."""
+        return self.encoded
+
+
+@dataclass(frozen=True, eq=False)
 class Histogram(Display):
     """How numbers are distributed, of any shape; those that are not finite are left out."""
 

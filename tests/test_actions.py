@@ -3,11 +3,16 @@
 import dataclasses
 import math
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from distloop import actions, memory
 from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
+from distloop.displays import Histogram
+from distloop.summaries import SummaryWriter
 
 
 def report(step=10, until=100, **metrics):
@@ -173,6 +178,22 @@ def test_files_get_rows_together_after_a_while_at_a_flush_and_in_the_end(monkeyp
         assert file.flushed == list(range(1, 22)) and not file.is_closed
         write(report(22))
     assert file.rows == list(range(1, 23)) and file.is_closed
+
+
+def test_arrays_that_change_after_they_were_shown_are_written_as_they_were(tmp_path):
+    shown, buffer = [], np.zeros(4)
+
+    class Summaries(SummaryWriter):
+        def show(self, step, displays, when=None):
+            shown.append({name: tf.make_ndarray(display.encode()[0]).sum() for name, display in displays.items()})
+
+    with Write([Summaries(str(tmp_path), [])]) as write:
+        for step in (1, 2):
+            buffer[:] = step
+            write(replace(report(step), displays={"buffer": Histogram(buffer)}))
+            buffer[:] = -1
+    edges = [np.histogram_bin_edges(np.full(4, step), 30) for step in (1.0, 2.0)]
+    assert shown == [{"buffer": pytest.approx(e[:-1].sum() + e[1:].sum() + 4)} for e in edges]
 
 
 def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
