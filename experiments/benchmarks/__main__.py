@@ -21,7 +21,8 @@ from experiments.benchmarks import goals, page, processes, with_orbit
 WORKLOADS = list(dict.fromkeys(name for name, _ in goals.STEPS))
 SYSTEMS = list(page.TITLES)
 STARTED = [("tiny", 1), ("lm", 2)]  # workloads and replicas whose start is measured
-START_ROUNDS = 2
+START_ROUNDS = 4
+LONGER_TURNS = {"lm": 3, "mlp41m": 5}  # their steps are long, too
 KERAS_FAILS = "fit fails under MultiWorkerMirroredStrategy"
 KERAS50_FAILS = "steps_per_execution above 1 crashes under MirroredStrategy"
 KERAS50_TAKES_LONG = "50 steps of mlp41m are longer than all turns together"
@@ -89,7 +90,8 @@ def measure_training(workload: str) -> list[dict]:
     for replicas in map(int, _REPLICAS.value):
         missing = {"keras50": KERAS50_TAKES_LONG} if workload == "mlp41m" else {}
         missing |= {"keras50": KERAS50_FAILS} if replicas > 1 else {}
-        cells.append(measure(part="training", workload=workload, **place(replicas), **systems(missing)))
+        turn = {"turn_secs": LONGER_TURNS.get(workload, 1) * _TURN_SECS.value}
+        cells.append(measure(part="training", workload=workload, **place(replicas), **systems(missing), **turn))
     return cells
 
 
