@@ -455,9 +455,10 @@ class Write:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-            while self._rows:
-                self._with_files(functools.partial(_write, self._rows.pop(0)))
-            self._with_files(lambda writer: writer.flush())
+            if self._rows:
+                while self._rows:
+                    self._with_files(functools.partial(_write, self._rows.pop(0)))
+                self._with_files(lambda writer: writer.flush())
 
     def __enter__(self) -> "Write":
         return self
@@ -469,7 +470,8 @@ class Write:
         try:
             self.flush()
         finally:
-            self._with_files(functools.partial(_close, None if isinstance(error, Interrupted) else error is None))
+            with self._lock:
+                self._with_files(functools.partial(_close, None if isinstance(error, Interrupted) else error is None))
             for writer in self.writers:
                 if not _is_of_files(writer):
                     writer.close()

@@ -22,6 +22,7 @@ import pytest
 import distloop
 from distloop import checkpoints, interrupts, peers
 from tests import problems
+from tests.forked import Program
 
 pytestmark = pytest.mark.slow
 
@@ -111,8 +112,11 @@ class Worker:
     def __init__(self, command, path, environment):
         self.path = path
         settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **settings, **environment}
+        if command[0] == sys.executable and command[1] != "-m":
+            self.process = Program(command[1:], stdout=path, stderr=path, env=environment)
+            return
         with open(path, "w") as file:
-            environment = {**os.environ, **settings, **environment}
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
     @property

@@ -16,6 +16,7 @@ import tensorflow as tf
 import distloop
 from distloop.interrupts import EXIT_CODE, Interrupts
 from distloop.records import OF_THE_MACHINE
+from tests.forked import Program
 from tests.problems import classification, classifier, on
 
 PROGRAM = """
@@ -74,9 +75,10 @@ def run(workdir, replicas, how="", when=0):
     os.makedirs(workdir, exist_ok=True)
     with open(path, "w") as file:
         file.write(textwrap.dedent(PROGRAM))
-    command = [sys.executable, path, str(workdir), str(replicas), how, str(when)]
+    stdout, stderr = workdir / "stdout.txt", workdir / "stderr.txt"
     env = {**os.environ, "PYTHONPATH": root}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    program = Program([path, workdir, replicas, how, when], stdout=stdout, stderr=stderr, env=env)
+    return subprocess.CompletedProcess(path, program.wait(300), stdout.read_text(), stderr.read_text())
 
 
 @pytest.mark.slow

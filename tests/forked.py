@@ -1,0 +1,88 @@
+"""Starts Python programs in processes that have TensorFlow: forks of a server that imported it once.
+
+    program = Program([path, *arguments], stdout=path_of_log, stderr=path_of_log, env=environment)
+    code = program.wait(timeout=60)
+
+TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
+operation, so a fork is a process like any other: signals, exit codes and hooks are its own. Only what Python does after
+`atexit` is left out; tests of a process's end start a real one.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer"])
+
+
+class Program:
+    """A program that runs; its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, arguments: Sequence[str], *, stdout: str, stderr: str, env: Mapping[str, str], cwd: str = "."):
+        """Starts it.
+
+        Args:
+            arguments: as behind `python`: a path, or `-m` and a module's name; then its own.
+            stdout: path of a file, which is written anew.
+            stderr: the same; may be the same file.
+            env: the whole environment.
+            cwd: where it runs.
+        """
+        for path in {str(stdout), str(stderr)}:
+            open(path, "w").close()
+        given = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env), str(cwd)
+        self._process = _FORKS.Process(target=_run, args=given)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(arguments: list[str], stdout: str, stderr: str, env: dict[str, str], cwd: str) -> None:
+    """Becomes the program."""
+    for path, number in ((stdout, 1), (stderr, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    try:
+        if arguments[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(arguments[0]))
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:  # as the interpreter does, and not as multiprocessing would
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        threading._shutdown()  # waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
