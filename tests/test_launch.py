@@ -1,5 +1,6 @@
 """The launcher, with workers that are plain Python: how they start, what is seen of them, and that none is left."""
 
+import functools
 import json
 import os
 import pathlib
@@ -293,7 +294,8 @@ def test_one_that_was_sent_a_signal_gets_no_second_one_before_it_is_killed(start
 
 
 def test_a_closed_terminal_is_a_sigterm_for_the_workers(start, write, tmp_path):
-    process = start(write(CATCHES))
+    heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests run under nohup
+    process = start(write(CATCHES), preexec_fn=heard)
     read(tmp_path, "ready0")
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT):  # nobody asked twice
         process.send_signal(number)

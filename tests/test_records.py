@@ -55,6 +55,7 @@ def test_a_row_can_be_read_while_the_run_is_training(tmp_path):
     writer = JsonWriter(str(tmp_path / "metrics.jsonl"), start=0)
     assert distloop.read_metrics(tmp_path) == []
     writer.write(1, {"loss": 1.0})
+    writer.flush()
     assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1]
     writer.close()
 
