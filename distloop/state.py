@@ -296,6 +296,7 @@ class TrainState(tf.Module):
             if not optimizer.built:
                 optimizer.build(variables)
             gradients.own_reduction(plain)
+            gradients.fuse_large_updates(plain)
             if update.learning_rates:
                 gradients.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
             if self.staged:

@@ -265,6 +265,58 @@ def test_every_optimizer_takes_the_seam(optimizer_class):
     assert moved_by(replicas(2), is_own=True, optimizer_class=optimizer_class) == once * 2
 
 
+def trained_with(optimizer, strategy, *, is_fused, steps=30):
+    """Returns the weights and slots of a large and a small variable on the last replica, and the graph's operations."""
+    with strategy.scope():
+        shapes = [[gradients.LEAST_FUSED_BYTES // 16, 4], [3]]
+        variables = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
+        optimizer = optimizer()
+        optimizer.build(variables)
+    gradients.own_reduction(optimizer)
+    if is_fused:
+        gradients.fuse_large_updates(optimizer)
+    directions = [np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in shapes]
+
+    def replica_fn():
+        step = tf.cast(optimizer.iterations, tf.float32)
+        gradients.apply(optimizer, [direction * tf.cos(step) for direction in directions], variables)
+
+    step_fn = tf.function(lambda: strategy.run(replica_fn), autograph=False)
+    for _ in range(steps):
+        step_fn()
+    found = [*variables, *optimizer.variables]
+    operations = [op.type for op in step_fn.get_concrete_function().graph.get_operations()]
+    return [strategy.experimental_local_results(v.value)[-1].numpy() for v in found], operations
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 20), beta_1=0.8, epsilon=1e-3),
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.5),
+    ],
+)
+def test_a_large_update_in_one_operation_is_keras_s_own(make, count):
+    strategy = replicas(count) if count > 1 else tf.distribute.get_strategy()
+    expected, _ = trained_with(make, strategy, is_fused=False)
+    found, operations = trained_with(make, strategy, is_fused=True)
+    assert operations.count("ResourceApplyAdam") == count
+    differences = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, expected, strict=True)]
+    assert differences[0] < 2e-6 and differences[1] == 0
+    assert max(differences) < 1.5e-5  # 1 - 0.999 in float32 is 1.3e-5 from 0.001, so the squares' mean is
+
+
+def test_other_optimizers_keep_their_updates():
+    class Mine(keras.optimizers.Adam):
+        pass
+
+    for make in (Mine, lambda: keras.optimizers.Adam(amsgrad=True), keras.optimizers.Nadam, keras.optimizers.SGD):
+        _, operations = trained_with(make, tf.distribute.get_strategy(), is_fused=True, steps=1)
+        assert "ResourceApplyAdam" not in operations
+
+
 def test_a_keras_without_the_seam_is_refused():
     class Optimizer:
         pass

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop import gradients
 from distloop.loop import Diverged, TrainLoop
 from distloop.records import OF_THE_MACHINE
 from tests import problems
@@ -60,6 +61,29 @@ def test_any_number_of_replicas_trains_to_the_same_weights(case):
             found |= {f"average {i}": v.numpy() for i, v in enumerate(trainer.state.average.variables)}
         expected = found if expected is None else expected
         assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_any_number_of_replicas_trains_large_weights_to_the_same():
+    """Adam changes these in one operation."""
+
+    def model_fn():
+        hidden = [keras.layers.Dense(256, activation="tanh", use_bias=False, name=f"hidden{i}") for i in range(2)]
+        assert 4 * 256 * 256 >= gradients.LEAST_FUSED_BYTES
+        model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(4, name="logits")], name="net")
+
+        def loss_fn(batch, training):
+            logits = model(batch["x"], training=training)
+            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+        return distloop.ModelSpec(model, keras.optimizers.AdamW(0.003), loss_fn)
+
+    for settings in ({}, {"on_nonfinite": "skip", "average_decay": 0.9, "microbatches": 2}):
+        expected = None
+        for replicas in (1, 2, 4):
+            found = weights(train(model_fn, on(replicas, **settings), batches(16)))
+            expected = found if expected is None else expected
+            assert_close(found, expected)
 
 
 def test_one_replica_trains_as_a_loop_written_by_hand():
