@@ -1,7 +1,7 @@
 """Starts Python programs in processes that have TensorFlow: forks of a server that imported it once.
 
+    result = run([path, *arguments], env=environment, timeout=60)
     program = Program([path, *arguments], stdout=path_of_log, stderr=path_of_log, env=environment)
-    code = program.wait(timeout=60)
 
 TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
 operation, so a fork is a process like any other: signals, exit codes and hooks are its own. Only what Python does after
@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -25,20 +26,20 @@ _FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer"])
 class Program:
     """A program that runs; its methods are those of `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], *, stdout: str, stderr: str, env: Mapping[str, str], cwd: str = "."):
+    def __init__(self, arguments: Sequence[str], *, stdout: str, stderr: str, env: Mapping[str, str]):
         """Starts it.
 
         Args:
-            arguments: as behind `python`: a path, or `-m` and a module's name; then its own.
+            arguments: as behind `python`: a path, or `-m` and a module's name; then its own. It imports from where
+                this process does.
             stdout: path of a file, which is written anew.
             stderr: the same; may be the same file.
             env: the whole environment.
-            cwd: where it runs.
         """
         for path in {str(stdout), str(stderr)}:
             open(path, "w").close()
-        given = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env), str(cwd)
-        self._process = _FORKS.Process(target=_run, args=given)
+        given = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env)
+        self._process = _FORKS.Process(target=_become, args=given)
         self._process.start()
         self.pid = self._process.pid
 
@@ -59,20 +60,26 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(arguments: list[str], stdout: str, stderr: str, env: dict[str, str], cwd: str) -> None:
-    """Becomes the program."""
+def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
+    """Runs a program to its end, as `subprocess.run` does with its output as text; arguments are those of `Program`."""
+    with tempfile.TemporaryDirectory() as logs:
+        stdout, stderr = (os.path.join(logs, name) for name in ("stdout", "stderr"))
+        code = Program(arguments, stdout=stdout, stderr=stderr, env=env).wait(timeout)
+        texts = [open(path).read() for path in (stdout, stderr)]
+    return subprocess.CompletedProcess(arguments, code, *texts)
+
+
+def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str]) -> None:
+    """Makes this process the program."""
     for path, number in ((stdout, 1), (stderr, 2)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
-    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     try:
         if arguments[0] == "-m":
-            sys.path.insert(0, os.getcwd())
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:

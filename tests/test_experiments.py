@@ -2,15 +2,13 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
-import tempfile
 import textwrap
 
 import pytest
 
-from tests.forked import Program
+from tests import forked
 
 # Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
@@ -30,14 +28,9 @@ EXPERIMENTS = {
 
 def run(*arguments, cwd=None):
     if arguments[0] == "-m":
-        with tempfile.TemporaryDirectory() as logs:
-            stdout, stderr = (pathlib.Path(logs, name) for name in ("stdout.txt", "stderr.txt"))
-            program = Program(arguments, stdout=stdout, stderr=stderr, env=os.environ)
-            assert program.wait(300) == 0, stderr.read_text()[-3000:]
-            return stdout.read_text()
-    result = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=cwd, env={**os.environ}
-    )
+        result = forked.run(arguments, env=os.environ, timeout=300)
+    else:
+        result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=cwd)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

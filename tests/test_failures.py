@@ -73,6 +73,9 @@ PROGRAM = """
         if befalls == "sleep":
             time.sleep(600)
         if befalls.startswith("SIG"):
+            saved = os.path.join(flags.FLAGS.workdir, "checkpoints", str(report.step // 5 * 5))
+            while not os.path.exists(saved):  # a thread writes it
+                time.sleep(0.01)
             os.kill(os.getpid(), getattr(signal, befalls))
             time.sleep(0.5)
     act.every = 1

@@ -16,7 +16,7 @@ import tensorflow as tf
 import distloop
 from distloop.interrupts import EXIT_CODE, Interrupts
 from distloop.records import OF_THE_MACHINE
-from tests.forked import Program
+from tests import forked
 from tests.problems import classification, classifier, on
 
 PROGRAM = """
@@ -70,15 +70,11 @@ PROGRAM = """
 
 
 def run(workdir, replicas, how="", when=0):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.path.join(workdir, "program.py")
     os.makedirs(workdir, exist_ok=True)
     with open(path, "w") as file:
         file.write(textwrap.dedent(PROGRAM))
-    stdout, stderr = workdir / "stdout.txt", workdir / "stderr.txt"
-    env = {**os.environ, "PYTHONPATH": root}
-    program = Program([path, workdir, replicas, how, when], stdout=stdout, stderr=stderr, env=env)
-    return subprocess.CompletedProcess(path, program.wait(300), stdout.read_text(), stderr.read_text())
+    return forked.run([path, workdir, replicas, how, when], env=os.environ, timeout=300)
 
 
 @pytest.mark.slow

@@ -81,7 +81,9 @@ def test_any_number_of_replicas_trains_large_weights_to_the_same():
     for settings in ({}, {"on_nonfinite": "skip", "average_decay": 0.9, "microbatches": 2}):
         expected = None
         for replicas in (1, 2, 4):
-            found = weights(train(model_fn, on(replicas, **settings), batches(16)))
+            trainer = train(model_fn, on(replicas, **settings), batches(16))
+            assert "ResourceApplyAdam" in operation_types(trainer)
+            found = weights(trainer)
             expected = found if expected is None else expected
             assert_close(found, expected)
 
@@ -251,9 +253,7 @@ def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microba
 @pytest.mark.parametrize("microbatches", fast(4, 1))
 def test_a_step_has_one_reduction(microbatches):
     trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
-    run = trainer._train_loop._run
-    graph = run.get_concrete_function(*run_arguments(trainer)).graph
-    bodies = {f.name: f for f in functions(graph) if "body" in f.name}.values()
+    bodies = {f.name: f for f in functions(train_graph(trainer)) if "body" in f.name}.values()
     sums = [op for f in bodies for op in f.get_operations() if op.type == "AddN" and crosses_devices(op)]
     assert len(sums) == 1
 
@@ -261,6 +261,15 @@ def test_a_step_has_one_reduction(microbatches):
 def run_arguments(trainer):
     source = trainer._train_source
     return source.iterator(), source.layout, tf.constant(1, tf.int64), tf.constant(100, tf.int64)
+
+
+def train_graph(trainer):
+    return trainer._train_loop._run.get_concrete_function(*run_arguments(trainer)).graph
+
+
+def operation_types(trainer):
+    """The types of operations in a trainer's loop."""
+    return {op.type for function in functions(train_graph(trainer)) for op in function.get_operations()}
 
 
 def functions(graph):
