@@ -42,6 +42,7 @@ FIRST_PORT = 12345  # of each host, with --hosts
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "workers": (int, 1, 1, "workers on this machine; 1"),
     "devices_per_worker": (int, None, 1, "devices of each, as --num_devices for the program"),
+    "cores_per_worker": (int, None, 0, "cores of each, on which it alone runs; 0: any; all / workers without GPUs"),
     "max_restarts": (int, 0, 0, "how often all workers may start again when one has crashed; 0"),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
     "host_index": (int, None, 0, "which of --hosts this machine is, from 0; else Kubernetes' JOB_COMPLETION_INDEX"),
@@ -183,14 +184,36 @@ def _find_gpus(options: argparse.Namespace) -> list[list[str]]:
     return [gpus[i * count : (i + 1) * count] for i in range(options.workers)]
 
 
-def _share_cores(workers: int) -> dict[str, str]:
-    """Returns what tells TensorFlow how many threads each of several workers here may have; else each takes all cores.
+def _share_cores(workers: int, cores_per_worker: int | None, *, has_gpus: bool) -> list[list[int]]:
+    """Returns the cores of each worker here, on which it alone runs; empty lists: on any.
+
+    Workers wake each other, upon which Linux often puts both on one core: small steps of two workers took 1.5 times
+    as long. Where there are GPUs, the system knows better which cores are near.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if cores_per_worker and cores_per_worker * workers > len(cores):
+        raise ValueError(
+            f"cores_per_worker={cores_per_worker} is too much for workers={workers} on {len(cores)} cores: give "
+            f"{len(cores) // workers} or less; 0 shares all cores."
+        )
+    if cores_per_worker is None:
+        cores_per_worker = 0 if has_gpus or workers == 1 else len(cores) // workers
+    return [cores[i * cores_per_worker : (i + 1) * cores_per_worker] for i in range(workers)]
+
+
+def _threads(workers: int, cores: Sequence[int]) -> dict[str, str]:
+    """Returns what tells TensorFlow how many threads a worker may have, of several here; else each takes all cores.
 
     With one thread between operations, a `tf.py_function` that calls a `tf.function` waits for itself.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    counts = {"TF_NUM_INTRAOP_THREADS": max(1, cores // workers), "TF_NUM_INTEROP_THREADS": max(2, cores // workers)}
-    return {name: str(count) for name, count in counts.items()} if workers > 1 else {}
+    if workers == 1 and not cores:
+        return {}
+    count = len(cores) or _count_cores() // workers
+    return {"TF_NUM_INTRAOP_THREADS": str(max(1, count)), "TF_NUM_INTEROP_THREADS": str(max(2, count))}
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_free(port: int) -> bool:
@@ -266,10 +289,16 @@ class _Stream:
 class _Worker:
     """One process, in a session of its own: its children end with it, and Ctrl-C reaches it through the launcher."""
 
-    def __init__(self, index: int, command: list[str], environment: dict[str, str], guard: int):
+    def __init__(self, index: int, command: list[str], environment: dict[str, str], cores: Sequence[int], guard: int):
         self.index, self._guard = index, guard
         self.code: int | None = None  # as a shell gives it: 128 + n for signal n
         self._is_asked = False
+
+        def enter() -> None:  # the new process, before the program; safe, as there are no threads
+            os.write(guard, b"+%d\n" % os.getpid())  # the guard knows it from the first
+            if cores:
+                os.sched_setaffinity(0, cores)
+
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -277,8 +306,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # In the new process, before the program: the guard knows it from the first. Safe, as there are no threads.
-            preexec_fn=lambda: os.write(guard, b"+%d\n" % os.getpid()),
+            preexec_fn=enter,
         )
         assert self._process.stdout and self._process.stderr
         prefix = f"[worker {index}] ".encode()
@@ -318,6 +346,7 @@ class _Launch:
     def __init__(self, options: argparse.Namespace):
         self._options = options
         self._addresses, self._gpus = _find_addresses(options), _find_gpus(options)
+        self._cores = _share_cores(options.workers, options.cores_per_worker, has_gpus=any(self._gpus))
         self._workers: list[_Worker] = []
         self._is_asked = False  # by SIGINT or SIGTERM
         self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no end is a crash
@@ -367,14 +396,14 @@ class _Launch:
         self._stop_at = self._kill_at = math.inf
         count = self._options.devices_per_worker
         command = [sys.executable, *self._options.program, *([f"--num_devices={count}"] if count else [])]
-        threads = _share_cores(len(self._gpus))
-        for i, gpus in enumerate(self._gpus, start=self._options.first_index):
+        for i, (gpus, cores) in enumerate(zip(self._gpus, self._cores, strict=True), start=self._options.first_index):
             config = {"cluster": {"worker": self._addresses}, "task": {"type": "worker", "index": i}}
+            threads = _threads(len(self._gpus), cores)
             environment = {**threads, **os.environ, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
             environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else ten lines each of what goes well; errors stay
             if gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            self._workers.append(_Worker(i, command, environment, self._guard))
+            self._workers.append(_Worker(i, command, environment, cores, self._guard))
 
     def _wait(self) -> None:
         """Waits until every worker has ended."""

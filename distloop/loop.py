@@ -422,7 +422,7 @@ class EvalLoop:
                 has_batch, get_batch = inputs.next_batch_if_any(iterator, layout)
             more = tf.cond(
                 has_batch,
-                lambda: tallies + tf.cast(self._step(get_batch(), layout), tf.float64),
+                lambda: tallies + self._step(get_batch(), layout),
                 lambda: tf.identity(tallies),
             )
             return has_batch, batches + tf.cast(has_batch, tf.int64), more
@@ -435,6 +435,8 @@ class EvalLoop:
                 start,
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR),
             )
+        if cluster.num_workers(self._state.strategy) > 1:  # once, and not for each batch
+            tallies = cluster.sum_over_workers(self._state.strategy, tallies)
         results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
         return {"batches": batches, "tallies": tallies, "keras_metrics": results}
 

@@ -677,11 +677,12 @@ class EvalStep:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
-            The tallies, `[2 * M]`: a total and a weight of each of `names`.
+            The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`.
         """
         replica_fn = gathering.with_most_rows(functools.partial(self._forward, layout), layout.most_rows)
-        tallies = self._strategy.run(replica_fn, args=(batch,))
-        return self._strategy.experimental_local_results(tallies)[0]
+        tallies = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
+        with tf.device(HOST):
+            return tf.add_n([tf.cast(of_replica, tf.float64) for of_replica in tallies])
 
     def _forward(self, layout: inputs.Layout, batch: Batch) -> tf.Tensor:
         state = self._state
@@ -698,9 +699,7 @@ class EvalStep:
                 fed.update(outputs)
         metrics.check_fed(state.eval_metrics, fed)
         self.names = list(named)
-        sums = metrics.flatten(named.values())
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, sums) if context.num_replicas_in_sync > 1 else sums
+        return metrics.flatten(named.values())
 
 
 class PredictStep:

@@ -694,10 +694,51 @@ def test_workers_share_the_cores_unless_the_user_set_threads(flags, given, expec
 
 
 def test_workers_share_the_cores_that_the_launcher_may_use(launch, write):
+    # There are not so many: they are counted, but no worker is bound to them.
     share = "import os, sys; from distloop import launch; os.sched_getaffinity = lambda pid: range(13); "
+    share += "os.sched_setaffinity = lambda pid, cores: None; "
     command = [sys.executable, "-c", share + "sys.exit(launch.main())"]
     _, out, _ = launch("--workers=3", write(THREADS), command=command)
     assert {line.partition("] ")[2] for line in out} == {"4 4"}
+
+
+SHARES = "print(*sorted(os.sched_getaffinity(0)))"
+
+
+def shares(launch, write, *flags, **settings):
+    """Returns the cores that each worker may use, as sets."""
+    code, out, err = launch(*flags, write(SHARES), **settings)
+    assert (code, err) == (0, [])
+    return [set(line.partition("] ")[2].split()) for line in sorted(out)]
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+def test_each_worker_runs_on_cores_of_its_own(launch, write):
+    first, second = shares(launch, write, "--workers=2")
+    assert len(first) == len(second) == CORES // 2 and not first & second
+    assert [len(share) for share in shares(launch, write, "--workers=2", "--cores_per_worker=1")] == [1, 1]
+    assert [len(share) for share in shares(launch, write, "--cores_per_worker=1")] == [1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        (["--workers=2", "--cores_per_worker=0"], {}),
+        (["--workers=1"], {}),
+        ([f"--workers={CORES + 1}"], {}),
+        (["--workers=2"], {"CUDA_VISIBLE_DEVICES": "0,1"}),
+    ],
+)
+def test_workers_run_on_any_core_where_that_is_better_or_wanted(flags, given, launch, write):
+    assert {len(share) for share in shares(launch, write, *flags, env=given)} == {CORES}
+
+
+def test_more_cores_than_there_are_are_refused(launch, write):
+    code, out, err = launch("--workers=2", f"--cores_per_worker={CORES}", write(""))
+    assert (code, out) == (2, []) and err == [
+        f"distloop.launch: cores_per_worker={CORES} is too much for workers=2 on {CORES} cores: give {CORES // 2} or "
+        "less; 0 shares all cores."
+    ]
 
 
 @pytest.mark.slow

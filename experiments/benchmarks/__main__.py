@@ -96,14 +96,18 @@ def measure_training(workload: str) -> list[dict]:
 
 
 def measure_workers(workload: str) -> list[dict]:
-    """Measures two workers; for the scaling, one too, with the batch that each of the two has."""
-    cell = {"part": "workers", "workload": workload, "replicas": 1}
-    two = systems({"keras": KERAS_FAILS, "keras50": KERAS_FAILS})
-    one = {"systems": [name for name in two["systems"] if name in ("handloop", "distloop")], "batch_parts": 2}
-    found = [measure(1, **cell, **one, place="1 worker")] if workload in goals.SCALING else []
-    if workload != "mlp41m":
-        found.append(measure(2, **cell, **two, place="2 workers"))
-    return found
+    if workload == "mlp41m":
+        return []
+    chosen = systems({"keras": KERAS_FAILS, "keras50": KERAS_FAILS})
+    return [measure(2, part="workers", workload=workload, replicas=1, place="2 workers", **chosen)]
+
+
+def measure_scaling(workload: str) -> list[dict]:
+    """Measures one worker, and two with the same batch for each."""
+    chosen = {"systems": [name for name in ("handloop", "distloop") if name in _SYSTEMS.value]}
+    cell = {"part": "scaling", "workload": workload, "replicas": 1, "turn_secs": 2 * _TURN_SECS.value, **chosen}
+    places = {1: "1 worker", 2: "2 workers"} if workload in goals.SCALING else {}
+    return [measure(count, **cell, place=place, batches=count) for count, place in places.items()]
 
 
 def measure_monitoring(workload: str) -> list[dict]:
@@ -141,6 +145,7 @@ def measure_start(workload: str) -> list[dict]:
 MEASURE = {
     "training": measure_training,
     "workers": measure_workers,
+    "scaling": measure_scaling,
     "monitoring": measure_monitoring,
     "calls": measure_calls,
     "saves": measure_saves,

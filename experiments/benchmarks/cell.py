@@ -29,7 +29,7 @@ class Systems:
         self.name, self.workload = spec["workload"], WORKLOADS[spec["workload"]]
         self.replicas, self.workdir = spec["replicas"], workdir
         self.settings = spec.get("settings", {})
-        self.batch_size = self.workload.global_batch_size(self.replicas) // spec.get("batch_parts", 1)
+        self.batch_size = self.workload.global_batch_size(self.replicas) * spec.get("batches", 1)
 
     @functools.cached_property
     def strategy(self) -> tf.distribute.Strategy:
@@ -118,6 +118,7 @@ def measure_start(systems: Systems, spec: dict) -> dict:
 PARTS = {
     "training": measure_training,
     "workers": measure_training,
+    "scaling": measure_training,
     "monitoring": measure_monitoring,
     "calls": measure_calls,
     "saves": measure_saves,

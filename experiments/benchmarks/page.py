@@ -16,7 +16,7 @@ TITLES = {
     "distloop": "**distloop**",
 }
 PAIR = ("distloop", "keras")
-PARTS = ("training", "workers", "monitoring", "calls", "saves", "start")
+PARTS = ("training", "workers", "scaling", "monitoring", "calls", "saves", "start")
 BASES = ("bare", "handloop")  # what steps are compared with
 NONE = "-"
 
@@ -161,12 +161,10 @@ def render(results: Mapping) -> str:
     """Writes the page of a run's results: `about`, and the cells of each part."""
     cells = {part: [cell for cell in results.get(part, []) if "failed" not in cell] for part in PARTS}
     failed = [cell for part in PARTS for cell in results.get(part, []) if "failed" in cell]
-    calls, workers = cells["calls"], cells["workers"]
-    steps = [*cells["training"], *[cell for cell in workers if cell["place"] != "1 worker"]]
-    scaled = [cell for cell in workers if cell["workload"] in goals.SCALING]
+    calls, steps = cells["calls"], [*cells["training"], *cells["workers"]]
     sections = [
         ("Training step", STEPS, steps, steps_table),
-        ("Two workers, the same batch for each", SCALING, scaled, scaling_table),
+        ("Two workers, the same batch for each", SCALING, cells["scaling"], scaling_table),
         ("Monitoring", MONITORING, cells["monitoring"], monitoring_table),
         ("`evaluate`", EVALUATE, calls, lambda cells: speeds_table(cells, "evaluate", goals.EVALUATE)),
         ("`predict`", PREDICT, calls, lambda cells: speeds_table(cells, "predict", goals.PREDICT)),
@@ -187,11 +185,12 @@ STEPS = """\
 Steady state, everything on: loss, accuracy, TensorBoard, metrics.jsonl and console each 100 steps, and the check that
 numbers are finite. Each figure is the median over the rounds of the time of a step over that of *bare* / of *handloop*
 in the same round; below 1 is faster. *bare* is a compiled loop over constant data, *handloop* the usual compiled loop
-over `experimental_distribute_dataset`; both by hand, with loss and accuracy. Two workers have one thread each.
+over `experimental_distribute_dataset`; both by hand, with loss and accuracy. Two workers have a core each.
 A batch is 64 examples for all replicas together, 16 of lm; mlp41m has 64 for each replica, that of 2,048 scaled down.
 """
 SCALING = """\
-The speed that each of two workers keeps of one worker's, one thread each: 1.0 is ideal.
+The speed that each of two workers keeps of one worker's, with a core and a whole batch (64; lm: 16) for each: 1.0 is
+ideal.
 """
 MONITORING = """\
 Steps of distloop that come back to the host each 100. *off*: no workdir, no console; *on*: all defaults, with logs each

@@ -15,7 +15,7 @@ CELL_SECS = 600  # after which a cell is given up
 
 
 def run_cell(spec: dict, workers: int = 0) -> dict:
-    """Measures a cell in a process, or in one for each of several workers, with one thread each.
+    """Measures a cell in a process, or in one for each of several workers, with one core and thread each.
 
     Args:
         spec: the cell.
@@ -24,7 +24,7 @@ def run_cell(spec: dict, workers: int = 0) -> dict:
     Returns:
         What was found, or why nothing was: `failed`.
     """
-    launcher = ["-m", "distloop.launch", f"--workers={workers}"] if workers else []
+    launcher = ["-m", "distloop.launch", f"--workers={workers}", "--cores_per_worker=1"] if workers else []
     environment = {**os.environ, **WITHOUT_GPU, **(ONE_THREAD if workers else {})}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "result.json")

@@ -1,5 +1,6 @@
 """How times are taken: systems take turns, each turn lasts about as long, and ratios are taken within a round."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -51,8 +52,10 @@ def take_turns(
     """
     steps = {name: _steps_in(system, turn_secs, agree) for name, system in systems.items()}
     times: dict[Any, list[float]] = {name: [] for name in systems}
+    draw = random.Random(0)  # alike on all workers
     for _ in range(rounds):
-        for name, system in systems.items():
+        # In an order of its own: threads of one system may still be busy in the next one's turn.
+        for name, system in draw.sample(list(systems.items()), len(systems)):
             times[name].append(system.steps_secs(steps[name]) / steps[name])
     return times
 
