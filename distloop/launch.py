@@ -52,6 +52,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
 _FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 _FAIL_SECS = 5  # beyond the grace time, for the one that failed when another one has ended for it
 _PROGRESS_SECS = 10  # how often a line is shown that carriage returns write again and again
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{core}/topology/{name}"  # Linux
 _ASKING = (signal.SIGINT, signal.SIGTERM)
 _GONE = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -190,7 +191,7 @@ def _share_cores(workers: int, cores_per_worker: int | None, *, has_gpus: bool) 
     Workers wake each other, upon which Linux often puts both on one core: small steps of two workers took 1.5 times
     as long. Where there are GPUs, the system knows better which cores are near.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    cores = sorted(os.sched_getaffinity(0), key=_place_of) if hasattr(os, "sched_setaffinity") else []
     if cores_per_worker and cores_per_worker * workers > len(cores):
         raise ValueError(
             f"cores_per_worker={cores_per_worker} is too much for workers={workers} on {len(cores)} cores: give "
@@ -199,6 +200,15 @@ def _share_cores(workers: int, cores_per_worker: int | None, *, has_gpus: bool) 
     if cores_per_worker is None:
         cores_per_worker = 0 if has_gpus or workers == 1 else len(cores) // workers
     return [cores[i * cores_per_worker : (i + 1) * cores_per_worker] for i in range(workers)]
+
+
+def _place_of(core: int) -> tuple[int, ...]:
+    """Returns where a core is: package, physical core, thread; in this order a worker's are close to each other."""
+    parts = []
+    for name in ("physical_package_id", "core_id"):
+        with contextlib.suppress(OSError), open(_TOPOLOGY.format(core=core, name=name)) as file:
+            parts.append(int(file.read()))
+    return (*parts, core)
 
 
 def _threads(workers: int, cores: Sequence[int]) -> dict[str, str]:

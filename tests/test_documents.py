@@ -8,12 +8,12 @@ import re
 import pytest
 from absl import flags
 
-from distloop import config
+from distloop import config, launch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "experiments" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *GUIDES]
-LAUNCHER = {"workers", "devices_per_worker", "hosts", "host_index", "max_restarts", "grace_secs", "port"}
+LAUNCHER = {*launch._NUMBERS, "hosts"}
 OTHERS = LAUNCHER | {"help", "json", "png", "workloads", "replicas", "logdir", "flagfile"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -128,10 +128,13 @@ PARTS = {
 
 def main(text: str, path: str) -> None:
     spec = json.loads(text)
-    found = PARTS[spec["part"]](Systems(spec, os.path.dirname(path)), spec)
+    systems = Systems(spec, os.path.dirname(path))
+    found = PARTS[spec["part"]](systems, spec)
     if json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(found, file)
+    if "TF_CONFIG" in os.environ:
+        systems.agree(0.0)  # nobody leaves before the others are done, who would take it for a crash
     sys.stdout.flush()
     os._exit(0)  # a distributed iterator that is deleted may wait for its thread for half a minute
 
