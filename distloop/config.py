@@ -69,7 +69,7 @@ class Config:
         minimum=1,
     )
     inter_op_threads: int = setting(0, "Threads that run operations side by side; 0: TensorFlow's choice.")
-    intra_op_threads: int = setting(0, "Threads within one operation; 0: TensorFlow's choice.")
+    intra_op_threads: int = setting(0, "Threads within one operation; 0: all cores, shared by virtual CPUs.")
     communication: str = setting(
         "auto",
         "What adds up between workers; auto: nccl between GPUs, ring between CPUs.",

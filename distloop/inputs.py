@@ -14,7 +14,6 @@ small to give every replica and microbatch a row is padded, with its own rows an
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster
+from distloop import cluster, cores
 from distloop.cluster import HOST
 from distloop.iterators import iterate
 from distloop.metrics import USER_ERROR, require
@@ -624,7 +623,7 @@ def _own_threads(dataset: tf.data.Dataset, options_given: tf.data.Options) -> tf
     """Gives a pipeline a thread pool of its own, unless the user did."""
     options = tf.data.Options()
     if options_given.threading.private_threadpool_size is None:
-        options.threading.private_threadpool_size = os.cpu_count() or 1
+        options.threading.private_threadpool_size = cores.count()
     return dataset.with_options(options)
 
 

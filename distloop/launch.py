@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NoReturn, TextIO
 
+from distloop import cores
 from distloop.interrupts import EXIT_CODE
 from distloop.peers import EXIT_CODE as FOLLOWER_EXIT_CODE
 
@@ -52,7 +53,6 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
 _FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 _FAIL_SECS = 5  # beyond the grace time, for the one that failed when another one has ended for it
 _PROGRESS_SECS = 10  # how often a line is shown that carriage returns write again and again
-_TOPOLOGY = "/sys/devices/system/cpu/cpu{core}/topology/{name}"  # Linux
 _ASKING = (signal.SIGINT, signal.SIGTERM)
 _GONE = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -185,45 +185,32 @@ def _find_gpus(options: argparse.Namespace) -> list[list[str]]:
     return [gpus[i * count : (i + 1) * count] for i in range(options.workers)]
 
 
-def _share_cores(workers: int, cores_per_worker: int | None, *, has_gpus: bool) -> list[list[int]]:
+def _share_cores(options: argparse.Namespace, *, has_gpus: bool) -> list[list[int]]:
     """Returns the cores of each worker here, on which it alone runs; empty lists: on any.
 
     Workers wake each other, upon which Linux often puts both on one core: small steps of two workers took 1.5 times
     as long. Where there are GPUs, the system knows better which cores are near.
     """
-    cores = sorted(os.sched_getaffinity(0), key=_place_of) if hasattr(os, "sched_setaffinity") else []
-    if cores_per_worker and cores_per_worker * workers > len(cores):
+    workers, size = options.workers, options.cores_per_worker
+    if size and size * workers > cores.count():
         raise ValueError(
-            f"cores_per_worker={cores_per_worker} is too much for workers={workers} on {len(cores)} cores: give "
-            f"{len(cores) // workers} or less; 0 shares all cores."
+            f"cores_per_worker={size} is too much for workers={workers} on {cores.count()} cores: give "
+            f"{cores.count() // workers} or less; 0 shares all cores."
         )
-    if cores_per_worker is None:
-        cores_per_worker = 0 if has_gpus or workers == 1 else len(cores) // workers
-    return [cores[i * cores_per_worker : (i + 1) * cores_per_worker] for i in range(workers)]
+    if size == 0 or (size is None and (has_gpus or workers == 1)):
+        return [[]] * workers
+    return cores.shares(workers, size)
 
 
-def _place_of(core: int) -> tuple[int, ...]:
-    """Returns where a core is: package, physical core, thread; in this order a worker's are close to each other."""
-    parts = []
-    for name in ("physical_package_id", "core_id"):
-        with contextlib.suppress(OSError), open(_TOPOLOGY.format(core=core, name=name)) as file:
-            parts.append(int(file.read()))
-    return (*parts, core)
-
-
-def _threads(workers: int, cores: Sequence[int]) -> dict[str, str]:
+def _threads(workers: int, own: Sequence[int]) -> dict[str, str]:
     """Returns what tells TensorFlow how many threads a worker may have, of several here; else each takes all cores.
 
     With one thread between operations, a `tf.py_function` that calls a `tf.function` waits for itself.
     """
-    if workers == 1 and not cores:
+    if workers == 1 and not own:
         return {}
-    count = len(cores) or _count_cores() // workers
+    count = len(own) or cores.count() // workers
     return {"TF_NUM_INTRAOP_THREADS": str(max(1, count)), "TF_NUM_INTEROP_THREADS": str(max(2, count))}
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_free(port: int) -> bool:
@@ -299,15 +286,15 @@ class _Stream:
 class _Worker:
     """One process, in a session of its own: its children end with it, and Ctrl-C reaches it through the launcher."""
 
-    def __init__(self, index: int, command: list[str], environment: dict[str, str], cores: Sequence[int], guard: int):
+    def __init__(self, index: int, command: list[str], environment: dict[str, str], own: Sequence[int], guard: int):
         self.index, self._guard = index, guard
         self.code: int | None = None  # as a shell gives it: 128 + n for signal n
         self._is_asked = False
 
         def enter() -> None:  # the new process, before the program; safe, as there are no threads
             os.write(guard, b"+%d\n" % os.getpid())  # the guard knows it from the first
-            if cores:
-                os.sched_setaffinity(0, cores)
+            if own:
+                os.sched_setaffinity(0, own)
 
         self._process = subprocess.Popen(
             command,
@@ -356,7 +343,7 @@ class _Launch:
     def __init__(self, options: argparse.Namespace):
         self._options = options
         self._addresses, self._gpus = _find_addresses(options), _find_gpus(options)
-        self._cores = _share_cores(options.workers, options.cores_per_worker, has_gpus=any(self._gpus))
+        self._cores = _share_cores(options, has_gpus=any(self._gpus))
         self._workers: list[_Worker] = []
         self._is_asked = False  # by SIGINT or SIGTERM
         self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no end is a crash
@@ -406,14 +393,14 @@ class _Launch:
         self._stop_at = self._kill_at = math.inf
         count = self._options.devices_per_worker
         command = [sys.executable, *self._options.program, *([f"--num_devices={count}"] if count else [])]
-        for i, (gpus, cores) in enumerate(zip(self._gpus, self._cores, strict=True), start=self._options.first_index):
+        for i, (gpus, own) in enumerate(zip(self._gpus, self._cores, strict=True), start=self._options.first_index):
             config = {"cluster": {"worker": self._addresses}, "task": {"type": "worker", "index": i}}
-            threads = _threads(len(self._gpus), cores)
+            threads = _threads(len(self._gpus), own)
             environment = {**threads, **os.environ, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
             environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else ten lines each of what goes well; errors stay
             if gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            self._workers.append(_Worker(i, command, environment, cores, self._guard))
+            self._workers.append(_Worker(i, command, environment, own, self._guard))
 
     def _wait(self) -> None:
         """Waits until every worker has ended."""

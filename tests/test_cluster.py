@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import cluster
+from distloop import cluster, cores
 from distloop.config import Config
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
@@ -500,13 +500,23 @@ def test_threads_cannot_be_chosen_once_tensorflow_has_started():
 
 
 @pytest.mark.slow
-def test_threads_are_as_many_as_asked_for():
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("inter_op_threads=3, intra_op_threads=2", "3 2"),
+        ("num_devices=2, intra_op_threads=2", "0 2"),
+        ("num_devices=2", f"0 {max(1, cores.count() // 2)}"),  # virtual CPUs share the cores
+        ("num_stages=64", "0 1"),
+        ("num_devices=1", "0 0"),
+    ],
+)
+def test_threads_are_as_many_as_asked_for(settings, expected):
     program = (
         "import tensorflow as tf, distloop\n"
-        "distloop.prepare(distloop.Config(device='cpu', inter_op_threads=3, intra_op_threads=2))\n"
+        f"distloop.prepare(distloop.Config(device='cpu', {settings}))\n"
         "tf.constant(0)\n"
         "threading = tf.config.threading\n"
         "print(threading.get_inter_op_parallelism_threads(), threading.get_intra_op_parallelism_threads())"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout == "3 2\n"
+    assert found.stdout == f"{expected}\n"

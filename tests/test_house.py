@@ -47,6 +47,7 @@ LAYERS = {
     "nonfinite": 1,
     "peers": 0,
     "paths": 0,
+    "cores": 0,
     "divergence": 2,
     "inputs": 2,
     "stages": 2,

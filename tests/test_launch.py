@@ -14,7 +14,6 @@ import time
 
 import pytest
 
-from distloop import launch as launcher
 from distloop import peers
 from distloop.interrupts import EXIT_CODE
 
@@ -719,18 +718,6 @@ def test_each_worker_runs_on_cores_of_its_own(launch, write):
     assert len(first) == len(second) == CORES // 2 and not first & second
     assert [len(share) for share in shares(launch, write, "--workers=2", "--cores_per_worker=1")] == [1, 1]
     assert [len(share) for share in shares(launch, write, "--cores_per_worker=1")] == [1]
-
-
-def test_workers_share_whole_physical_cores(monkeypatch, tmp_path):
-    for core in range(8):  # two packages, in each two physical cores with two threads, numbered as Linux does
-        for name, number in (("physical_package_id", core // 2 % 2), ("core_id", core % 2)):
-            (tmp_path / f"{core}.{name}").write_text(f"{number}\n")
-    monkeypatch.setattr(launcher, "_TOPOLOGY", str(tmp_path / "{core}.{name}"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert launcher._share_cores(2, None, has_gpus=False) == [[0, 4, 1, 5], [2, 6, 3, 7]]
-    assert launcher._share_cores(4, None, has_gpus=False) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    monkeypatch.setattr(launcher, "_TOPOLOGY", "/nowhere/{core}/{name}")
-    assert launcher._share_cores(2, None, has_gpus=False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(

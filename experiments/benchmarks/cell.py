@@ -70,7 +70,8 @@ class Systems:
 
 def measure_training(systems: Systems, spec: dict) -> dict:
     """Returns seconds of a step in each round, by system."""
-    _ = systems.strategy  # before distloop starts TensorFlow, after which there can be no more virtual CPUs
+    if spec["systems"] != ["distloop"]:  # which sets threads, too, where it starts TensorFlow
+        _ = systems.strategy  # before distloop starts TensorFlow, after which there can be no more virtual CPUs
     made = {name: systems.make(name) for name in spec["systems"]}
     return {"times": turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)}
 
