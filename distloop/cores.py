@@ -1,7 +1,9 @@
 """Owns which cores of this machine the process may use; without TensorFlow.
 
-cores.count()          # 16
-cores.shares(2)        # [[0, 8, 1, 9, ...], [4, 12, ...]]: two workers, each with whole physical cores
+Programs that work side by side are faster where each has some of its own:
+
+    cores.count()          # 16
+    cores.shares(2)        # [[0, 8, 1, 9, ...], [4, 12, 5, 13, ...]]: whole physical cores
 """
 
 import contextlib

@@ -64,7 +64,11 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> 
     """Runs a program to its end, as `subprocess.run` does with its output as text; arguments are those of `Program`."""
     with tempfile.TemporaryDirectory() as logs:
         stdout, stderr = (os.path.join(logs, name) for name in ("stdout", "stderr"))
-        code = Program(arguments, stdout=stdout, stderr=stderr, env=env).wait(timeout)
+        program = Program(arguments, stdout=stdout, stderr=stderr, env=env)
+        try:
+            code = program.wait(timeout)
+        finally:
+            program.kill()  # if it has not ended
         texts = [open(path).read() for path in (stdout, stderr)]
     return subprocess.CompletedProcess(arguments, code, *texts)
 

@@ -172,7 +172,7 @@ def render(results: Mapping) -> str:
         ("Saving and loading", SAVES, cells["saves"], lambda cells: against_table(cells, "manager", KEPT)),
         ("Start and memory", START, cells["start"], lambda cells: against_table(cells, "hand", STARTED)),
     ]
-    page = f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {results['about']}\n"
+    page = f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {results['about']}\n{WHY}"
     for title, text, shown, write in sections:
         if shown:
             page += "".join(f"\n{part}" for part in (f"## {title}\n", text, write(shown), notes(shown)) if part)
@@ -192,6 +192,7 @@ SCALING = """\
 The speed that each of two workers keeps of one worker's, with a core and a whole batch (64; lm: 16) for each: 1.0 is
 ideal.
 """
+WHY = "\nWhat is missed, and why: [PROFILES.md](PROFILES.md).\n"
 MONITORING = """\
 Steps of distloop that come back to the host each 100. *off*: no workdir, no console; *on*: all defaults, with logs each
 100 steps; *histograms*: with those of weights and gradients each 500 steps, too.
