@@ -145,7 +145,7 @@ def test_the_time_of_steps_is_told_in_percentiles():
 
     data = batches().repeat().enumerate().map(with_pauses)
     found = distloop.Trainer(classifier(), on(2)).fit(data, steps=40)
-    assert found["step_secs_p50"] < 0.1 <= found["step_secs_p99"] < 0.4
+    assert found["step_secs_p50"] < 0.1 <= found["step_secs_p99"] <= 40 / found["steps_per_sec"]
     assert found["step_secs_p50"] <= found["step_secs_p90"] <= found["step_secs_p99"]
 
 
