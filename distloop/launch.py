@@ -395,7 +395,7 @@ class _Launch:
         command = [sys.executable, *self._options.program, *([f"--num_devices={count}"] if count else [])]
         for i, (gpus, own) in enumerate(zip(self._gpus, self._cores, strict=True), start=self._options.first_index):
             config = {"cluster": {"worker": self._addresses}, "task": {"type": "worker", "index": i}}
-            threads = _threads(len(self._gpus), own)
+            threads = _threads(self._options.workers, own)
             environment = {**threads, **os.environ, "TF_CONFIG": json.dumps(config), "PYTHONUNBUFFERED": "1"}
             environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else ten lines each of what goes well; errors stay
             if gpus:

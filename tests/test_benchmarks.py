@@ -1,8 +1,13 @@
 """The benchmark: its smallest part, and the page that it writes of made-up numbers."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from experiments.benchmarks import cell, goals, page, turns, workloads
+from distloop import cores
+from experiments.benchmarks import cell, goals, page, processes, turns, workloads
 
 
 def rows_of(text):
@@ -25,6 +30,26 @@ def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
     (row,) = rows_of(page.render({"about": "", "training": [{**spec, **found}]}))
     assert row["workload"] == "tiny" and row["goal"] == "1.40 / 1.10"
     assert float(row["**distloop**"].split(" / ")[1]) > 0
+
+
+@pytest.mark.slow
+def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts():
+    spec = {"part": "training", "workload": "tiny", "replicas": 2, "rounds": 1, "turn_secs": 0.01}
+    found = processes.run_cell({**spec, "systems": ["distloop"], "settings": {"inter_op_threads": 3}})
+    assert found.get("failed") is None and len(found["times"]["distloop"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cores.count() < 2, reason="needs two cores")
+def test_a_timeline_tells_what_steps_on_two_workers_are_made_of():
+    launcher = ["-m", "distloop.launch", "--workers=2", "-m", "experiments.benchmarks.timeline", "--workload=tiny"]
+    found = subprocess.run([sys.executable, *launcher], capture_output=True, text=True, env=os.environ, timeout=120)
+    assert found.returncode == 0, found.stderr[-3000:]
+    head, *lines = found.stdout.splitlines()
+    assert head.startswith("[worker 0] tiny on 2 workers, ")
+    means = [float(line.split(" mean ")[1].split(",")[0]) for line in lines]
+    step, *parts = means
+    assert len(parts) == 3 and all(part >= 0 for part in parts) and 0.5 * step < sum(parts) < 1.5 * step
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
