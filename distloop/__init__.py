@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from distloop.inputs import make_dataset
     from distloop.learning_rates import make_schedule, scale_learning_rate
     from distloop.metrics import weighted
-    from distloop.paths import summarize
     from distloop.precision import LossScaleOptimizer
     from distloop.records import read_metrics
     from distloop.stages import split, stages
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
     from distloop.trials import BatchTest, RateTest, autotune_batch, find_learning_rate
+    from distloop.variables import summarize
 
 __all__ = [
     "Action",
@@ -102,7 +102,7 @@ _MODULES = {
     "scale_learning_rate": "learning_rates",
     "split": "stages",
     "stages": "stages",
-    "summarize": "paths",
+    "summarize": "variables",
     "supervised": "supervised",
     "weighted": "metrics",
 }

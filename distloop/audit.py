@@ -26,9 +26,9 @@ import tensorflow as tf
 
 from distloop import cluster, inputs, nonfinite
 from distloop.inputs import Data, Source
-from distloop.paths import named_variables, tensorflow_variable
 from distloop.state import SEED_STRIDE, TrainState, Update
 from distloop.step import READS, TrainStep
+from distloop.variables import named_variables, tensorflow_variable
 
 REPLICAS = 2  # that are compared with one
 _ORDERED_BATCHES = 8  # of a pass over the data, that are compared with another pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.paths import tensorflow_variable
+from distloop.variables import tensorflow_variable
 
 
 class MovingAverage(tf.Module):

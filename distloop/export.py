@@ -26,9 +26,9 @@ import tensorflow as tf
 from absl import logging
 
 from distloop import cluster, inputs
-from distloop.paths import arranged
 from distloop.state import TrainState
 from distloop.step import check_outputs
+from distloop.variables import arranged
 
 DEFAULT = "serving_default"  # the name of the signature that TensorFlow's tools take if they are given none
 

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.paths import tensorflow_variable
+from distloop.variables import tensorflow_variable
 
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
 LARGEST_PACKED_BYTES = 256 * 1024

@@ -20,11 +20,11 @@ from distloop.actions import Action, Report
 from distloop.cluster import HOST
 from distloop.inputs import Layout, Source
 from distloop.interrupts import Interrupted, Interrupts
-from distloop.paths import tensorflow_variable
 from distloop.profiles import Profile
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
 from distloop.timing import Clock
+from distloop.variables import tensorflow_variable
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 _LOOP_SECS = 0.5  # a loop that runs through several logs takes about so long

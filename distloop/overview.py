@@ -21,9 +21,9 @@ from absl import logging
 from distloop import cluster, config, flops, records
 from distloop.config import Config
 from distloop.displays import Layout, Text
-from distloop.paths import named_variables
 from distloop.state import TrainState
 from distloop.summaries import SummaryWriter
+from distloop.variables import named_variables
 
 _MOST_ROWS = 200  # of the model's table
 _MOST_NODES = 5000  # of a graph: TensorBoard draws no more in a reasonable time

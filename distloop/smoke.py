@@ -22,9 +22,9 @@ import tensorflow as tf
 from distloop import cluster
 from distloop.config import Config
 from distloop.inputs import make_dataset
-from distloop.paths import named_variables, tensorflow_variable
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer
+from distloop.variables import named_variables, tensorflow_variable
 
 _STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd
 # Devices add up in another order, and XLA rounds otherwise; relative, of each variable.

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from distloop import cluster
-from distloop.paths import Arrangement, is_seed, named_variables, tensorflow_variable
+from distloop.variables import Arrangement, is_seed, named_variables, tensorflow_variable
 
 
 class Stages(Arrangement):

@@ -27,9 +27,9 @@ from distloop import cluster, gradients
 from distloop.averages import MovingAverage
 from distloop.cluster import HOST
 from distloop.divergence import LossWatch
-from distloop.paths import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 from distloop.precision import LossScaleOptimizer
 from distloop.stages import Stages, find_stages
+from distloop.variables import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]

@@ -28,9 +28,9 @@ from absl import logging
 from distloop import cluster, gathering, gradients, inputs, metrics, nonfinite
 from distloop.cluster import HOST
 from distloop.inputs import Batch
-from distloop.paths import named_variables, tensorflow_variable
 from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
 from distloop.state import GradientFn, TrainState, Update
+from distloop.variables import named_variables, tensorflow_variable
 from distloop.watched import WatchedSteps
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"

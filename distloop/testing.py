@@ -29,10 +29,10 @@ import tensorflow as tf
 
 from distloop import cluster, inputs
 from distloop.config import Config
-from distloop.paths import is_seed, portable_names, tensorflow_variable
 from distloop.records import ABOUT_THE_RUN
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer
+from distloop.variables import is_seed, portable_names, tensorflow_variable
 
 T = TypeVar("T")
 

@@ -27,7 +27,6 @@ from distloop.console import Console, say, show_parts, show_split
 from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
-from distloop.paths import count_parameters
 from distloop.profiles import Profile
 from distloop.progress import Progress
 from distloop.records import read_metrics, read_steps
@@ -36,6 +35,7 @@ from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
 from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
+from distloop.variables import count_parameters
 from distloop.warm_start import warm_start
 from distloop.watched import WatchedSteps
 from distloop.writers import JsonWriter

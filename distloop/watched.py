@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from distloop.displays import Histogram
 from distloop.gradients import Packing, scaled
-from distloop.paths import tensorflow_variable
+from distloop.variables import tensorflow_variable
 
 UPDATE_NORM, UPDATE_RATIO = "update_norm", "update_ratio"
 

@@ -102,7 +102,7 @@ def local_values(trainer, variable):
 
 
 def _named(trainer):
-    from distloop.paths import named_variables
+    from distloop.variables import named_variables
 
     return named_variables(trainer.model).items()
 

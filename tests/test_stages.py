@@ -14,7 +14,7 @@ import tensorflow as tf
 import distloop
 from distloop import cluster, overview, usage
 from distloop.inputs import Batch
-from distloop.paths import tensorflow_variable
+from distloop.variables import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
 from tests.test_bad_input import refused
 

@@ -4,7 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from distloop.paths import count_parameters, named_variables, portable_names, slot_names, summarize
+from distloop.variables import count_parameters, named_variables, portable_names, slot_names, summarize
 
 
 def make_model(name=None):
