@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from distloop.displays import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.gathering import gather_rows
     from distloop.inputs import make_dataset
-    from distloop.learning_rates import make_schedule, scale_learning_rate
     from distloop.metrics import weighted
-    from distloop.precision import LossScaleOptimizer
+    from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
+    from distloop.optimizers.loss_scale import LossScaleOptimizer
     from distloop.records import read_metrics
     from distloop.stages import split, stages
     from distloop.state import ModelSpec, Update
@@ -77,7 +77,7 @@ _MODULES = {
     "ConfusionMatrix": "displays",
     "Histogram": "displays",
     "Images": "displays",
-    "LossScaleOptimizer": "precision",
+    "LossScaleOptimizer": "optimizers.loss_scale",
     "ModelSpec": "state",
     "PRCurve": "displays",
     "RateTest": "trials",
@@ -96,10 +96,10 @@ _MODULES = {
     "from_keras": "supervised",
     "gather_rows": "gathering",
     "make_dataset": "inputs",
-    "make_schedule": "learning_rates",
+    "make_schedule": "optimizers.learning_rates",
     "prepare": "cluster",
     "read_metrics": "records",
-    "scale_learning_rate": "learning_rates",
+    "scale_learning_rate": "optimizers.learning_rates",
     "split": "stages",
     "stages": "stages",
     "summarize": "variables",

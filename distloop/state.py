@@ -23,11 +23,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, gradients
-from distloop.averages import MovingAverage
+from distloop import cluster
 from distloop.cluster import HOST
 from distloop.divergence import LossWatch
-from distloop.precision import LossScaleOptimizer
+from distloop.optimizers import gradients
+from distloop.optimizers.loss_scale import LossScaleOptimizer
+from distloop.optimizers.moving_average import MovingAverage
 from distloop.stages import Stages, find_stages
 from distloop.variables import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 

@@ -25,10 +25,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, gathering, gradients, inputs, metrics, nonfinite
+from distloop import cluster, gathering, inputs, metrics, nonfinite
 from distloop.cluster import HOST
 from distloop.inputs import Batch
-from distloop.precision import MAX_OVERFLOWS_AT_FLOOR
+from distloop.optimizers import gradients
+from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.state import GradientFn, TrainState, Update
 from distloop.variables import named_variables, tensorflow_variable
 from distloop.watched import WatchedSteps

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from distloop.metrics import Weighted, weighted
-from distloop.precision import LossScaleOptimizer
+from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.state import ModelSpec
 
 

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, export, inputs, overview, precision, rehearsal, trials
+from distloop import cluster, export, inputs, overview, rehearsal, trials
 from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions import run as run_actions
 from distloop.audit import Audit, audit
@@ -27,6 +27,7 @@ from distloop.console import Console, say, show_parts, show_split
 from distloop.inputs import Data, Source
 from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
+from distloop.optimizers import loss_scale
 from distloop.profiles import Profile
 from distloop.progress import Progress
 from distloop.records import read_metrics, read_steps
@@ -82,12 +83,12 @@ class Trainer:
                 "on one worker, with as many devices."
             )
         self.config = config = rehearsal.settings(config, owner=self) if config.fast_dev_run else config
-        with precision.policy(config.precision):
+        with loss_scale.policy(config.precision):
             self.state = TrainState.make(
                 model_fn,
                 self.strategy,
                 config.average_decay,
-                is_loss_scaled=precision.needs_loss_scale(config.precision),
+                is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             )
         check_stages(self.state.staged, config.num_stages)
         self._is_chief = cluster.is_chief(self.strategy)
@@ -602,7 +603,7 @@ class Trainer:
     def _build(self, source: Source) -> None:
         self._element_spec = source.element_spec
         if not self.state.is_built:
-            with precision.policy(self.config.precision):
+            with loss_scale.policy(self.config.precision):
                 self.state.build(source.first_rows())
             self._progress.take_over()
 

@@ -18,13 +18,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, inputs, learning_rates, memory
+from distloop import cluster, inputs, memory
 from distloop.actions import Action, Report
 from distloop.cluster import HOST
 from distloop.config import Config
 from distloop.console import say
 from distloop.inputs import Data, Source
 from distloop.loop import Diverged, TrainLoop
+from distloop.optimizers import learning_rates
 from distloop.state import TrainState
 from distloop.step import TrainStep
 from distloop.summaries import SummaryWriter

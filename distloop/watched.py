@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.displays import Histogram
-from distloop.gradients import Packing, scaled
+from distloop.optimizers.gradients import Packing, scaled
 from distloop.variables import tensorflow_variable
 
 UPDATE_NORM, UPDATE_RATIO = "update_norm", "update_ratio"

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import gradients
 from distloop.loop import Diverged, TrainLoop
+from distloop.optimizers import gradients
 from distloop.records import OF_THE_MACHINE
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights

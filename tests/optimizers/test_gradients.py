@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import cluster, gradients
+from distloop import cluster
 from distloop.config import Config
+from distloop.optimizers import gradients
 
 REDUCTIONS = {"AddN", "CollectiveReduceV2", "CollectiveReduce", "NcclAllReduce"}
 LARGE = gradients.LARGEST_PACKED_BYTES // 4 + 1  # float32 numbers that travel alone

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from distloop import cluster
-from distloop.averages import MovingAverage
 from distloop.config import Config
+from distloop.optimizers.moving_average import MovingAverage
 
 DECAY = 0.9
 

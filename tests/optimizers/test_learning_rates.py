@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.learning_rates import WarmUp, make_schedule, scale_learning_rate
+from distloop.optimizers.learning_rates import WarmUp, make_schedule, scale_learning_rate
 
 schedules = keras.optimizers.schedules
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop import gradients
+from distloop.optimizers import gradients
 
 # So many steps in a row without one finite gradient, at the smallest scale, and it is not the scale's fault.
 MAX_OVERFLOWS_AT_FLOOR = 10

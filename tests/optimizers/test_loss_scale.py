@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, precision
+from distloop import cluster
 from distloop.iterators import iterate
+from distloop.optimizers import loss_scale
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on
 from tests.test_bad_input import refused
 
@@ -61,7 +62,7 @@ def make_trainer(name, num_devices=1, model_class=None):
 @pytest.mark.parametrize("name", ["float32", *HALF])
 def test_the_policy_is_in_force_inside_and_put_back_after(name):
     before = keras.config.dtype_policy()
-    with precision.policy(name):
+    with loss_scale.policy(name):
         assert keras.config.dtype_policy().name == name
         layer = keras.layers.Dense(1)
     assert keras.config.dtype_policy() is before
@@ -70,7 +71,7 @@ def test_the_policy_is_in_force_inside_and_put_back_after(name):
 
 def test_the_policy_is_put_back_after_an_exception():
     before = keras.config.dtype_policy()
-    with pytest.raises(KeyError), precision.policy("mixed_bfloat16"):
+    with pytest.raises(KeyError), loss_scale.policy("mixed_bfloat16"):
         raise KeyError
     assert keras.config.dtype_policy() is before
 
@@ -78,7 +79,7 @@ def test_the_policy_is_put_back_after_an_exception():
 def test_a_policy_that_the_user_set_is_put_back():
     keras.config.set_dtype_policy("float64")
     try:
-        with precision.policy("mixed_bfloat16"):
+        with loss_scale.policy("mixed_bfloat16"):
             pass
         assert keras.config.dtype_policy().name == "float64"
     finally:
@@ -663,7 +664,7 @@ def test_the_example_of_its_docstring_runs():
     rows = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(BATCH_SIZE)
     loss_fn = keras.losses.MeanSquaredError(reduction="none")
 
-    with strategy.scope(), precision.policy("mixed_float16"):
+    with strategy.scope(), loss_scale.policy("mixed_float16"):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
         optimizer = distloop.LossScaleOptimizer(keras.optimizers.Adam(0.05))
         optimizer.build(model.trainable_variables)

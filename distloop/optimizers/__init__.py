@@ -1,0 +1,1 @@
+"""From gradients to new weights: reduce, scale, clip, the optimizer, the moving average."""
