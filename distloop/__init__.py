@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining, Summary
     from distloop.callbacks import from_callback
-    from distloop.cluster import prepare
     from distloop.config import Config, define_flags
     from distloop.displays import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
-    from distloop.gathering import gather_rows
+    from distloop.distributed.cluster import prepare
+    from distloop.distributed.gathering import gather_rows
+    from distloop.distributed.pipeline import split, stages
     from distloop.inputs import make_dataset
     from distloop.metrics import weighted
     from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer
     from distloop.records import read_metrics
-    from distloop.stages import split, stages
     from distloop.state import ModelSpec, Update
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
@@ -94,14 +94,14 @@ _MODULES = {
     "find_learning_rate": "trials",
     "from_callback": "callbacks",
     "from_keras": "supervised",
-    "gather_rows": "gathering",
+    "gather_rows": "distributed.gathering",
     "make_dataset": "inputs",
     "make_schedule": "optimizers.learning_rates",
-    "prepare": "cluster",
+    "prepare": "distributed.cluster",
     "read_metrics": "records",
     "scale_learning_rate": "optimizers.learning_rates",
-    "split": "stages",
-    "stages": "stages",
+    "split": "distributed.pipeline",
+    "stages": "distributed.pipeline",
     "summarize": "variables",
     "supervised": "supervised",
     "weighted": "metrics",

@@ -24,9 +24,9 @@ from absl import logging
 
 from distloop import memory, schedule, usage
 from distloop.displays import Display, Ready
-from distloop.interrupts import Interrupted
+from distloop.distributed.pipeline import Stages
+from distloop.distributed.preemption import Interrupted
 from distloop.profiles import Profile
-from distloop.stages import Stages
 from distloop.summaries import SummaryWriter
 from distloop.timing import Clock
 

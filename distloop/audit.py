@@ -24,7 +24,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, inputs, nonfinite
+from distloop import inputs, nonfinite
+from distloop.distributed import cluster
 from distloop.inputs import Data, Source
 from distloop.state import SEED_STRIDE, TrainState, Update
 from distloop.step import READS, TrainStep

@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, cores
-from distloop.cluster import HOST
+from distloop.distributed import cluster, cores
+from distloop.distributed.cluster import HOST
 from distloop.iterators import iterate
 from distloop.metrics import USER_ERROR, require
 

@@ -33,9 +33,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NoReturn, TextIO
 
-from distloop import cores
-from distloop.interrupts import EXIT_CODE
-from distloop.peers import EXIT_CODE as FOLLOWER_EXIT_CODE
+from distloop.distributed import cores
+from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
+from distloop.distributed.preemption import EXIT_CODE
 
 FIRST_PORT = 12345  # of each host, with --hosts
 

@@ -15,11 +15,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import actions, cluster, inputs, metrics, schedule
+from distloop import actions, inputs, metrics, schedule
 from distloop.actions import Action, Report
-from distloop.cluster import HOST
+from distloop.distributed import cluster
+from distloop.distributed.cluster import HOST
+from distloop.distributed.preemption import Interrupted, Interrupts
 from distloop.inputs import Layout, Source
-from distloop.interrupts import Interrupted, Interrupts
 from distloop.profiles import Profile
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep

@@ -6,7 +6,7 @@ import sys
 
 import tensorflow as tf
 
-from distloop import cluster
+from distloop.distributed import cluster
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 

@@ -18,9 +18,10 @@ import tensorboard
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, config, flops, records
+from distloop import config, flops, records
 from distloop.config import Config
 from distloop.displays import Layout, Text
+from distloop.distributed import cluster
 from distloop.state import TrainState
 from distloop.summaries import SummaryWriter
 from distloop.variables import named_variables

@@ -16,11 +16,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop import cluster
 from distloop.actions import Action, Report
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.console import say
+from distloop.distributed import cluster
 from distloop.inputs import Source
 from distloop.loop import Diverged, TrainLoop
 from distloop.records import append_row

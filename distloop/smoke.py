@@ -19,8 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster
 from distloop.config import Config
+from distloop.distributed import cluster
 from distloop.inputs import make_dataset
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer

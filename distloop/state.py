@@ -23,13 +23,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster
-from distloop.cluster import HOST
+from distloop.distributed import cluster
+from distloop.distributed.cluster import HOST
+from distloop.distributed.pipeline import Stages, find_stages
 from distloop.divergence import LossWatch
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
-from distloop.stages import Stages, find_stages
 from distloop.variables import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]

@@ -25,8 +25,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import cluster, gathering, inputs, metrics, nonfinite
-from distloop.cluster import HOST
+from distloop import inputs, metrics, nonfinite
+from distloop.distributed import cluster, gathering
+from distloop.distributed.cluster import HOST
 from distloop.inputs import Batch
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR

@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, inputs
+from distloop import inputs
 from distloop.config import Config
+from distloop.distributed import cluster
 from distloop.records import ABOUT_THE_RUN
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer

@@ -17,21 +17,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, export, inputs, overview, rehearsal, trials
+from distloop import export, inputs, overview, rehearsal, trials
 from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions import run as run_actions
 from distloop.audit import Audit, audit
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.console import Console, say, show_parts, show_split
+from distloop.distributed import cluster
+from distloop.distributed.pipeline import check_microbatches, check_stages
+from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
 from distloop.inputs import Data, Source
-from distloop.interrupts import EXIT_CODE, Interrupted, Interrupts
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
 from distloop.optimizers import loss_scale
 from distloop.profiles import Profile
 from distloop.progress import Progress
 from distloop.records import read_metrics, read_steps
-from distloop.stages import check_microbatches, check_stages
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
 from distloop.summaries import SummaryWriter

@@ -18,11 +18,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import cluster, inputs, memory
+from distloop import inputs, memory
 from distloop.actions import Action, Report
-from distloop.cluster import HOST
 from distloop.config import Config
 from distloop.console import say
+from distloop.distributed import cluster
+from distloop.distributed.cluster import HOST
 from distloop.inputs import Data, Source
 from distloop.loop import Diverged, TrainLoop
 from distloop.optimizers import learning_rates

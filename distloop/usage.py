@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from distloop import cluster
+from distloop.distributed import cluster
 
 _OPERATION = re.compile(r"^[^:\s]+:(_?[A-Z]\w*)$")
 _WAITS = ("IteratorGetNext",)  # operations that wait for others

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from distloop import cores
+from distloop.distributed import cores
 from experiments.benchmarks import cell, goals, page, processes, turns, workloads
 
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from distloop import config, launch
-from distloop.interrupts import EXIT_CODE
-from distloop.peers import EXIT_CODE as OTHER_FAILED
+from distloop.distributed.heartbeat import EXIT_CODE as OTHER_FAILED
+from distloop.distributed.preemption import EXIT_CODE
 
 HERE = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "cluster"
 SBATCH = HERE / "slurm.sbatch"

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop import checkpoints, interrupts, peers
+from distloop import checkpoints
+from distloop.distributed import heartbeat, preemption
 from tests import problems
 from tests.forked import Program
 
@@ -47,8 +48,8 @@ PROGRAM = """
     first = None  # step of this run
 
     if befalls == "killed while joining":
-        meet = distloop.peers.Peers.meet
-        distloop.peers.Peers.meet = lambda *given: (meet(*given), os.kill(os.getpid(), signal.SIGKILL))
+        meet = distloop.distributed.heartbeat.Peers.meet
+        distloop.distributed.heartbeat.Peers.meet = lambda *given: (meet(*given), os.kill(os.getpid(), signal.SIGKILL))
 
     def model_fn():
         if befalls == "model_fn":
@@ -232,7 +233,7 @@ def test_a_worker_that_is_killed(victim, start, workdir):
     workers = start(workdir, f"SIGKILL,{victim}")
     assert workers[victim].end() == -signal.SIGKILL
     died = time.monotonic()
-    assert workers[1 - victim].end() == peers.EXIT_CODE and time.monotonic() - died < 8
+    assert workers[1 - victim].end() == heartbeat.EXIT_CODE and time.monotonic() - died < 8
     (line,) = workers[1 - victim].lines
     assert line.startswith(f"distloop: the process of worker {victim} (127.0.0.1:")
     assert ") is gone without a word, last heard at step " in line
@@ -243,7 +244,7 @@ def test_a_worker_that_is_killed_while_tensorflow_joins_the_others(start, workdi
     workers = start(workdir, "killed while joining,1")
     assert workers[1].end() == -signal.SIGKILL
     died = time.monotonic()
-    assert workers[0].end() == peers.EXIT_CODE and time.monotonic() - died < 8
+    assert workers[0].end() == heartbeat.EXIT_CODE and time.monotonic() - died < 8
     (line,) = workers[0].lines
     assert line.startswith("distloop: the process of worker 1 (") and line.endswith("(step 0, joining) ends, too.")
 
@@ -253,7 +254,7 @@ def test_a_worker_that_hangs(start, workdir):
     workers = start(workdir, "sleep,1", "--hang_timeout=6")
     workers[1].wait_for("eight steps on")
     hanging = time.monotonic()
-    assert [worker.end() for worker in workers] == [peers.EXIT_CODE] * 2 and time.monotonic() - hanging < 25
+    assert [worker.end() for worker in workers] == [heartbeat.EXIT_CODE] * 2 and time.monotonic() - hanging < 25
     at, why = f"is at step {before + 9}", workers[0].lines[0].partition(" So worker 0")[0]
     assert re.match(
         rf"distloop: no step has ended for hang_timeout=6 seconds; worker 0 {at} \(waiting for all\), "
@@ -270,7 +271,7 @@ def test_a_worker_that_is_stopped(start, workdir):
     workers = start(workdir, "SIGSTOP,1", "--hang_timeout=6")
     workers[1].wait_for("eight steps on")
     stopped = time.monotonic()
-    assert workers[0].end() == peers.EXIT_CODE and time.monotonic() - stopped < 25
+    assert workers[0].end() == heartbeat.EXIT_CODE and time.monotonic() - stopped < 25
     line = workers[0].lines[0]
     assert re.match(
         r"distloop: worker 1 \(127.0.0.1:\d+\) has been silent for \d+ seconds, last heard at step \d", line
@@ -293,7 +294,7 @@ def test_a_worker_that_raises(befalls, phase, error, start, workdir):
     workers = start(workdir, f"{befalls},1")
     assert workers[1].end() == 1
     failed = time.monotonic()
-    assert workers[0].end() == peers.EXIT_CODE and time.monotonic() - failed < 5
+    assert workers[0].end() == heartbeat.EXIT_CODE and time.monotonic() - failed < 5
     assert workers[1].lines[0] == "Traceback (most recent call last):"
     assert any(re.search(error, line) for line in workers[1].lines)
     (line,) = workers[0].lines
@@ -304,7 +305,7 @@ def test_a_worker_that_raises(befalls, phase, error, start, workdir):
 
 def test_a_worker_that_leaves(start, workdir):
     workers = start(workdir, "exit,1")
-    assert [worker.end() for worker in workers] == [peers.EXIT_CODE, 3]
+    assert [worker.end() for worker in workers] == [heartbeat.EXIT_CODE, 3]
     (line,) = workers[0].lines
     assert re.match(
         r"distloop: worker 1 \(.*\) left at step \d+ \(between two loops\), before the run was over. So", line
@@ -315,7 +316,7 @@ def test_a_worker_that_leaves(start, workdir):
 def test_a_worker_that_is_asked_to_stop(start, workdir):
     before = newest(workdir)
     workers = start(workdir, "SIGTERM,1")
-    assert [worker.end() for worker in workers] == [interrupts.EXIT_CODE] * 2
+    assert [worker.end() for worker in workers] == [preemption.EXIT_CODE] * 2
     asked = before + 9
     assert asked <= newest(workdir) <= asked + 2  # two loops
     assert workers[1].lines == [
@@ -417,7 +418,7 @@ def test_a_cable_that_is_cut(hosts, start, straight, tmp_path):
     workers[0].wait_for("eight steps on")
     subprocess.run([*inside(hosts[0]), "ip", "link", "set", "cable", "down"], check=True)
     cut = time.monotonic()
-    assert [worker.end() for worker in workers] == [peers.EXIT_CODE] * 2 and time.monotonic() - cut < 25
+    assert [worker.end() for worker in workers] == [heartbeat.EXIT_CODE] * 2 and time.monotonic() - cut < 25
     for index, worker in enumerate(workers):
         other = rf"worker {1 - index} \(10.77.0.{2 - index}:4000\)"
         pattern = (

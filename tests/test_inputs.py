@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import cluster, inputs
+from distloop import inputs
 from distloop.config import Config
+from distloop.distributed import cluster
 from distloop.inputs import Source
 
 

@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, inputs, iterators
+from distloop import inputs, iterators
+from distloop.distributed import cluster
 from distloop.inputs import Source
 from distloop.iterators import iterate
 

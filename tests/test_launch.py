@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from distloop import peers
-from distloop.interrupts import EXIT_CODE
+from distloop.distributed import heartbeat
+from distloop.distributed.preemption import EXIT_CODE
 
 pytestmark = pytest.mark.slow
 
@@ -503,7 +503,7 @@ def test_the_first_in_time_is_blamed_not_the_first_in_order(launch, write):
 def test_one_that_ended_because_another_one_failed_is_not_blamed(end, launch, write):
     program = f"""
         if index == 1:
-            sys.exit({peers.EXIT_CODE})
+            sys.exit({heartbeat.EXIT_CODE})
         time.sleep(0.5)
         print("why")
         {end}
@@ -519,14 +519,14 @@ def test_one_that_hangs_and_made_another_one_end_is_stopped(launch, write, tmp_p
     program = f"""
         if index == 1:
             wait_for("ready0")
-            sys.exit({peers.EXIT_CODE})
+            sys.exit({heartbeat.EXIT_CODE})
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         note("ready0", 1)
         time.sleep(60)
     """
     command = patched(_FAIL_SECS=0.2)
     code, _, err = launch("--workers=2", "--grace_secs=0.2", write(program), command=command)
-    assert code == peers.EXIT_CODE and err == [
+    assert code == heartbeat.EXIT_CODE and err == [
         "distloop.launch: worker 1 ended with exit code 76.",
         "distloop.launch: worker 0 ended by signal 9 (Killed).",
         "distloop.launch: worker 1 ended first, because another one had failed or fallen silent; the others were "
@@ -534,13 +534,13 @@ def test_one_that_hangs_and_made_another_one_end_is_stopped(launch, write, tmp_p
     ]
 
 
-@pytest.mark.parametrize("code", [0, peers.EXIT_CODE])
+@pytest.mark.parametrize("code", [0, heartbeat.EXIT_CODE])
 def test_where_no_one_here_failed_the_first_that_ended_for_it_is_named_and_all_start_again(code, launch, write):
     program = f"""
         count = len(list(here.glob(f"run*-{{index}}")))
         note(f"run{{count}}-{{index}}", 1)
         time.sleep(0.3 * index)
-        sys.exit(0 if count else {code} if index else {peers.EXIT_CODE})
+        sys.exit(0 if count else {code} if index else {heartbeat.EXIT_CODE})
     """
     found, _, err = launch("--workers=2", "--max_restarts=1", write(program))
     assert found == 0 and err[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
@@ -549,8 +549,8 @@ def test_where_no_one_here_failed_the_first_that_ended_for_it_is_named_and_all_s
 
 def test_a_worker_that_lost_one_on_another_host_says_so(launch, write, ports):
     flags = ["--hosts=a,b", "--host_index=1", f"--port={ports}"]
-    code, _, err = launch(*flags, write(f"sys.exit({peers.EXIT_CODE})"))
-    assert code == peers.EXIT_CODE
+    code, _, err = launch(*flags, write(f"sys.exit({heartbeat.EXIT_CODE})"))
+    assert code == heartbeat.EXIT_CODE
     assert err[-1] == "distloop.launch: worker 1 ended, because another one had failed or fallen silent."
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import cluster, state
+from distloop import state
 from distloop.config import Config
+from distloop.distributed import cluster
 from distloop.state import ModelSpec, TrainState, Update
 
 

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, testing
+from distloop import testing
+from distloop.distributed import cluster
 from tests.problems import classification, classifier, on
 from tests.test_bad_input import refused
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
-from distloop import cluster
+from distloop.distributed import cluster
 from distloop.records import OF_THE_MACHINE
 from tests.problems import classification, classifier, everything, weights
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import cluster
 from distloop.config import Config
+from distloop.distributed import cluster
 from distloop.optimizers import gradients
 
 REDUCTIONS = {"AddN", "CollectiveReduceV2", "CollectiveReduce", "NcclAllReduce"}

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import cluster
 from distloop.config import Config
+from distloop.distributed import cluster
 from distloop.optimizers.moving_average import MovingAverage
 
 DECAY = 0.9

@@ -13,11 +13,11 @@ import time
 
 import pytest
 
-from distloop.peers import EXIT_CODE
+from distloop.distributed.heartbeat import EXIT_CODE
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECS = 30  # what a test waits for at most
 
 # What every program begins with. `start` meets and watches; `train` takes 50 steps a second.

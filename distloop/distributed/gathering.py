@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from distloop import cluster
+from distloop.distributed import cluster
 
 T = TypeVar("T")
 

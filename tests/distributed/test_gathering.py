@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, testing
+from distloop import testing
+from distloop.distributed import cluster
 from tests.problems import assert_close, classification, on, weights
 from tests.test_bad_input import refused
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop import cluster
+from distloop.distributed import cluster
 from distloop.variables import Arrangement, is_seed, named_variables, tensorflow_variable
 
 

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.interrupts import EXIT_CODE, Interrupts
+from distloop.distributed.preemption import EXIT_CODE, Interrupts
 from distloop.records import OF_THE_MACHINE
 from tests import forked
 from tests.problems import classification, classifier, on

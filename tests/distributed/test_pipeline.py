@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import cluster, overview, usage
+from distloop import overview, usage
+from distloop.distributed import cluster
 from distloop.inputs import Batch
 from distloop.variables import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
@@ -263,7 +264,7 @@ def on_two_workers(directory):
 @pytest.mark.slow
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
     command = [sys.executable, "-m", "distloop.launch", "--workers=2", "-m", "tests.test_stages", str(tmp_path)]
-    root = pathlib.Path(__file__).resolve().parent.parent
+    root = pathlib.Path(__file__).resolve().parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     for index in range(2):

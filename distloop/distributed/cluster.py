@@ -30,9 +30,9 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
 
-from distloop import cores
 from distloop.config import Config, facts
-from distloop.peers import GATHERING, JOINING, Peers
+from distloop.distributed import cores
+from distloop.distributed.heartbeat import GATHERING, JOINING, Peers
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # what runs a graph, as TensorFlow calls it
 _SMALL_STEP_FLOPS = 2e7  # below, to hand an operation to another thread takes longer than to run it

@@ -2,7 +2,7 @@
 
 import os
 
-from distloop import cores
+from distloop.distributed import cores
 
 
 def test_there_are_as_many_as_the_system_says():

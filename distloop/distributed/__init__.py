@@ -1,0 +1,1 @@
+"""Devices, strategies, workers, and what keeps them together; one network over several devices."""
