@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining, Summary
     from distloop.callbacks import from_callback
     from distloop.config import Config, define_flags
-    from distloop.displays import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.distributed.cluster import prepare
     from distloop.distributed.gathering import gather_rows
     from distloop.distributed.pipeline import split, stages
     from distloop.inputs import make_dataset
     from distloop.metrics import weighted
+    from distloop.monitoring.media import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
+    from distloop.monitoring.records import read_metrics
     from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer
-    from distloop.records import read_metrics
     from distloop.state import ModelSpec, Update
     from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
@@ -71,22 +71,22 @@ __all__ = [
 # the launcher, starts at once. tests/test_house.py holds the three lists together.
 _MODULES = {
     "Action": "actions",
-    "Audio": "displays",
+    "Audio": "monitoring.media",
     "BatchTest": "trials",
     "Config": "config",
-    "ConfusionMatrix": "displays",
-    "Histogram": "displays",
-    "Images": "displays",
+    "ConfusionMatrix": "monitoring.media",
+    "Histogram": "monitoring.media",
+    "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
     "ModelSpec": "state",
-    "PRCurve": "displays",
+    "PRCurve": "monitoring.media",
     "RateTest": "trials",
     "Report": "actions",
     "SaveBest": "actions",
     "StopEarly": "actions",
     "StopTraining": "actions",
     "Summary": "actions",
-    "Text": "displays",
+    "Text": "monitoring.media",
     "Trainer": "trainer",
     "Update": "state",
     "autotune_batch": "trials",
@@ -98,7 +98,7 @@ _MODULES = {
     "make_dataset": "inputs",
     "make_schedule": "optimizers.learning_rates",
     "prepare": "distributed.cluster",
-    "read_metrics": "records",
+    "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
     "split": "distributed.pipeline",
     "stages": "distributed.pipeline",

@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from distloop import memory, schedule, usage
-from distloop.displays import Display, Ready
+from distloop import schedule
 from distloop.distributed.pipeline import Stages
 from distloop.distributed.preemption import Interrupted
-from distloop.profiles import Profile
-from distloop.summaries import SummaryWriter
-from distloop.timing import Clock
+from distloop.monitoring import device_usage, memory
+from distloop.monitoring.media import Display, Ready
+from distloop.monitoring.profiler import Profile
+from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.monitoring.timing import Clock
 
 _MEMORY_SECS = 1.0  # asking how much memory a process has held takes longer than a small step
 _MOST_SECS = 1.0  # that a row waits for others before they are written to files
@@ -177,7 +178,7 @@ class StageUsage:
         used = {}
         if self._profile.is_written and not self._was_read:
             self._was_read = True
-            used = usage.read_usage(self._profile.directory)
+            used = device_usage.read_usage(self._profile.directory)
         taken = report.state.bytes_by_device() if used else {}
         found = {}
         for stage, device in enumerate(self._devices):

@@ -21,10 +21,10 @@ from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.distributed.preemption import Interrupted, Interrupts
 from distloop.inputs import Layout, Source
-from distloop.profiles import Profile
+from distloop.monitoring.profiler import Profile
+from distloop.monitoring.timing import Clock
 from distloop.state import TrainState
 from distloop.step import EvalStep, PredictStep, TrainStep
-from distloop.timing import Clock
 from distloop.variables import tensorflow_variable
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])

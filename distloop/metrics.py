@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.records import ABOUT_THE_RUN
+from distloop.monitoring.records import ABOUT_THE_RUN
 
 # What distloop itself reports; values of the user's have other names.
 RESERVED_NAMES = ABOUT_THE_RUN | {"regularization", "skipped_steps"}

@@ -18,12 +18,13 @@ import tensorboard
 import tensorflow as tf
 from absl import logging
 
-from distloop import config, flops, records
+from distloop import config
 from distloop.config import Config
-from distloop.displays import Layout, Text
 from distloop.distributed import cluster
+from distloop.monitoring import flops, records
+from distloop.monitoring.media import Layout, Text
+from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.state import TrainState
-from distloop.summaries import SummaryWriter
 from distloop.variables import named_variables
 
 _MOST_ROWS = 200  # of the model's table

@@ -19,11 +19,11 @@ import tensorflow as tf
 from distloop.actions import Action, Report
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
-from distloop.console import say
 from distloop.distributed import cluster
 from distloop.inputs import Source
 from distloop.loop import Diverged, TrainLoop
-from distloop.records import append_row
+from distloop.monitoring.console import say
+from distloop.monitoring.records import append_row
 from distloop.state import TrainState
 
 

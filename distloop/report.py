@@ -31,10 +31,10 @@ from rich.cells import cell_len, set_cell_size
 from rich.padding import Padding
 from rich.text import Text
 
-from distloop import runs
-from distloop.curves import draw_lines, draw_picture
-from distloop.records import show_number
-from distloop.runs import Run, Series
+from distloop.monitoring import run_files
+from distloop.monitoring.curves import draw_lines, draw_picture
+from distloop.monitoring.records import show_number
+from distloop.monitoring.run_files import Run, Series
 
 _LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of words
 _STYLES = {
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code, 2 where there was nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        found = runs.load_all(options.workdirs)
+        found = run_files.load_all(options.workdirs)
         if options.png:
             draw_picture(found, options.png)
             print(f"distloop.report: the curves are in {options.png}", file=sys.stderr)
@@ -115,14 +115,14 @@ def _metrics(found: Sequence[Run], width: float, is_ascii: bool) -> _Table:
     """Makes the table of metrics; its curves are as long as fits into `width`, within reason."""
     header = ["metric", "run", "last", "best", "at step", "least", "largest"]
     rows, curves = [], []
-    for name, group in runs.by_metric(found):
+    for name, group in run_files.by_metric(found):
         for run, series in group:
             value, step = series.best or (None, None)
             numbers = [_show_known(number) for number in (series.last, value, series.least, series.largest)]
             rows.append([name, run.name, *numbers[:2], str(step or "-"), *numbers[2:]])
     taken = sum(max(map(cell_len, column)) + _GAP for column in list(zip(header, *rows, strict=True))[1:])
     length = int(min(max(width - taken - _INDENT, 10), 32))
-    for _, group in runs.by_metric(found):
+    for _, group in run_files.by_metric(found):
         curves += draw_lines([series for _, series in group], length, is_ascii=is_ascii)
     full = [[*row, curve] for row, curve in zip(rows, curves, strict=True)]
     return _Table("Metrics", [*header, "curve"], full, is_grouped=True)
@@ -142,7 +142,7 @@ def _events(found: Sequence[Run]) -> _Table:
 
 def _settings(found: Sequence[Run]) -> _Table:
     """Lists settings that differ; tall rather than wide."""
-    different = runs.different_settings(found)
+    different = run_files.different_settings(found)
     rows = [[name, *map(_show_value, values)] for name, values in different.items()]
     header = ["setting", *(run.name for run in found)]
     if len(rows) < len(found):
@@ -228,7 +228,7 @@ def _as_json(found: Sequence[Run]) -> dict[str, Any]:
     def of_metric(series: Series) -> dict[str, Any]:
         value, step = series.best or (None, None)
         numbers = {"last": series.last, "least": series.least, "largest": series.largest}
-        rest = {"better": runs.better(series.name), "best": value, "best_step": step}
+        rest = {"better": run_files.better(series.name), "best": value, "best_step": step}
         return {name: known(number) for name, number in numbers.items()} | rest
 
     listed = [
@@ -250,7 +250,7 @@ def _as_json(found: Sequence[Run]) -> dict[str, Any]:
         }
         for run in found
     ]
-    return {"runs": listed, "different_settings": list(runs.different_settings(found))}
+    return {"runs": listed, "different_settings": list(run_files.different_settings(found))}
 
 
 if __name__ == "__main__":

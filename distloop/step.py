@@ -29,11 +29,11 @@ from distloop import inputs, metrics, nonfinite
 from distloop.distributed import cluster, gathering
 from distloop.distributed.cluster import HOST
 from distloop.inputs import Batch
+from distloop.monitoring.histograms import WatchedSteps
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.state import GradientFn, TrainState, Update
 from distloop.variables import named_variables, tensorflow_variable
-from distloop.watched import WatchedSteps
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
 READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}

@@ -30,7 +30,7 @@ import tensorflow as tf
 from distloop import inputs
 from distloop.config import Config
 from distloop.distributed import cluster
-from distloop.records import ABOUT_THE_RUN
+from distloop.monitoring.records import ABOUT_THE_RUN
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer
 from distloop.variables import is_seed, portable_names, tensorflow_variable

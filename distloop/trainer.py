@@ -23,24 +23,24 @@ from distloop.actions import run as run_actions
 from distloop.audit import Audit, audit
 from distloop.config import Config
 from distloop.config import write as write_config
-from distloop.console import Console, say, show_parts, show_split
 from distloop.distributed import cluster
 from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
 from distloop.inputs import Data, Source
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
+from distloop.monitoring.console import Console, say, show_parts, show_split
+from distloop.monitoring.histograms import WatchedSteps
+from distloop.monitoring.json_writer import JsonWriter
+from distloop.monitoring.profiler import Profile
+from distloop.monitoring.records import read_metrics, read_steps
+from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
-from distloop.profiles import Profile
 from distloop.progress import Progress
-from distloop.records import read_metrics, read_steps
 from distloop.state import ModelSpec, TrainState
 from distloop.step import PredictStep, TrainStep
-from distloop.summaries import SummaryWriter
-from distloop.timing import Clock
 from distloop.variables import count_parameters
 from distloop.warm_start import warm_start
-from distloop.watched import WatchedSteps
-from distloop.writers import JsonWriter
 
 _KEPT_PASSES = 8  # datasets that are remembered: to make them ready takes as long as a short pass over them
 

@@ -18,18 +18,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import inputs, memory
+from distloop import inputs
 from distloop.actions import Action, Report
 from distloop.config import Config
-from distloop.console import say
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.inputs import Data, Source
 from distloop.loop import Diverged, TrainLoop
+from distloop.monitoring import memory
+from distloop.monitoring.console import say
+from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.state import TrainState
 from distloop.step import TrainStep
-from distloop.summaries import SummaryWriter
 
 _SMOOTHING = 0.9  # of the losses: the weight of those before
 _TOO_LARGE = 4.0  # times the least loss, and the learning rate is too high for good

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import actions, memory
+from distloop import actions
 from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
-from distloop.displays import Histogram
-from distloop.summaries import SummaryWriter
+from distloop.monitoring import memory
+from distloop.monitoring.media import Histogram
+from distloop.monitoring.tensorboard import SummaryWriter
 
 
 def report(step=10, until=100, **metrics):

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.records import OF_THE_MACHINE
+from distloop.monitoring.records import OF_THE_MACHINE
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 BATCH_SIZE, BATCHES = 16, 5  # the last one is odd

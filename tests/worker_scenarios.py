@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.distributed import cluster
-from distloop.records import OF_THE_MACHINE
+from distloop.monitoring.records import OF_THE_MACHINE
 from tests.problems import classification, classifier, everything, weights
 
 ROWS = 67

@@ -12,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import overview, usage
+from distloop import overview
 from distloop.distributed import cluster
 from distloop.inputs import Batch
+from distloop.monitoring import device_usage
 from distloop.variables import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
 from tests.test_bad_input import refused
@@ -157,7 +158,7 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
 def test_a_profile_shows_where_everything_ran_and_what_each_stage_took(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     trainer = train(classifier(modules, num_stages=2), config, steps=12)
-    used = usage.read_usage(f"{tmp_path}/summaries/train")
+    used = device_usage.read_usage(f"{tmp_path}/summaries/train")
 
     def count(kind):
         return [sum(times for name, times in found.operations.items() if kind in name) for found in used.values()]

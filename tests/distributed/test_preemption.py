@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.distributed.preemption import EXIT_CODE, Interrupts
-from distloop.records import OF_THE_MACHINE
+from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
 from tests.problems import classification, classifier, on
 

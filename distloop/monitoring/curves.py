@@ -9,8 +9,8 @@ The runs of a metric share one scale. It does not know where numbers come from.
 import math
 from collections.abc import Sequence
 
-from distloop import runs
-from distloop.runs import Run, Series
+from distloop.monitoring import run_files
+from distloop.monitoring.run_files import Run, Series
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _NOT_FINITE = "!"
@@ -76,7 +76,7 @@ def draw_picture(found: Sequence[Run], path: str) -> None:
         raise ValueError(
             f"The picture {path!r} needs matplotlib, which is not installed: pip install matplotlib, or do without."
         ) from None
-    groups = list(runs.by_metric(found))
+    groups = list(run_files.by_metric(found))
     num_rows = max(1, math.ceil(len(groups) / 2))
     figure = Figure(figsize=(12, 3.5 * num_rows + 0.2 * len(found)), layout="constrained")
     styles = {run.name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, run in enumerate(found)}

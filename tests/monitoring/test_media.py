@@ -15,7 +15,7 @@ from tensorboard.plugins.pr_curve import summary as pr_curve
 from tensorboard.util.tensor_util import make_ndarray
 
 import distloop
-from distloop.displays import HParams, Layout, RunEnd
+from distloop.monitoring.media import HParams, Layout, RunEnd
 
 
 def encoded(display, plugin):

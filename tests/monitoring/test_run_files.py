@@ -7,7 +7,7 @@ import os
 import pytest
 
 import distloop
-from distloop.runs import better, by_metric, different_settings, load_all
+from distloop.monitoring.run_files import better, by_metric, different_settings, load_all
 from tests.problems import classification, classifier, on, write_run
 
 

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from distloop.records import format_row, parse_row
+from distloop.monitoring.records import format_row, parse_row
 
 
 class JsonWriter:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from distloop.timing import Clock, show_secs, verdict
+from distloop.monitoring.timing import Clock, show_secs, verdict
 
 
 @pytest.fixture
 def now(monkeypatch):
     """Gives the test the clock: set now[0], in seconds."""
     now = [1000.0]
-    monkeypatch.setattr("distloop.timing.time.time", lambda: now[0])
+    monkeypatch.setattr("distloop.monitoring.timing.time.time", lambda: now[0])
     return now
 
 

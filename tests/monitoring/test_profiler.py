@@ -8,7 +8,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import distloop
 from distloop.config import profile_window
-from distloop.profiles import Profile
+from distloop.monitoring.profiler import Profile
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.displays import Histogram
+from distloop.monitoring.media import Histogram
 from distloop.optimizers.gradients import Packing, scaled
 from distloop.variables import tensorflow_variable
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.watched import WatchedSteps
+from distloop.monitoring.histograms import WatchedSteps
 from tests import problems
 
 pytestmark = pytest.mark.slow

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import rich.console
 
-from distloop.console import Console, show_parts, show_split
-from distloop.timing import Clock
+from distloop.monitoring.console import Console, show_parts, show_split
+from distloop.monitoring.timing import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Gives the test the clock of the console: set clock[0], in seconds."""
     seconds = [100.0]
-    monkeypatch.setattr("distloop.console.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("distloop.monitoring.console.time.monotonic", lambda: seconds[0])
     return seconds
 
 
@@ -240,7 +240,7 @@ def test_a_line_says_what_holds_the_run_up_unless_it_is_the_step(waited, host, t
 def ended(monkeypatch):
     """The clock of a run of 20 seconds that waited 8 for data."""
     now = [1000.0]
-    monkeypatch.setattr("distloop.timing.time.time", lambda: now[0])
+    monkeypatch.setattr("distloop.monitoring.timing.time.time", lambda: now[0])
     ended = Clock()
     ended.loop(1004.0, 1016.0, 8.0)
     with ended.phase("evaluation"):

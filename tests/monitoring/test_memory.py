@@ -7,7 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from distloop import memory
+from distloop.monitoring import memory
 
 
 @pytest.mark.slow

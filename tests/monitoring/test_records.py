@@ -6,8 +6,8 @@ import math
 import pytest
 
 import distloop
-from distloop import records
-from distloop.writers import JsonWriter
+from distloop.monitoring import records
+from distloop.monitoring.json_writer import JsonWriter
 
 
 def write_metrics(directory, *rows):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from distloop.displays import END_TAG, HPARAMS_TAG, LAYOUT_TAG, Display, HParams, Layout, RunEnd
+from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, Display, HParams, Layout, RunEnd
 
 # The run that the HParams page lists. A directory of its own, as TensorBoard takes every number in it for a column,
 # and keeps the first status that it reads of a run for ever: its files are those of the last start alone.

@@ -4,7 +4,7 @@ import collections
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from distloop.usage import Usage, read_usage
+from distloop.monitoring.device_usage import Usage, read_usage
 
 DEVICE = "/job:localhost/replica:0/task:0/device:"
 

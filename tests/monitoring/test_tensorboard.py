@@ -27,9 +27,9 @@ from tensorboard.plugins.hparams import metadata as hparams
 import distloop
 from distloop.actions import Report, Write
 from distloop.checkpoints import Checkpoints
-from distloop.displays import Layout
-from distloop.summaries import SummaryWriter
-from distloop.writers import JsonWriter
+from distloop.monitoring.json_writer import JsonWriter
+from distloop.monitoring.media import Layout
+from distloop.monitoring.tensorboard import SummaryWriter
 from tests import problems
 
 
@@ -277,7 +277,7 @@ def test_a_full_disk_stops_the_numbers_but_not_the_training_and_says_so_once(tmp
 
     see.every = 2
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path), log_every=2))
-    monkeypatch.setattr("distloop.writers.os.path.isfile", lambda path: False)
+    monkeypatch.setattr("distloop.monitoring.json_writer.os.path.isfile", lambda path: False)
     with caplog.at_level("ERROR", "absl"):
         trainer.fit(data, steps=8, actions=[see])
     assert seen == [2, 4, 6, 8] and trainer.step == 8
@@ -287,7 +287,7 @@ def test_a_full_disk_stops_the_numbers_but_not_the_training_and_says_so_once(tmp
 
 def test_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypatch, caplog):
     made = tf.io.TFRecordWriter
-    monkeypatch.setattr("distloop.summaries.tf.io.TFRecordWriter", lambda path: made("/dev/full"))
+    monkeypatch.setattr("distloop.monitoring.tensorboard.tf.io.TFRecordWriter", lambda path: made("/dev/full"))
     writer = SummaryWriter(str(tmp_path), [])
     writer.write(1, {"loss": 1.0})
     with pytest.raises(OSError, match="[Nn]o space left"):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distloop import records
+from distloop.monitoring import records
 
 _FRESH_SECS = 60  # a run whose last row is younger may still train, and so
 _FRESH_GAPS = 5  # may one whose last row is younger than so many times the usual time between two rows

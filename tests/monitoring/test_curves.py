@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from distloop.curves import draw_lines, draw_picture
-from distloop.runs import Series, load_all
+from distloop.monitoring.curves import draw_lines, draw_picture
+from distloop.monitoring.run_files import Series, load_all
 from tests.problems import write_run
 
 NAN = math.nan

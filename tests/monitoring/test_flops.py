@@ -4,7 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from distloop import flops
+from distloop.monitoring import flops
 
 
 def counted(fn, *shapes):

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from distloop.writers import JsonWriter
+from distloop.monitoring.json_writer import JsonWriter
 
 
 def read_rows(path):

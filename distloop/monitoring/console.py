@@ -22,9 +22,9 @@ import rich.progress_bar
 import rich.table
 import rich.text
 
-from distloop import timing
-from distloop.records import ABOUT_THE_RUN, show_number
-from distloop.runs import Series
+from distloop.monitoring import timing
+from distloop.monitoring.records import ABOUT_THE_RUN, show_number
+from distloop.monitoring.run_files import Series
 
 _DRAW_SECS = 0.1  # between two drawings: each takes 1.7 ms, and nobody reads faster
 _MOST_METRICS = 20  # in the closing table
