@@ -23,8 +23,8 @@ from absl import logging
 
 from distloop.distributed import cluster, cores
 from distloop.distributed.cluster import HOST
+from distloop.errors import USER_ERROR, require
 from distloop.iterators import iterate
-from distloop.metrics import USER_ERROR, require
 
 Data: TypeAlias = (
     tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset

@@ -13,24 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.errors import require
 from distloop.monitoring.records import ABOUT_THE_RUN
 
 # What distloop itself reports; values of the user's have other names.
 RESERVED_NAMES = ABOUT_THE_RUN | {"regularization", "skipped_steps"}
-
-# Stands before and after the message for users in that of a failed operation; `inputs.explain` finds it.
-USER_ERROR = "distloop: "
-
-
-def require(condition: tf.Tensor, message: str) -> tf.Tensor:
-    """Makes the step fail with a message for users if a condition does not hold, for what tracing cannot know.
-
-    Returns:
-        The condition. What must not happen after a failure depends on it as data: TensorFlow's graph optimizer may drop
-        a control dependency.
-    """
-    with tf.control_dependencies([tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])]):
-        return tf.identity(condition)
 
 
 class Weighted(NamedTuple):

@@ -28,6 +28,7 @@ from absl import logging
 from distloop import inputs, metrics, nonfinite
 from distloop.distributed import cluster, gathering
 from distloop.distributed.cluster import HOST
+from distloop.errors import require
 from distloop.inputs import Batch
 from distloop.monitoring.histograms import WatchedSteps
 from distloop.optimizers import gradients
@@ -785,7 +786,7 @@ def _checked_output(output: Any, batch_size: tf.Tensor | int, keep_dtypes: bool)
         output = tf.cast(output, tf.float32)
     if rows is not None:
         return output
-    metrics.require(tf.equal(inputs.batch_size(output), batch_size), wrong)
+    require(tf.equal(inputs.batch_size(output), batch_size), wrong)
     return output
 
 
