@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining, Summary
     from distloop.callbacks import from_callback
     from distloop.config import Config, define_flags
+    from distloop.data.inputs import make_dataset
     from distloop.distributed.cluster import prepare
     from distloop.distributed.gathering import gather_rows
     from distloop.distributed.pipeline import split, stages
-    from distloop.inputs import make_dataset
     from distloop.metrics import weighted
     from distloop.monitoring.media import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.monitoring.records import read_metrics
@@ -95,7 +95,7 @@ _MODULES = {
     "from_callback": "callbacks",
     "from_keras": "supervised",
     "gather_rows": "distributed.gathering",
-    "make_dataset": "inputs",
+    "make_dataset": "data.inputs",
     "make_schedule": "optimizers.learning_rates",
     "prepare": "distributed.cluster",
     "read_metrics": "monitoring.records",

@@ -24,9 +24,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import inputs, nonfinite
+from distloop import nonfinite
+from distloop.data import inputs
+from distloop.data.inputs import Data, Source
 from distloop.distributed import cluster
-from distloop.inputs import Data, Source
 from distloop.state import SEED_STRIDE, TrainState, Update
 from distloop.step import READS, TrainStep
 from distloop.variables import named_variables, tensorflow_variable

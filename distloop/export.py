@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import inputs
+from distloop.data import inputs
 from distloop.distributed import cluster
 from distloop.state import TrainState
 from distloop.step import check_outputs

@@ -15,12 +15,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import actions, inputs, metrics, schedule
+from distloop import actions, metrics, schedule
 from distloop.actions import Action, Report
+from distloop.data import inputs
+from distloop.data.inputs import Layout, Source
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.distributed.preemption import Interrupted, Interrupts
-from distloop.inputs import Layout, Source
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.state import TrainState

@@ -19,8 +19,8 @@ import tensorflow as tf
 from distloop.actions import Action, Report
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
+from distloop.data.inputs import Source
 from distloop.distributed import cluster
-from distloop.inputs import Source
 from distloop.loop import Diverged, TrainLoop
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row

@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.config import Config
+from distloop.data.inputs import make_dataset
 from distloop.distributed import cluster
-from distloop.inputs import make_dataset
 from distloop.state import ModelSpec
 from distloop.trainer import Trainer
 from distloop.variables import named_variables, tensorflow_variable

@@ -25,11 +25,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import inputs, metrics, nonfinite
+from distloop import metrics, nonfinite
+from distloop.data import inputs
+from distloop.data.inputs import Batch
 from distloop.distributed import cluster, gathering
 from distloop.distributed.cluster import HOST
 from distloop.errors import require
-from distloop.inputs import Batch
 from distloop.monitoring.histograms import WatchedSteps
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR

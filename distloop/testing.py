@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from distloop import inputs
 from distloop.config import Config
+from distloop.data import inputs
 from distloop.distributed import cluster
 from distloop.monitoring.records import ABOUT_THE_RUN
 from distloop.state import ModelSpec

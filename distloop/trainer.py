@@ -17,16 +17,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import export, inputs, overview, rehearsal, trials
+from distloop import export, overview, rehearsal, trials
 from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions import run as run_actions
 from distloop.audit import Audit, audit
 from distloop.config import Config
 from distloop.config import write as write_config
+from distloop.data import inputs
+from distloop.data.inputs import Data, Source
 from distloop.distributed import cluster
 from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
-from distloop.inputs import Data, Source
 from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
 from distloop.monitoring.console import Console, say, show_parts, show_split
 from distloop.monitoring.histograms import WatchedSteps

@@ -18,12 +18,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import inputs
 from distloop.actions import Action, Report
 from distloop.config import Config
+from distloop.data import inputs
+from distloop.data.inputs import Data, Source
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
-from distloop.inputs import Data, Source
 from distloop.loop import Diverged, TrainLoop
 from distloop.monitoring import memory
 from distloop.monitoring.console import say

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import distloop
 from distloop import overview
+from distloop.data.inputs import Batch
 from distloop.distributed import cluster
-from distloop.inputs import Batch
 from distloop.monitoring import device_usage
 from distloop.variables import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.data.iterators import iterate
 from distloop.distributed import cluster
-from distloop.iterators import iterate
 from distloop.optimizers import loss_scale
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on
 from tests.test_bad_input import refused

@@ -21,10 +21,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from distloop.data.iterators import iterate
 from distloop.distributed import cluster, cores
 from distloop.distributed.cluster import HOST
 from distloop.errors import USER_ERROR, require
-from distloop.iterators import iterate
 
 Data: TypeAlias = (
     tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset

@@ -7,10 +7,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import inputs, iterators
+from distloop.data import inputs, iterators
+from distloop.data.inputs import Source
+from distloop.data.iterators import iterate
 from distloop.distributed import cluster
-from distloop.inputs import Source
-from distloop.iterators import iterate
 
 
 class SlowPart:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import inputs
 from distloop.config import Config
+from distloop.data import inputs
+from distloop.data.inputs import Source
 from distloop.distributed import cluster
-from distloop.inputs import Source
 
 
 @functools.cache
