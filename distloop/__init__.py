@@ -11,8 +11,8 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distloop.actions import Action, Report, SaveBest, StopEarly, StopTraining, Summary
-    from distloop.callbacks import from_callback
+    from distloop.actions.action import Action, Report, SaveBest, StopEarly, StopTraining, Summary
+    from distloop.actions.keras_callback import from_callback
     from distloop.config import Config, define_flags
     from distloop.data.inputs import make_dataset
     from distloop.distributed.cluster import prepare
@@ -70,7 +70,7 @@ __all__ = [
 # Which module each name is in. Names are looked up when they are first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once. tests/test_house.py holds the three lists together.
 _MODULES = {
-    "Action": "actions",
+    "Action": "actions.action",
     "Audio": "monitoring.media",
     "BatchTest": "trials",
     "Config": "config",
@@ -81,18 +81,18 @@ _MODULES = {
     "ModelSpec": "state",
     "PRCurve": "monitoring.media",
     "RateTest": "trials",
-    "Report": "actions",
-    "SaveBest": "actions",
-    "StopEarly": "actions",
-    "StopTraining": "actions",
-    "Summary": "actions",
+    "Report": "actions.action",
+    "SaveBest": "actions.action",
+    "StopEarly": "actions.action",
+    "StopTraining": "actions.action",
+    "Summary": "actions.action",
     "Text": "monitoring.media",
     "Trainer": "trainer",
     "Update": "state",
     "autotune_batch": "trials",
     "define_flags": "config",
     "find_learning_rate": "trials",
-    "from_callback": "callbacks",
+    "from_callback": "actions.keras_callback",
     "from_keras": "supervised",
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.inputs",

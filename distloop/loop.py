@@ -15,8 +15,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import actions, metrics, schedule
-from distloop.actions import Action, Report
+from distloop import metrics
+from distloop.actions import schedule
+from distloop.actions.action import Action, Report
+from distloop.actions.action import run as run_actions
 from distloop.data import inputs
 from distloop.data.inputs import Layout, Source
 from distloop.distributed import cluster
@@ -136,7 +138,7 @@ class TrainLoop:
                     report = Report(step, until, numbers, self._state, time=row.end)
                     if is_log_due:
                         self._open_window()  # before the actions: what they save begins with a new one
-                    reported, reason = actions.run(to_do, report, self._clock)
+                    reported, reason = run_actions(to_do, report, self._clock)
                     if reason:
                         logging.warning("Stopped at step %d: %s.", step, reason)  # seen without flags, too
                         return reported

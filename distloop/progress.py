@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.actions import Action, Report
+from distloop.actions.action import Action, Report
 from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.data.inputs import Source

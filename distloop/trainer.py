@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import export, overview, rehearsal, trials
-from distloop.actions import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
-from distloop.actions import run as run_actions
+from distloop.actions.action import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
+from distloop.actions.action import run as run_actions
 from distloop.audit import Audit, audit
 from distloop.config import Config
 from distloop.config import write as write_config

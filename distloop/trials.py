@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions import Action, Report
+from distloop.actions.action import Action, Report
 from distloop.config import Config
 from distloop.data import inputs
 from distloop.data.inputs import Data, Source

@@ -25,7 +25,7 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
-from distloop.actions import Report, Write
+from distloop.actions.action import Report, Write
 from distloop.checkpoints import Checkpoints
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.media import Layout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distloop import schedule
+from distloop.actions import schedule
 
 
 def boundaries(until, everys, steps_per_loop=0, start=0):

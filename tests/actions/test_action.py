@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import actions
-from distloop.actions import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
+from distloop.actions.action import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
 from distloop.monitoring import memory
 from distloop.monitoring.media import Histogram
 from distloop.monitoring.tensorboard import SummaryWriter
@@ -163,7 +162,7 @@ class File:
 
 
 def test_files_get_rows_together_after_a_while_at_a_flush_and_in_the_end(monkeypatch):
-    monkeypatch.setattr(actions, "_MOST_SECS", 0.5)
+    monkeypatch.setattr("distloop.actions.action._MOST_SECS", 0.5)
     file = File()
     with Write([file]) as write:
         for first in (1, 11):  # the second time, too
@@ -198,7 +197,7 @@ def test_arrays_that_change_after_they_were_shown_are_written_as_they_were(tmp_p
 
 
 def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
-    monkeypatch.setattr(actions, "_MOST_SECS", 0.001)
+    monkeypatch.setattr("distloop.actions.action._MOST_SECS", 0.001)
     file = File()
     with Write([file]) as write:
         for step in range(1, 2001):
@@ -210,7 +209,7 @@ def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
 
 @pytest.mark.parametrize("found", ["in the end", "at a flush", "by the timer"])
 def test_what_is_wrong_with_a_row_is_raised_where_somebody_sees_it(found, monkeypatch):
-    monkeypatch.setattr(actions, "_MOST_SECS", 0.001 if found == "by the timer" else 60)
+    monkeypatch.setattr("distloop.actions.action._MOST_SECS", 0.001 if found == "by the timer" else 60)
     file = File(fails_at=2, error=ValueError("wrong"))
     with pytest.raises(ValueError, match="wrong"), Write([file]) as write:
         write(report(1))

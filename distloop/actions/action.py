@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from distloop import schedule
+from distloop.actions import schedule
 from distloop.distributed.pipeline import Stages
 from distloop.distributed.preemption import Interrupted
 from distloop.monitoring import device_usage, memory

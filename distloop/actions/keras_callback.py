@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from distloop.actions import Report, StopTraining
+from distloop.actions.action import Report, StopTraining
 
 # What stands in for callbacks that distloop has something better for; by class, the derived one first.
 _INSTEAD = {

@@ -1,0 +1,1 @@
+"""What happens between loops; one file an action."""
