@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from distloop.distributed.cluster import prepare
     from distloop.distributed.gathering import gather_rows
     from distloop.distributed.pipeline import split, stages
-    from distloop.metrics import weighted
     from distloop.monitoring.media import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.monitoring.records import read_metrics
     from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer
-    from distloop.state import ModelSpec, Update
-    from distloop.supervised import from_keras, supervised
     from distloop.trainer import Trainer
+    from distloop.training.keras_model import from_keras, supervised
+    from distloop.training.metrics import weighted
+    from distloop.training.state import ModelSpec, Update
     from distloop.trials import BatchTest, RateTest, autotune_batch, find_learning_rate
     from distloop.variables import summarize
 
@@ -78,7 +78,7 @@ _MODULES = {
     "Histogram": "monitoring.media",
     "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
-    "ModelSpec": "state",
+    "ModelSpec": "training.state",
     "PRCurve": "monitoring.media",
     "RateTest": "trials",
     "Report": "actions.action",
@@ -88,12 +88,12 @@ _MODULES = {
     "Summary": "actions.action",
     "Text": "monitoring.media",
     "Trainer": "trainer",
-    "Update": "state",
+    "Update": "training.state",
     "autotune_batch": "trials",
     "define_flags": "config",
     "find_learning_rate": "trials",
     "from_callback": "actions.keras_callback",
-    "from_keras": "supervised",
+    "from_keras": "training.keras_model",
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.inputs",
     "make_schedule": "optimizers.learning_rates",
@@ -103,8 +103,8 @@ _MODULES = {
     "split": "distributed.pipeline",
     "stages": "distributed.pipeline",
     "summarize": "variables",
-    "supervised": "supervised",
-    "weighted": "metrics",
+    "supervised": "training.keras_model",
+    "weighted": "training.metrics",
 }
 
 if not TYPE_CHECKING:  # type checkers would take any name for one that is there

@@ -24,12 +24,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import nonfinite
 from distloop.data import inputs
 from distloop.data.inputs import Data, Source
 from distloop.distributed import cluster
-from distloop.state import SEED_STRIDE, TrainState, Update
-from distloop.step import READS, TrainStep
+from distloop.training import nonfinite
+from distloop.training.state import SEED_STRIDE, TrainState, Update
+from distloop.training.step import READS, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
 
 REPLICAS = 2  # that are compared with one

@@ -27,8 +27,8 @@ from absl import logging
 
 from distloop.data import inputs
 from distloop.distributed import cluster
-from distloop.state import TrainState
-from distloop.step import check_outputs
+from distloop.training.state import TrainState
+from distloop.training.step import check_outputs
 from distloop.variables import arranged
 
 DEFAULT = "serving_default"  # the name of the signature that TensorFlow's tools take if they are given none

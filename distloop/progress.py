@@ -21,10 +21,10 @@ from distloop.checkpoints import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.data.inputs import Source
 from distloop.distributed import cluster
-from distloop.loop import Diverged, TrainLoop
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
-from distloop.state import TrainState
+from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.state import TrainState
 
 
 class Progress:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.state import TrainState
+from distloop.training.state import TrainState
 
 
 def settings(config: Config, owner: object) -> Config:

@@ -22,8 +22,8 @@ import tensorflow as tf
 from distloop.config import Config
 from distloop.data.inputs import make_dataset
 from distloop.distributed import cluster
-from distloop.state import ModelSpec
 from distloop.trainer import Trainer
+from distloop.training.state import ModelSpec
 from distloop.variables import named_variables, tensorflow_variable
 
 _STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd

@@ -31,8 +31,8 @@ from distloop.config import Config
 from distloop.data import inputs
 from distloop.distributed import cluster
 from distloop.monitoring.records import ABOUT_THE_RUN
-from distloop.state import ModelSpec
 from distloop.trainer import Trainer
+from distloop.training.state import ModelSpec
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 
 T = TypeVar("T")

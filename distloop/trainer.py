@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import export, overview, rehearsal, trials
+from distloop import export, rehearsal, trials
 from distloop.actions.action import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions.action import run as run_actions
 from distloop.audit import Audit, audit
@@ -28,7 +28,6 @@ from distloop.data.inputs import Data, Source
 from distloop.distributed import cluster
 from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
-from distloop.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
 from distloop.monitoring.console import Console, say, show_parts, show_split
 from distloop.monitoring.histograms import WatchedSteps
 from distloop.monitoring.json_writer import JsonWriter
@@ -38,8 +37,10 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.progress import Progress
-from distloop.state import ModelSpec, TrainState
-from distloop.step import PredictStep, TrainStep
+from distloop.training import overview
+from distloop.training.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
+from distloop.training.state import ModelSpec, TrainState
+from distloop.training.step import PredictStep, TrainStep
 from distloop.variables import count_parameters
 from distloop.warm_start import warm_start
 

@@ -24,13 +24,13 @@ from distloop.data import inputs
 from distloop.data.inputs import Data, Source
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
-from distloop.loop import Diverged, TrainLoop
 from distloop.monitoring import memory
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
-from distloop.state import TrainState
-from distloop.step import TrainStep
+from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.state import TrainState
+from distloop.training.step import TrainStep
 
 _SMOOTHING = 0.9  # of the losses: the weight of those before
 _TOO_LARGE = 4.0  # times the least loss, and the learning rate is too high for good

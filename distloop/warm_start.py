@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from distloop.checkpoints import Checkpoints, load
-from distloop.state import TrainState
+from distloop.training.state import TrainState
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of TensorFlow's objects

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.loop import Diverged
+from distloop.training.loop import Diverged
 from tests.problems import assert_equal, on, weights
 
 RNG = np.random.default_rng(0)

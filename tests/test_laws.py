@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.loop import Diverged, TrainLoop
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import gradients
+from distloop.training.loop import Diverged, TrainLoop
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
 from tests.test_bad_input import refused

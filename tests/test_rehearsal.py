@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import rehearsal
-from distloop.state import TrainState
+from distloop.training.state import TrainState
 from tests.problems import classification, classifier, on
 
 

@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import overview
 from distloop.data.inputs import Batch
 from distloop.distributed import cluster
 from distloop.monitoring import device_usage
+from distloop.training import overview
 from distloop.variables import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
 from tests.test_bad_input import refused

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import nonfinite
+from distloop.training import nonfinite
 from tests.problems import assert_equal, classification, everything, on
 
 

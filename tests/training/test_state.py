@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop import state
 from distloop.config import Config
 from distloop.distributed import cluster
-from distloop.state import ModelSpec, TrainState, Update
+from distloop.training import state
+from distloop.training.state import ModelSpec, TrainState, Update
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from distloop.distributed import cluster
 from distloop.monitoring import flops, records
 from distloop.monitoring.media import Layout, Text
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.state import TrainState
+from distloop.training.state import TrainState
 from distloop.variables import named_variables
 
 _MOST_ROWS = 200  # of the model's table

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import overview
+from distloop.training import overview
 from tests import problems
 
 SPEC = {

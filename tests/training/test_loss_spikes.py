@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.divergence import LossWatch
+from distloop.training.loss_spikes import LossWatch
 
 
 def test_noise_is_no_jump():

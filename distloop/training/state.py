@@ -26,10 +26,10 @@ from absl import logging
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.distributed.pipeline import Stages, find_stages
-from distloop.divergence import LossWatch
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
+from distloop.training.loss_spikes import LossWatch
 from distloop.variables import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]

@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import metrics
 from distloop.actions import schedule
 from distloop.actions.action import Action, Report
 from distloop.actions.action import run as run_actions
@@ -26,8 +25,9 @@ from distloop.distributed.cluster import HOST
 from distloop.distributed.preemption import Interrupted, Interrupts
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
-from distloop.state import TrainState
-from distloop.step import EvalStep, PredictStep, TrainStep
+from distloop.training import metrics
+from distloop.training.state import TrainState
+from distloop.training.step import EvalStep, PredictStep, TrainStep
 from distloop.variables import tensorflow_variable
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])

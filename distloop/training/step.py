@@ -25,7 +25,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop import metrics, nonfinite
 from distloop.data import inputs
 from distloop.data.inputs import Batch
 from distloop.distributed import cluster, gathering
@@ -34,7 +33,8 @@ from distloop.errors import require
 from distloop.monitoring.histograms import WatchedSteps
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
-from distloop.state import GradientFn, TrainState, Update
+from distloop.training import metrics, nonfinite
+from distloop.training.state import GradientFn, TrainState, Update
 from distloop.variables import named_variables, tensorflow_variable
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"

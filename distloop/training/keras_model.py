@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.metrics import Weighted, weighted
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.state import ModelSpec
+from distloop.training.metrics import Weighted, weighted
+from distloop.training.state import ModelSpec
 
 
 def supervised(
