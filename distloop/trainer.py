@@ -17,10 +17,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import export, rehearsal, trials
+from distloop import rehearsal, trials
 from distloop.actions.action import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions.action import run as run_actions
 from distloop.audit import Audit, audit
+from distloop.checkpoints import export
+from distloop.checkpoints.resume import Progress
+from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.data import inputs
@@ -36,13 +39,11 @@ from distloop.monitoring.records import read_metrics, read_steps
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
-from distloop.progress import Progress
 from distloop.training import overview
 from distloop.training.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
 from distloop.training.state import ModelSpec, TrainState
 from distloop.training.step import PredictStep, TrainStep
 from distloop.variables import count_parameters
-from distloop.warm_start import warm_start
 
 _KEPT_PASSES = 8  # datasets that are remembered: to make them ready takes as long as a short pass over them
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop import checkpoints
+from distloop.checkpoints import store
 from distloop.distributed import heartbeat, preemption
 from tests import problems
 from tests.forked import Program
@@ -223,8 +223,8 @@ def workdir(tmp_path_factory):
 def newest(workdir):
     """The step of the newest checkpoint, which is whole."""
     directory = workdir / "checkpoints"
-    steps = checkpoints.Checkpoints(str(directory)).steps if directory.exists() else []
-    return checkpoints.load(str(directory / str(steps[-1]))).step if steps else 0
+    steps = store.Checkpoints(str(directory)).steps if directory.exists() else []
+    return store.load(str(directory / str(steps[-1]))).step if steps else 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])

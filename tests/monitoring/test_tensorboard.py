@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
 from distloop.actions.action import Report, Write
-from distloop.checkpoints import Checkpoints
+from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.media import Layout
 from distloop.monitoring.tensorboard import SummaryWriter

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.checkpoints import Checkpoints, load
+from distloop.checkpoints.store import Checkpoints, load
 from distloop.training.state import TrainState
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 

@@ -186,7 +186,7 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
         print("measured", sorted(found))
     """
     (tmp_path / "sidecar.py").write_text(textwrap.dedent(program))
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = str(pathlib.Path(__file__).resolve().parents[2])
     workdir = tmp_path / "run"
     command = [sys.executable, str(tmp_path / "sidecar.py"), str(workdir)]
     environment = {**os.environ, "PYTHONPATH": root}

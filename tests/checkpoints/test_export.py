@@ -537,7 +537,9 @@ def test_a_function_that_takes_no_ones_is_exported_and_told(tmp_path, monkeypatc
             return model(batch["x"], training=False)
 
     told = []
-    monkeypatch.setattr("distloop.export.logging.warning", lambda text, *arguments: told.append(text % arguments))
+    monkeypatch.setattr(
+        "distloop.checkpoints.export.logging.warning", lambda text, *arguments: told.append(text % arguments)
+    )
     predictions, serve = exported(make_trainer(predict_of), tmp_path / "model")
     np.testing.assert_allclose(serve(x=tf.constant(ROWS["x"]))["output"], predictions, rtol=1e-6)
     assert told == ["What was exported is not compared with predict_fn, which cannot be run on ones."]
@@ -585,7 +587,7 @@ def test_a_process_killed_between_two_renames_costs_no_export(tmp_path, monkeypa
     program = """
 import os, signal, sys
 import numpy as np
-from tests.test_export import ROWS, dataset, make_trainer
+from tests.checkpoints.test_export import ROWS, dataset, make_trainer
 trainer = make_trainer()
 np.save("predictions.npy", trainer.predict(dataset()))
 trainer.export("model")

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
-from distloop.checkpoints import Checkpoints, Saved, load
+from distloop.checkpoints.store import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.data.inputs import Source
 from distloop.distributed import cluster

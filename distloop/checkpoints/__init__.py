@@ -1,0 +1,1 @@
+"""What outlives a process: checkpoints, going on and back, the start from other weights, exports."""
