@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distloop.actions.keras_callback import from_callback
     from distloop.config import Config, define_flags
     from distloop.data.inputs import make_dataset
+    from distloop.diagnostics.tuning import BatchTest, RateTest, autotune_batch, find_learning_rate
     from distloop.distributed.cluster import prepare
     from distloop.distributed.gathering import gather_rows
     from distloop.distributed.pipeline import split, stages
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from distloop.training.keras_model import from_keras, supervised
     from distloop.training.metrics import weighted
     from distloop.training.state import ModelSpec, Update
-    from distloop.trials import BatchTest, RateTest, autotune_batch, find_learning_rate
     from distloop.variables import summarize
 
 __all__ = [
@@ -72,7 +72,7 @@ __all__ = [
 _MODULES = {
     "Action": "actions.action",
     "Audio": "monitoring.media",
-    "BatchTest": "trials",
+    "BatchTest": "diagnostics.tuning",
     "Config": "config",
     "ConfusionMatrix": "monitoring.media",
     "Histogram": "monitoring.media",
@@ -80,7 +80,7 @@ _MODULES = {
     "LossScaleOptimizer": "optimizers.loss_scale",
     "ModelSpec": "training.state",
     "PRCurve": "monitoring.media",
-    "RateTest": "trials",
+    "RateTest": "diagnostics.tuning",
     "Report": "actions.action",
     "SaveBest": "actions.action",
     "StopEarly": "actions.action",
@@ -89,9 +89,9 @@ _MODULES = {
     "Text": "monitoring.media",
     "Trainer": "trainer",
     "Update": "training.state",
-    "autotune_batch": "trials",
+    "autotune_batch": "diagnostics.tuning",
     "define_flags": "config",
-    "find_learning_rate": "trials",
+    "find_learning_rate": "diagnostics.tuning",
     "from_callback": "actions.keras_callback",
     "from_keras": "training.keras_model",
     "gather_rows": "distributed.gathering",

@@ -17,10 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import rehearsal, trials
 from distloop.actions.action import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions.action import run as run_actions
-from distloop.audit import Audit, audit
 from distloop.checkpoints import export
 from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.warm_start import warm_start
@@ -28,6 +26,8 @@ from distloop.config import Config
 from distloop.config import write as write_config
 from distloop.data import inputs
 from distloop.data.inputs import Data, Source
+from distloop.diagnostics import dry_run, tuning
+from distloop.diagnostics.audit import Audit, audit
 from distloop.distributed import cluster
 from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
@@ -86,7 +86,7 @@ class Trainer:
                 "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
                 "on one worker, with as many devices."
             )
-        self.config = config = rehearsal.settings(config, owner=self) if config.fast_dev_run else config
+        self.config = config = dry_run.settings(config, owner=self) if config.fast_dev_run else config
         with loss_scale.policy(config.precision):
             self.state = TrainState.make(
                 model_fn,
@@ -160,7 +160,7 @@ class Trainer:
         if settings.audit:
             self._leave_after_audit(train)
         if settings.autotune_batch:
-            trials.autotune_batch(self, train)
+            tuning.autotune_batch(self, train)
             raise SystemExit(0)
         if self._train_source is None or self._train_source.data is not train:
             self._train_source = Source(
@@ -312,7 +312,7 @@ class Trainer:
             outputs = next(self.stream_predictions(source.data, signature=signature))
             return len(tf.nest.flatten(outputs)[0])
 
-        yield from rehearsal.check(
+        yield from dry_run.check(
             self.state,
             train=functools.partial(self._train_loop.train, source, self.step + 1, []),
             restore=self.restore if cluster.num_workers(self.strategy) == 1 else None,
@@ -527,7 +527,7 @@ class Trainer:
                 something else is in the way, or what was written answers otherwise than the model.
         """
         path = os.fspath(path)
-        if self.config.fast_dev_run and (path := rehearsal.aside(given := path, self.config.workdir)) != given:
+        if self.config.fast_dev_run and (path := dry_run.aside(given := path, self.config.workdir)) != given:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
         if os.path.normpath(path).endswith(".keras"):
             export.write_keras_file(self.state, path)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import rehearsal
+from distloop.diagnostics import dry_run
 from distloop.training.state import TrainState
 from tests.problems import classification, classifier, on
 
@@ -50,7 +50,7 @@ def test_what_a_program_does_after_fit_still_works(tmp_path):
 
 def test_the_directory_goes_with_its_owner():
     owner = set()  # anything that can be referred to weakly
-    directory = rehearsal.settings(on(1, fast_dev_run=True), owner).workdir
+    directory = dry_run.settings(on(1, fast_dev_run=True), owner).workdir
     assert os.path.isdir(directory)
     del owner
     assert not os.path.exists(directory)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import distloop
-from distloop import trials
+from distloop.diagnostics import tuning
 from tests.problems import assert_equal, classification, classifier, everything, on, weights
 
 
@@ -114,8 +114,8 @@ def test_what_makes_no_sense_is_refused(arguments, words):
 
 
 def test_smoothing_has_no_bias():
-    np.testing.assert_allclose(trials.smooth(np.full(5, 3.0)), 3.0)
-    np.testing.assert_allclose(trials.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
+    np.testing.assert_allclose(tuning.smooth(np.full(5, 3.0)), 3.0)
+    np.testing.assert_allclose(tuning.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
 
 
 def speeds(monkeypatch, found):
@@ -125,9 +125,9 @@ def speeds(monkeypatch, found):
         value = found[batch_size]
         if isinstance(value, Exception):
             raise value
-        return trials.BatchTrial(batch_size, value, 1.0)
+        return tuning.BatchTrial(batch_size, value, 1.0)
 
-    monkeypatch.setattr(trials._Meter, "__call__", measure)
+    monkeypatch.setattr(tuning._Meter, "__call__", measure)
 
 
 def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
@@ -154,16 +154,16 @@ def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
 def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
     speeds(monkeypatch, {16: 100.0})
     levels = iter([1.0, 1.6])
-    monkeypatch.setattr(trials.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
-    monkeypatch.setattr(trials.memory, "available_gb", lambda: 2.0)
+    monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
+    monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
     found = distloop.autotune_batch(trainer_of(), batches())
     assert found.reason == "a batch of 32 may take more than 1 GB of memory"
 
 
 @pytest.mark.slow
 def test_measuring_batches_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(trials, "_MEASURED_SECS", 0.01)
-    monkeypatch.setattr(trials.memory, "available_gb", lambda: -1.0)  # for no second one
+    monkeypatch.setattr(tuning, "_MEASURED_SECS", 0.01)
+    monkeypatch.setattr(tuning.memory, "available_gb", lambda: -1.0)  # for no second one
     model_fn = classifier(dropout=0.2, batch_norm="local")
     trainer = distloop.Trainer(model_fn, on(2, console="quiet", average_decay=0.9))
     data = batches()

@@ -1,0 +1,1 @@
+"""What looks for mistakes and good settings before a run."""
