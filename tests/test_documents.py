@@ -11,7 +11,7 @@ from absl import flags
 from distloop import config, launch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-GUIDES = sorted((ROOT / "experiments" / "guides").glob("*.md"))
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *GUIDES]
 LAUNCHER = {*launch._NUMBERS, "hosts"}
 OTHERS = LAUNCHER | {"help", "json", "png", "workloads", "replicas", "logdir", "flagfile"}
@@ -69,7 +69,7 @@ def test_links_lead_to_files(page):
 def messages():
     """Lists the texts in the source, with a mark for each part that is formatted."""
     found = []
-    for path in sorted((ROOT / "distloop").glob("*.py")):
+    for path in sorted((ROOT / "distloop").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
@@ -78,7 +78,7 @@ def messages():
     return found
 
 
-QUOTED = re.findall(r"^> (.+)$", (ROOT / "experiments" / "guides" / "errors.md").read_text(encoding="utf-8"), re.M)
+QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.M)
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
@@ -90,4 +90,4 @@ def test_an_error_is_quoted_as_it_is(quoted):
 def test_the_guides_are_linked():
     for page in PAGES[:2]:
         text = page.read_text(encoding="utf-8")
-        assert all(f"(experiments/guides/{guide.name})" in text for guide in GUIDES), page.name
+        assert all(f"(docs/{guide.name})" in text for guide in GUIDES), page.name
