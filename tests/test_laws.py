@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.monitoring.records import OF_THE_MACHINE
-from distloop.optimizers import gradients
+from distloop.optimizers import keras_hooks
 from distloop.training.loop import Diverged, TrainLoop
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
@@ -69,7 +69,7 @@ def test_any_number_of_replicas_trains_large_weights_to_the_same():
 
     def model_fn():
         hidden = [keras.layers.Dense(256, activation="tanh", use_bias=False, name=f"hidden{i}") for i in range(2)]
-        assert 4 * 256 * 256 >= gradients.LEAST_FUSED_BYTES
+        assert 4 * 256 * 256 >= keras_hooks.MIN_FUSED_BYTES
         model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(4, name="logits")], name="net")
 
         def loss_fn(batch, training):

@@ -1,4 +1,4 @@
-"""Owns the way from sums of gradients to an update: pack, reduce once, clip, apply; the one seam to Keras's optimizer.
+"""Owns the way from sums of gradients to an update: pack, reduce once, clip, apply.
 
 Everything here runs in a replica's context. It does not know where gradients come from.
 
@@ -15,13 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.variables import tensorflow_variable
-
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
 LARGEST_PACKED_BYTES = 256 * 1024
-# From here on one operation for all of Adam's update is faster than many: 2 times at this size, 3 times at 128 MB; at
-# 16 kB it is slower.
-LEAST_FUSED_BYTES = 256 * 1024
 
 
 class Packing:
@@ -183,103 +178,3 @@ def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor],
         # gradients. All of `apply` could wait for them, but what does not need them would start later (25 us of 90).
         tf.identity(optimizer.iterations)
     optimizer.apply(gradients, variables)
-
-
-def own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
-    """Keeps Keras from summing over the replicas again.
-
-    Keras 3 has no `skip_gradients_aggregation`; overriding this method on the object is its only seam.
-
-    Raises:
-        RuntimeError: if this version of Keras has no such seam.
-    """
-    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-        raise RuntimeError(
-            f"Keras {keras.__version__} has no Optimizer._all_reduce_sum_gradients, which distloop needs to reduce "
-            "gradients once: install a tested version, keras>=3.12,<3.16."
-        )
-    optimizer._all_reduce_sum_gradients = list
-
-
-def fuse_large_updates(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes Adam and AdamW change each large variable in one operation, TensorFlow's own.
-
-    Keras takes some fifteen, each of which goes through all of the variable's memory. Both follow Kingma & Ba 2015
-    (arXiv:1412.6980), the end of section 2, and differ by rounding alone, most in 1 - beta_2: 1.3e-5 of it in float32,
-    which the mean of the squares has, too, and the correction of its bias takes out again.
-
-    Args:
-        optimizer: a plain one; others than those two, and Adam with `amsgrad`, stay as they are.
-    """
-    if type(optimizer) not in (keras.optimizers.Adam, keras.optimizers.AdamW) or optimizer.amsgrad:
-        return
-    update_step = optimizer.update_step
-
-    def update_fused(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        plain = tensorflow_variable(variable)
-        dtype = plain.dtype
-        if not isinstance(gradient, tf.Tensor) or plain.shape.num_elements() * dtype.size < LEAST_FUSED_BYTES:
-            update_step(gradient, variable, learning_rate)
-            return
-        slot = optimizer._get_variable_index(variable)
-        m, v = (tensorflow_variable(slots[slot]) for slots in (optimizer._momentums, optimizer._velocities))
-        beta_1, beta_2 = tf.constant(optimizer.beta_1, dtype), tf.constant(optimizer.beta_2, dtype)
-        step = tf.cast(optimizer.iterations + 1, dtype)
-        tf.raw_ops.ResourceApplyAdam(
-            var=plain.handle,
-            m=m.handle,
-            v=v.handle,
-            beta1_power=beta_1**step,
-            beta2_power=beta_2**step,
-            lr=tf.cast(learning_rate, dtype),
-            beta1=beta_1,
-            beta2=beta_2,
-            epsilon=tf.constant(optimizer.epsilon, dtype),
-            grad=tf.cast(gradient, dtype),
-        )
-
-    optimizer.update_step = update_fused
-
-
-def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequence[tuple[Any, float]]) -> None:
-    """Makes an optimizer multiply its learning rate for some variables, in their weight decay too.
-
-    Args:
-        optimizer: a plain one; Keras 3 asks these two of its methods for each variable.
-        factors: pairs of a variable and what to multiply with; all others keep theirs.
-    """
-    update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
-    by_key = {optimizer._var_key(variable): factor for variable, factor in factors}
-
-    def factor_of(variable: Any) -> float:
-        return by_key.get(optimizer._var_key(variable), 1.0)
-
-    def update_scaled(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(gradient, variable, learning_rate * factor_of(variable))
-
-    def decay_scaled(variables: Sequence[Any]) -> None:
-        decay([variable for variable in variables if factor_of(variable) == 1.0])
-        for variable in variables:
-            factor = factor_of(variable)
-            if factor != 1.0 and optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
-                plain = tensorflow_variable(variable)
-                rate = tf.cast(optimizer.learning_rate * factor * optimizer.weight_decay, plain.dtype)
-                plain.assign_sub(plain * rate)
-
-    optimizer.update_step, optimizer._apply_weight_decay = update_scaled, decay_scaled
-
-
-def update_beside_variables(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer work on each variable's device; without a strategy, Keras works on the default device."""
-    update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
-
-    def update_there(gradient: Any, variable: Any, *rest: Any) -> Any:
-        with tf.device(variable.device):
-            return update_step(gradient, variable, *rest)
-
-    def decay_there(variables: Sequence[Any]) -> None:
-        for variable in variables:
-            with tf.device(tensorflow_variable(variable).device):
-                decay([variable])
-
-    optimizer.update_step, optimizer._apply_weight_decay = update_there, decay_there

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.optimizers import gradients
+from distloop.optimizers import gradients, keras_hooks
 
 # So many steps in a row without one finite gradient, at the smallest scale, and it is not the scale's fault.
 MAX_OVERFLOWS_AT_FLOOR = 10
@@ -122,7 +122,7 @@ class LossScaleOptimizer(tf.Module):
         self.max_scale = max_scale
         self.loss_scale = tf.Variable(initial_scale, dtype=tf.float32, trainable=False, name="loss_scale")
         self.streak = tf.Variable(0, dtype=tf.int32, trainable=False, name="streak")
-        gradients.own_reduction(inner_optimizer)
+        keras_hooks.skip_reduction(inner_optimizer)
 
     @property
     def variables(self) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from absl import logging
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.distributed.pipeline import Stages, find_stages
-from distloop.optimizers import gradients
+from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.training.loss_spikes import LossWatch
@@ -296,12 +296,12 @@ class TrainState(tf.Module):
                 plain.exclude_from_weight_decay([v for v, does in zip(variables, decays, strict=True) if not does])
             if not optimizer.built:
                 optimizer.build(variables)
-            gradients.own_reduction(plain)
-            gradients.fuse_large_updates(plain)
+            keras_hooks.skip_reduction(plain)
+            keras_hooks.fuse_large_updates(plain)
             if update.learning_rates:
-                gradients.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
+                keras_hooks.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
             if self.staged:
-                gradients.update_beside_variables(self.plain_optimizers[update.name])
+                keras_hooks.update_on_variable_devices(self.plain_optimizers[update.name])
             if isinstance(rate := self.plain_optimizers[update.name]._learning_rate, keras.Variable):
                 self._initial_rates[update.name] = float(rate.numpy())
         layers = list(_layers(self.spec.model))
