@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distloop.actions.action import Action, Report, SaveBest, StopEarly, StopTraining, Summary
     from distloop.actions.keras_callback import from_callback
     from distloop.config import Config, define_flags
-    from distloop.data.inputs import make_dataset
+    from distloop.data.arrays import make_dataset
     from distloop.diagnostics.tuning import BatchTest, RateTest, autotune_batch, find_learning_rate
     from distloop.distributed.cluster import prepare
     from distloop.distributed.gathering import gather_rows
@@ -95,7 +95,7 @@ _MODULES = {
     "from_callback": "actions.keras_callback",
     "from_keras": "training.keras_model",
     "gather_rows": "distributed.gathering",
-    "make_dataset": "data.inputs",
+    "make_dataset": "data.arrays",
     "make_schedule": "optimizers.learning_rates",
     "prepare": "distributed.cluster",
     "read_metrics": "monitoring.records",

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.data.inputs import make_dataset
+from distloop.data.arrays import make_dataset
 from distloop.distributed import cluster
 from distloop.trainer import Trainer
 from distloop.training.state import ModelSpec

@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.data import inputs
+from distloop.data.copies import fresh_copy
 from distloop.distributed import cluster
 from distloop.monitoring.records import ABOUT_THE_RUN
 from distloop.trainer import Trainer
@@ -118,7 +118,7 @@ def assert_replica_law(
     for count in replicas:
         config = Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
         trainer = Trainer(model_fn, config)
-        numbers = trainer.fit(inputs.fresh_copy(dataset), steps=steps)
+        numbers = trainer.fit(fresh_copy(dataset), steps=steps)
         found = {name: np.asarray(value) for name, value in numbers.items() if not _is_about_the_run(name)}
         for path, variable in portable_names(trainer.model).items():
             if not is_seed(variable):

@@ -24,8 +24,8 @@ from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.config import write as write_config
-from distloop.data import inputs
-from distloop.data.inputs import Data, Source
+from distloop.data.copies import fresh_copy
+from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
 from distloop.diagnostics.audit import Audit, audit
 from distloop.distributed import cluster
@@ -380,9 +380,7 @@ class Trainer:
             raise ValueError(
                 "audit was called on several workers; one process shows the same: call it there, without TF_CONFIG."
             )
-        self._build(
-            Source(inputs.fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
-        )
+        self._build(Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy))
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
 
     def _leave_after_audit(self, dataset: Data) -> None:
@@ -652,7 +650,7 @@ class Trainer:
         ]
         if (split := source.split()) is not None:
             batch_size, sizes = split
-            of_worker = " on each worker" if source.layout.is_share else ""
+            of_worker = " on each worker" if source.layout.is_sharded else ""
             lines.append(f"batch {batch_size}{of_worker}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
         for network in self.state.staged:
             lines.append(f"stages {network.describe()}")

@@ -1,5 +1,6 @@
 """Small problems that the tests train on, and ways to compare what came of them."""
 
+import functools
 import json
 import time
 
@@ -8,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
+from distloop.data import shards
+from distloop.distributed import cluster
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 
 
@@ -152,3 +155,29 @@ def write_run(path, rows, settings=None, flags=(), *, saved=None, incidents=(), 
     if incidents:
         (path / "incidents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in incidents))
     return path
+
+
+@functools.cache
+def mirrored(count):
+    """A strategy of so many virtual CPUs."""
+    return cluster.make_strategy(distloop.Config(device="cpu", strategy="mirrored", num_devices=count))
+
+
+def numbers(count, batch_size):
+    """Batches {"x": [B]} of the numbers from 0."""
+    return tf.data.Dataset.range(count).batch(batch_size).map(lambda x: {"x": x})
+
+
+def of_unknown_length(dataset):
+    """The dataset, which no longer tells its length."""
+    return dataset.filter(lambda *_: True)
+
+
+def sizes_1_to_9():
+    """Batches of 1 to 9 rows, with row numbers from 100."""
+    return tf.data.Dataset.range(1, 10).map(lambda n: 100 + tf.range(n))
+
+
+def batch_taker(source, iterator):
+    """Returns a function that takes a batch, compiled as in a loop."""
+    return tf.function(lambda: shards.next_batch(iterator, source.layout), autograph=False)

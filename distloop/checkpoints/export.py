@@ -25,8 +25,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop.data import inputs
+from distloop.data import shards
 from distloop.distributed import cluster
+from distloop.errors import explain_data_error
 from distloop.training.state import TrainState
 from distloop.training.step import check_outputs
 from distloop.variables import arranged
@@ -237,7 +238,7 @@ def _example(call: Callable[[Any], Any], specs: Any, name: str) -> tuple[Any, An
         try:
             return rows, call(rows)
         except Exception as error:  # whatever the layers' code raises
-            if isinstance(error, tf.errors.OpError) and (explained := inputs.explain(error)) is not None:
+            if isinstance(error, tf.errors.OpError) and (explained := explain_data_error(error)) is not None:
                 raise explained from error
     logging.warning("What was exported is not compared with %s, which cannot be run on ones.", name)
     return None
@@ -388,7 +389,7 @@ def _signature(
 
     def serve(*tensors: tf.Tensor) -> dict[str, tf.Tensor]:
         given = tf.nest.pack_sequence_as(list(read.values()), tensors, expand_composites=True)
-        rows = tf.cast(inputs.batch_size(given), tf.int32)
+        rows = tf.cast(shards.batch_size(given), tf.int32)
         entries = dict(zip(read, given, strict=True))
         # Entries that predict_fn does not read are still part of the structure that it takes apart.
         flat = [entries[name] if name in entries else _absent(spec, rows) for name, spec in specs.items()]

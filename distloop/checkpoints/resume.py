@@ -19,7 +19,7 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.checkpoints.store import Checkpoints, Saved, load
 from distloop.config import Config
-from distloop.data.inputs import Source
+from distloop.data.source import Source
 from distloop.distributed import cluster
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row

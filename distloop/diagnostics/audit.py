@@ -24,8 +24,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.data import inputs
-from distloop.data.inputs import Data, Source
+from distloop.data import shards
+from distloop.data.copies import fresh_copy
+from distloop.data.source import Data, Source
 from distloop.distributed import cluster
 from distloop.training import nonfinite
 from distloop.training.state import SEED_STRIDE, TrainState, Update
@@ -150,12 +151,12 @@ class _Look:
         self._meetings: set[str] = set()  # how the model talks to other replicas in training
         self._is_random = False
         self._rows = next(iter(self._dataset()), None)
-        if self._rows is None or inputs.batch_size(self._rows) < REPLICAS:
+        if self._rows is None or shards.batch_size(self._rows) < REPLICAS:
             raise ValueError(
                 f"The dataset's first batch has less than {REPLICAS} rows; an audit shares it out between as many "
                 "replicas: give larger batches."
             )
-        size = int(inputs.batch_size(self._rows))
+        size = int(shards.batch_size(self._rows))
         cuts = [size * i // REPLICAS for i in range(REPLICAS + 1)]
         self._shares = [self._part(start, end) for start, end in zip(cuts, cuts[1:], strict=False)]
         self._layers = [
@@ -360,7 +361,7 @@ class _Look:
 
     def _compare_written(self, whole: _Measured, shares: Sequence[_Measured]) -> None:
         """Compares what the forward pass wrote: of floats distloop keeps the mean over the replicas."""
-        sizes = np.array([int(inputs.batch_size(share)) for share in self._shares], np.float64)
+        sizes = np.array([int(shards.batch_size(share)) for share in self._shares], np.float64)
         for path, value in whole.written.items():
             parts = [share.written[path] for share in shares]
             if np.issubdtype(value.dtype, np.floating):
@@ -443,7 +444,7 @@ class _Look:
 
         def train(iterator: Any) -> tf.Tensor:
             with tf.device(cluster.HOST):
-                batch = inputs.next_batch(iterator, source.layout)
+                batch = shards.next_batch(iterator, source.layout)
             return step(batch, source.layout).tallies
 
         iterator = source.new_iterator()
@@ -499,7 +500,7 @@ class _Look:
     ) -> list[_Measured]:
         """Computes an update over some rows, each as a replica of its own, and each from the same start."""
         step = TrainStep(self._state)
-        examples = tf.constant(inputs.batch_size(self._rows))
+        examples = tf.constant(shards.batch_size(self._rows))
 
         def compute(replica: int, rows: Any) -> Any:
             with self._as_replica(replica, len(shares)):
@@ -525,7 +526,7 @@ class _Look:
         """Gives the data as nobody has read it yet."""
         data = self._data
         if isinstance(data, tf.data.Dataset):
-            return inputs.fresh_copy(data)
+            return fresh_copy(data)
         assert callable(data)
         return data(tf.distribute.InputContext(1, 0, self._state.strategy.num_replicas_in_sync))
 
@@ -533,7 +534,7 @@ class _Look:
         return tf.nest.map_structure(lambda t: t[start:end], self._rows)
 
     def _reversed(self) -> Any:
-        numbers = tf.range(int(inputs.batch_size(self._rows)))[::-1]
+        numbers = tf.range(int(shards.batch_size(self._rows)))[::-1]
         return tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._rows)
 
     def _as_replica(self, replica: int, replicas: int = REPLICAS) -> _Replica:

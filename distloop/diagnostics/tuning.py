@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.config import Config
-from distloop.data import inputs
-from distloop.data.inputs import Data, Source
+from distloop.data import shards
+from distloop.data.source import Data, Source
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.monitoring import memory
@@ -189,7 +189,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
     trainer.build(dataset)
     first = Source(dataset, state.strategy, repeat=False)
     rows, is_split = first.first_rows(), first.layout.is_split
-    size = int(inputs.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
+    size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     measure = _Meter(state, settings, rows)
     before, most = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
     found: list[BatchTrial] = []
@@ -303,7 +303,7 @@ class _Meter:
 
     def __call__(self, batch_size: int) -> BatchTrial:
         """Measures one; raises ResourceExhaustedError where a device runs out of memory."""
-        numbers = tf.range(batch_size) % inputs.batch_size(self._rows)
+        numbers = tf.range(batch_size) % shards.batch_size(self._rows)
         with tf.device(HOST):
             batch = tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._rows)
         dataset = tf.data.Dataset.from_tensors(batch)

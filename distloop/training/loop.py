@@ -18,11 +18,13 @@ from absl import logging
 from distloop.actions import schedule
 from distloop.actions.action import Action, Report
 from distloop.actions.action import run as run_actions
-from distloop.data import inputs
-from distloop.data.inputs import Layout, Source
+from distloop.data import shards
+from distloop.data.shards import Layout
+from distloop.data.source import Source
 from distloop.distributed import cluster
 from distloop.distributed.cluster import HOST
 from distloop.distributed.preemption import Interrupted, Interrupts
+from distloop.errors import explain_data_error
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.training import metrics
@@ -68,7 +70,7 @@ class TrainLoop:
         self._run_one = _compiled(functools.partial(self._logs, while_loop=_once), eager)
         self._names: list[str] = []  # of the numbers in a row beside sums; known once it was traced
         self._prepared_for: Source | None = None
-        self._last_batch: inputs.LastBatch | None = None
+        self._last_batch: shards.LastBatch | None = None
         self._window = _Window()
         self._clock = Clock()
         self._profile: Profile | None = None
@@ -179,7 +181,7 @@ class TrainLoop:
         try:
             if self._prepared_for is not source:
                 if self._step.locate_nonfinite:
-                    self._last_batch = inputs.LastBatch(source.iterator())
+                    self._last_batch = shards.LastBatch(source.iterator())
                 if not self._eager:
                     # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
                     cluster.report(self._state.strategy, "tracing the step")
@@ -197,7 +199,7 @@ class TrainLoop:
                 result = run(source.iterator(), source.layout, tf.constant(count, tf.int64), every)
                 result = tf.nest.map_structure(lambda t: t.numpy(), result)
         except tf.errors.OpError as error:
-            explained = inputs.explain(error) or self._step.explain_error(error)
+            explained = explain_data_error(error) or self._step.explain_error(error)
             if explained is None:
                 raise
             raise explained from error
@@ -239,7 +241,7 @@ class TrainLoop:
             with tf.device(HOST), tf.control_dependencies([sums]):
                 sums, replica_secs = sums[: tf.size(sums) - of_replicas], sums[tf.size(sums) - of_replicas :]
                 examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
-                if (layout.is_share or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
+                if (layout.is_sharded or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
                     examples = cluster.sum_over_workers(self._state.strategy, examples)
                 own = self._read_numbers()
                 self._names = list(own)
@@ -287,14 +289,14 @@ class TrainLoop:
         def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
             with tf.control_dependencies([start]), tf.device(HOST):
-                batch = inputs.next_batch(iterator, layout)
+                batch = shards.next_batch(iterator, layout)
             with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
                 waited = tf.timestamp() - start
             if self._last_batch is not None:
                 self._last_batch.keep(batch)
             outcome = self._step(batch, layout)
             with tf.device(HOST):
-                examples = tf.cast(inputs.count_examples(batch, self._state.strategy), tf.float64)
+                examples = tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)
                 parts = [tf.cast(outcome.tallies, tf.float64), [examples, waited]]
                 if outcome.replica_secs is not None:
                     parts.append(tf.cast(outcome.replica_secs, tf.float64))
@@ -411,7 +413,7 @@ class EvalLoop:
                 most = tf.constant(limit or tf.int64.max, tf.int64)
                 result = self._run(source.new_iterator(), source.layout, most)
             except tf.errors.OpError as error:
-                explained = inputs.explain(error)
+                explained = explain_data_error(error)
                 if explained is None:
                     raise
                 raise explained from error
@@ -423,7 +425,7 @@ class EvalLoop:
     def _pass(self, iterator: Any, layout: Layout, most: tf.Tensor) -> dict[str, Any]:
         def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
             with tf.device(HOST):
-                has_batch, get_batch = inputs.next_batch_if_any(iterator, layout)
+                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
             more = tf.cond(
                 has_batch,
                 lambda: tallies + self._step(get_batch(), layout),
@@ -452,7 +454,7 @@ class PredictLoop:
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
         self._step = step if eager else tf.function(step, autograph=False)  # several places need not trace it anew
-        self._run = _compiled(lambda iterator, layout: self._step(inputs.next_batch(iterator, layout), layout), eager)
+        self._run = _compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         self._run_many = _compiled(self._batches, eager)
 
     def predict(self, source: Source, *, is_joined: bool = False) -> Iterator[Any]:
@@ -483,12 +485,12 @@ class PredictLoop:
                 except tf.errors.OpError as error:
                     if "TensorListConcat" in (error.message or ""):
                         raise cannot_join("their shapes differ") from error
-                    raise inputs.explain(error) or error from error
+                    raise explain_data_error(error) or error from error
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
     def _batches(self, iterator: Any, layout: Layout) -> Any:
         """Predicts for up to `_MOST_JOINED` batches, and joins their outputs."""
-        first = self._step(inputs.next_batch(iterator, layout), layout)
+        first = self._step(shards.next_batch(iterator, layout), layout)
         leaves = tf.nest.flatten(first)
         if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
             return first  # no array holds them
@@ -501,7 +503,7 @@ class PredictLoop:
             ]
 
             def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
-                has_batch, get_batch = inputs.next_batch_if_any(iterator, layout)
+                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
 
                 def written() -> list[tf.TensorArray]:
                     outputs = tf.nest.flatten(self._step(get_batch(), layout))

@@ -25,8 +25,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop.data import inputs
-from distloop.data.inputs import Batch
+from distloop.data import shards
+from distloop.data.shards import Batch
 from distloop.distributed import cluster, gathering
 from distloop.distributed.cluster import HOST
 from distloop.errors import require
@@ -143,7 +143,7 @@ class TrainStep:
         """The names of the tallies; known once the step was traced."""
         return [trace.full_name(name) for trace in self._traces for name in (*trace.names, *self._own_names)]
 
-    def __call__(self, batch: Batch, layout: inputs.Layout) -> Outcome:
+    def __call__(self, batch: Batch, layout: shards.Layout) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         finite = tf.constant(True)
         examples = self._count_examples(batch, layout)
@@ -187,13 +187,13 @@ class TrainStep:
         diagnosis = tf.concat(diagnoses or [tf.zeros([0])], 0)
         return Outcome(finite, failed, tallies, diagnosis, tf.add_n(secs) if secs else None)
 
-    def _replica_fn(self, trace: _UpdateTrace, layout: inputs.Layout) -> Callable[[Batch, tf.Tensor], _Forward]:
+    def _replica_fn(self, trace: _UpdateTrace, layout: shards.Layout) -> Callable[[Batch, tf.Tensor], _Forward]:
         return gathering.with_most_rows(functools.partial(self._forward, trace, layout), layout.most_rows)
 
-    def _count_examples(self, batch: Batch, layout: inputs.Layout) -> tf.Tensor:
+    def _count_examples(self, batch: Batch, layout: shards.Layout) -> tf.Tensor:
         """Counts the rows of a step; those of this worker alone where it has rows of its own and nobody asks."""
-        examples = tf.cast(inputs.count_examples(batch, self._strategy), tf.float32)
-        is_local = (layout.is_share or layout.is_split) and cluster.num_workers(self._strategy) > 1
+        examples = tf.cast(shards.count_examples(batch, self._strategy), tf.float32)
+        is_local = (layout.is_sharded or layout.is_split) and cluster.num_workers(self._strategy) > 1
         if is_local and self._state.loss_scalers:  # a loss is scaled alike on all workers
             return cluster.sum_over_workers(self._strategy, examples)
         return examples
@@ -248,7 +248,7 @@ class TrainStep:
             "jit_compile=False."
         )
 
-    def explain(self, step: int, diagnosis: np.ndarray, last: tuple[Batch, inputs.Layout] | None = None) -> str:
+    def explain(self, step: int, diagnosis: np.ndarray, last: tuple[Batch, shards.Layout] | None = None) -> str:
         """Says what was not finite in a step that is an error, the likely cause, and what to do.
 
         Args:
@@ -305,7 +305,7 @@ class TrainStep:
             "part of the way: look at the batch, lower the learning rate, set clip_norm, or raise loss_jump."
         )
 
-    def _locate(self, batch: Batch, layout: inputs.Layout) -> str:
+    def _locate(self, batch: Batch, layout: shards.Layout) -> str:
         """Takes a step that failed again, update by update, and says where the first bad number came from."""
         variables = [*self._state.untrained_variables, *(v for trace in self._traces for v in self._changed_by(trace))]
         changed = list({id(v): v for v in variables}.values())
@@ -341,13 +341,13 @@ class TrainStep:
             "large, or an operation is not deterministic"
         )
 
-    def _look(self, trace: _UpdateTrace, batch: Batch, layout: inputs.Layout, microbatch: int) -> str | None:
+    def _look(self, trace: _UpdateTrace, batch: Batch, layout: shards.Layout, microbatch: int) -> str | None:
         """Runs forward and backward of an update with a verdict on every tensor; says which was bad first, if any."""
         looked_at: list[tf.Tensor] = []
         results: list[tf.Tensor] = []
 
         def replica(batch: Batch, examples: tf.Tensor) -> Any:
-            rows, row_weights = inputs.take_share(batch, layout, self._microbatches, microbatch)
+            rows, row_weights = shards.take_shard(batch, layout, self._microbatches, microbatch)
             return self._gradients(trace, rows, row_weights, trace.factor(examples))
 
         @tf.function(autograph=False)
@@ -381,7 +381,7 @@ class TrainStep:
                     return path
         return "that loss_fn reads"
 
-    def _forward(self, trace: _UpdateTrace, layout: inputs.Layout, batch: Batch, examples: tf.Tensor) -> _Forward:
+    def _forward(self, trace: _UpdateTrace, layout: shards.Layout, batch: Batch, examples: tf.Tensor) -> _Forward:
         """Computes an update's gradients and sums, and reduces them; in a replica's context."""
         replicas = self._strategy.num_replicas_in_sync
         begun = _now(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if replicas > 1 else None
@@ -408,7 +408,7 @@ class TrainStep:
 
         def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
             with tf.device(end):
-                return compute(*inputs.take_share(batch, layout, self._microbatches, index), factor)
+                return compute(*shards.take_shard(batch, layout, self._microbatches, index), factor)
 
         with _without_meeting(self._microbatches, self._jit_compile):
             if self._microbatches == 1:
@@ -423,7 +423,7 @@ class TrainStep:
         extras = tallies
         if drifting:
             # A statistic's mean over the replicas is weighted with their rows, and divided once, as every other value.
-            share = tf.cast(inputs.share_size(batch, layout), tf.float32)
+            share = tf.cast(shards.shard_size(batch, layout), tf.float32)
             statistics = [tf.reshape(tf.cast(after[id(v)], tf.float32) * share, [-1]) for v in drifting]
             extras = tf.concat([tallies, [share], *statistics], 0)
         secs = []
@@ -677,7 +677,7 @@ class EvalStep:
         self._strategy = state.strategy
         self.names: list[str] = []
 
-    def __call__(self, batch: Batch, layout: inputs.Layout) -> tf.Tensor:
+    def __call__(self, batch: Batch, layout: shards.Layout) -> tf.Tensor:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
@@ -688,9 +688,9 @@ class EvalStep:
         with tf.device(HOST):
             return tf.add_n([tf.cast(of_replica, tf.float64) for of_replica in tallies])
 
-    def _forward(self, layout: inputs.Layout, batch: Batch) -> tf.Tensor:
+    def _forward(self, layout: shards.Layout, batch: Batch) -> tf.Tensor:
         state = self._state
-        rows, row_weights = inputs.take_share(batch, layout)
+        rows, row_weights = shards.take_shard(batch, layout)
         named: dict[str, metrics.Tally] = {}
         with _writes_undone(state):
             fed: set[str] = set()
@@ -722,7 +722,7 @@ class PredictStep:
         self._predict_fn = predict_fn
         self._keep_dtypes = keep_dtypes
 
-    def __call__(self, batch: Batch, layout: inputs.Layout) -> Any:
+    def __call__(self, batch: Batch, layout: shards.Layout) -> Any:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
@@ -739,10 +739,10 @@ class PredictStep:
 
         return tf.nest.map_structure(joined, per_replica)
 
-    def _forward(self, layout: inputs.Layout, batch: Batch) -> Any:
-        rows, weights = inputs.take_share(batch, layout)
+    def _forward(self, layout: shards.Layout, batch: Batch) -> Any:
+        rows, weights = shards.take_shard(batch, layout)
         with _writes_undone(self._state):
-            outputs = check_outputs(self._predict_fn(rows), inputs.batch_size(rows), self._keep_dtypes)
+            outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
         if cluster.num_workers(self._strategy) == 1:
             return outputs
         count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
@@ -787,7 +787,7 @@ def _checked_output(output: Any, batch_size: tf.Tensor | int, keep_dtypes: bool)
         output = tf.cast(output, tf.float32)
     if rows is not None:
         return output
-    require(tf.equal(inputs.batch_size(output), batch_size), wrong)
+    require(tf.equal(shards.batch_size(output), batch_size), wrong)
     return output
 
 
@@ -800,7 +800,7 @@ def tally_outputs(
         ValueError: if `loss_fn` returned something that is not per example, or fed no metric that was declared.
     """
     metrics.check_names(outputs, keras_metrics)
-    size = inputs.batch_size(rows)
+    size = shards.batch_size(rows)
     tallies = {}
     for name, value in outputs.items():
         if name in keras_metrics:

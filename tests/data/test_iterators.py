@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data import inputs, iterators
-from distloop.data.inputs import Source
+from distloop.data import iterators
 from distloop.data.iterators import iterate
+from distloop.data.source import Source
 from distloop.distributed import cluster
 
 
@@ -65,7 +65,7 @@ def test_training_evaluation_and_a_restore_make_their_iterators_with_it(is_split
         made.append(iterate(dataset))
         return made[-1]
 
-    monkeypatch.setattr(inputs, "iterate", remembering)
+    monkeypatch.setattr("distloop.data.source.iterate", remembering)
     strategy = cluster.make_strategy(distloop.Config(device="cpu", num_devices=2))
     data = tf.data.Dataset.range(8).map(lambda x: {"x": x}).batch(4)
     source = Source(strategy.experimental_distribute_dataset(data) if is_split else data, strategy)

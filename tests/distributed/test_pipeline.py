@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.inputs import Batch
+from distloop.data.shards import Batch
 from distloop.distributed import cluster
 from distloop.monitoring import device_usage
 from distloop.training import overview

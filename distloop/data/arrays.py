@@ -1,0 +1,66 @@
+"""Datasets of global batches made from NumPy arrays or from a dataset of examples."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.info import cardinality
+from distloop.distributed.cluster import HOST
+
+
+def make_dataset(
+    examples: Any,
+    batch_size: int,
+    *,
+    shuffle: bool | int = False,
+    seed: int = 0,
+    cache: bool = False,
+    drop_remainder: bool = False,
+) -> tf.data.Dataset:
+    """Makes a dataset of global batches from NumPy arrays or from a dataset of examples.
+
+    Arrays are never copied row by row: only row numbers are shuffled, and whole batches are gathered, so a saved
+    position is small too.
+
+    Args:
+        examples: arrays `[N, ...]` in any nested structure, or an unbatched `tf.data.Dataset`.
+        batch_size: rows of a global batch.
+        shuffle: True: over all examples, in another order each epoch; a number: over a buffer of so many examples.
+        seed: of the order.
+        cache: whether a dataset's examples are kept in memory after the first pass (arrays are there already).
+        drop_remainder: whether the odd last batch is left out; distloop trains on it exactly.
+
+    Returns:
+        The dataset: cached, shuffled, batched, prefetched.
+
+    Raises:
+        ValueError: if arrays differ in length, or all of a dataset of unknown length are to be shuffled.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} was given; a batch has one row at least.")
+    if isinstance(examples, tf.data.Dataset):
+        dataset = examples.cache() if cache else examples
+        count = cardinality(examples)
+        if shuffle is True and (count is None or count == np.inf):
+            raise ValueError(
+                "shuffle=True was given with a dataset of unknown length; give the number of examples to hold and "
+                "draw from, such as shuffle=10_000."
+            )
+        if shuffle:
+            dataset = dataset.shuffle(int(count) if shuffle is True else shuffle, seed=seed)  # type: ignore[arg-type]
+        return dataset.batch(batch_size, drop_remainder=drop_remainder).prefetch(tf.data.AUTOTUNE)
+    arrays = tf.nest.map_structure(np.asarray, examples)
+    lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"Arrays of {sorted(lengths)} rows were given; they need the same number, 1 at least.")
+    count = lengths.pop()
+    with tf.device(HOST):
+        tensors = tf.nest.map_structure(tf.constant, arrays)
+    numbers = tf.data.Dataset.range(count)
+    if shuffle:
+        numbers = numbers.shuffle(count if shuffle is True else shuffle, seed=seed)
+    batches = numbers.batch(batch_size, drop_remainder=drop_remainder)
+    return batches.map(lambda rows: tf.nest.map_structure(lambda t: tf.gather(t, rows), tensors)).prefetch(
+        tf.data.AUTOTUNE
+    )

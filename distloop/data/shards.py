@@ -1,0 +1,186 @@
+"""The shard of a global batch that each replica works on: slice, pad, count.
+
+    batch = next_batch(iterator, source.layout)               # in the compiled loop, on the host
+    rows, row_weights = take_shard(batch, source.layout)      # on each replica
+
+Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow. Nothing is added,
+so synchronized BatchNormalization sees the same rows on any number of replicas. Only a batch too small to give every
+replica and microbatch a row is padded, with its own rows and weight 0.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from distloop.distributed import cluster
+from distloop.distributed.cluster import HOST
+from distloop.errors import require
+
+
+class Batch(NamedTuple):
+    """A global batch, or a value per replica of one that TensorFlow has split already."""
+
+    rows: Any  # the user's structure, tensors [B, ...]
+    size: tf.Tensor | None  # []: how many rows count; None: all of them
+
+
+class Layout(NamedTuple):
+    """What must be known while tracing about the elements of an iterator."""
+
+    is_split: bool  # whether TensorFlow has split each batch into a value per replica
+    is_padded: bool  # whether elements are pairs of rows and how many of them count
+    is_sharded: bool = False  # whether each worker has rows of its own
+    most_rows: int | None = None  # of a replica's share, where the dataset tells; for collectives
+
+
+class LastBatch:
+    """A copy of the batch that a compiled loop took last, for a second look at it."""
+
+    def __init__(self, iterator: Any):
+        """Makes room for what an iterator gives; to be called outside a `tf.function`."""
+        self._batch: Any = None  # its structure
+        with tf.device(HOST):
+            self._copies = [
+                tf.Variable("" if spec.dtype == tf.string else tf.zeros([], spec.dtype), shape=tf.TensorShape(None))
+                for spec in tf.nest.flatten(iterator.element_spec, expand_composites=True)
+            ]
+
+    def keep(self, batch: Batch) -> None:
+        """Copies a batch; in a `tf.function`, outside `strategy.run`."""
+        self._batch = batch
+        parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
+        for copy, part in zip(self._copies, parts, strict=True):
+            copy.assign(part)
+
+    def get(self) -> Batch:
+        """Gives the last batch that was kept."""
+        values = iter(self._copies)
+        parts = [
+            None if part is None else next(values).read_value()
+            for part in tf.nest.flatten(self._batch, expand_composites=True)
+        ]
+        return tf.nest.pack_sequence_as(self._batch, parts, expand_composites=True)
+
+
+def next_batch(iterator: Any, layout: Layout) -> Batch:
+    """Takes a batch; in a `tf.function`, outside `strategy.run`."""
+    spec = iterator.element_spec
+    leaves = tf.nest.flatten(spec)
+    if layout.is_split or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
+        return _as_batch(next(iterator), layout)
+    # `next` hands over to another thread and back, 40 us of a small step; this waits where it is. The pipeline has
+    # threads of its own (`_own_threads`), so that it is never the pipeline that waits for this one.
+    tensors = tf.raw_ops.IteratorGetNextSync(
+        iterator=iterator._iterator_resource,
+        output_types=[leaf.dtype for leaf in leaves],
+        output_shapes=[leaf.shape for leaf in leaves],
+    )
+    return _as_batch(tf.nest.pack_sequence_as(spec, tensors), layout)
+
+
+def next_batch_if_any(iterator: Any, layout: Layout) -> tuple[tf.Tensor, Callable[[], Batch]]:
+    """Takes a batch if there is one left: says whether, and gives a function that gets it."""
+    optional = iterator.get_next_as_optional()
+    return optional.has_value(), lambda: _as_batch(optional.get_value(), layout)
+
+
+def _as_batch(element: Any, layout: Layout) -> Batch:
+    return Batch(*element) if layout.is_padded else Batch(element, None)
+
+
+def count_examples(batch: Batch, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    """Counts the rows of a batch that are no padding: a scalar int32; in a `tf.function`, outside `strategy.run`.
+
+    Where each worker has rows of its own, those of this one alone.
+    """
+    if batch.size is not None:
+        return batch.size
+    first = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
+    return tf.add_n([tf.convert_to_tensor(batch_size(part)) for part in first])
+
+
+def take_shard(
+    batch: Batch, layout: Layout, microbatches: int = 1, microbatch: tf.Tensor | int = 0
+) -> tuple[Any, tf.Tensor | None]:
+    """Slices what one microbatch of this replica works on; in a replica's context.
+
+    Args:
+        batch: the global batch, or this replica's part where the layout is split.
+        layout: of the iterator that gave it.
+        microbatches: k, the parts a share is cut into.
+        microbatch: which one, from 0.
+
+    Returns:
+        The rows, in the user's structure, `[b, ...]`, and their weights `[b]` (float32, 0 for padding), or None where
+        all count.
+    """
+    context = tf.distribute.get_replica_context()
+    replicas, replica = context.num_replicas_in_sync, context.replica_id_in_sync_group
+    if layout.is_split:
+        replicas, replica = 1, 0
+    elif layout.is_sharded:
+        replicas = cluster.num_local_replicas(context.strategy)
+        replica = replica % replicas
+    rows, size = batch
+    if layout.is_split and microbatches > 1:
+        rows, size = pad(rows, microbatches)
+    if replicas * microbatches == 1 and size is None:
+        return rows, None
+    total = batch_size(rows)
+    share = replica * total // replicas, (replica + 1) * total // replicas
+    length = share[1] - share[0]
+    start = share[0] + microbatch * length // microbatches
+    end = share[0] + (microbatch + 1) * length // microbatches
+    # Untested, no GPU: on the host, so that a GPU is sent its own rows and not all of them.
+    on_host = not layout.is_split and cluster.has_gpus(context.strategy)
+    with tf.device(HOST) if on_host else contextlib.nullcontext():
+        share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
+    weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
+    return share_rows, weights
+
+
+def shard_size(batch: Batch, layout: Layout) -> tf.Tensor | int:
+    """Counts the rows of this replica's share that are no padding; in a replica's context."""
+    rows, weights = take_shard(batch, layout)
+    return batch_size(rows) if weights is None else tf.reduce_sum(weights)
+
+
+def batch_size(rows: Any) -> tf.Tensor | int:
+    """B: an int where it is known while tracing, else a scalar."""
+    first = tf.nest.flatten(rows)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
+
+
+def static_batch_size(element_spec: Any) -> int | None:
+    """B where the element spec knows it."""
+    sizes = {spec.shape[0] for spec in tf.nest.flatten(element_spec)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def check_rows(rows: Any) -> Any:
+    """Checks, where tracing cannot know it, that a batch's entries have as many rows as each other."""
+    size = batch_size(rows)
+    entries = tf.nest.flatten(rows)
+    wrong = (
+        f"A batch's entries differ in their number of rows; tensors of shapes "
+        f"{[list(entry.shape) for entry in entries]} share their first axis: batch them together."
+    )
+    for entry in entries[1:]:
+        require(tf.equal(batch_size(entry), size), wrong)
+    return rows
+
+
+def pad(rows: Any, least: int) -> Batch:
+    """Repeats a batch's own rows, with weight 0, until there are `least` of them."""
+    size = tf.convert_to_tensor(batch_size(rows))
+    numbers = tf.range(least) % tf.maximum(size, 1)
+
+    def repeated() -> Any:
+        return tf.nest.map_structure(lambda t: tf.gather(t, numbers), rows)
+
+    is_small = (size > 0) & (size < least)
+    return Batch(tf.cond(is_small, repeated, lambda: tf.nest.map_structure(tf.identity, rows)), size)

@@ -1,0 +1,171 @@
+"""The shard of each replica: slice, pad, count."""
+
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.source import Source
+from distloop.distributed import cluster
+from tests.problems import batch_taker, mirrored, numbers, sizes_1_to_9
+
+
+def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
+    source = Source(sizes_1_to_9(), mirrored(4))
+    assert source.layout.is_padded
+    take = batch_taker(source, source.iterator())
+    for size in range(1, 10):
+        rows, count = take()
+        own = [100 + i for i in range(size)]
+        assert rows.numpy().tolist() == (own * 4)[:4] if size < 4 else own
+        assert int(count) == size
+
+
+def test_microbatches_need_rows_too():
+    source = Source(sizes_1_to_9(), mirrored(2), microbatches=3)
+    rows, count = batch_taker(source, source.iterator())()
+    assert rows.shape == (6,) and int(count) == 1
+
+
+def test_nothing_is_padded_on_one_replica():
+    source = Source(sizes_1_to_9(), mirrored(1))
+    batch = batch_taker(source, source.iterator())()
+    assert not source.layout.is_padded
+    assert batch.rows.shape == (1,) and batch.size is None
+
+
+def counted(source, strategy, batches):
+    iterator = source.iterator()
+    count = tf.function(lambda: shards.count_examples(shards.next_batch(iterator, source.layout), strategy))
+    return [int(count()) for _ in range(batches)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_examples_are_counted_without_padding(count):
+    strategy = mirrored(count)
+    source = Source(sizes_1_to_9(), strategy)
+    assert counted(source, strategy, 9) == list(range(1, 10))
+
+
+def test_examples_of_a_split_batch_are_counted_over_the_replicas():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(7, 4)), strategy)
+    assert counted(source, strategy, 2) == [4, 3]
+
+
+def shards_of(source, strategy, microbatches):
+    """Returns a function of nothing: rows and weights of each replica and microbatch of the next batch, in order."""
+    iterator = source.iterator()
+
+    def replica_fn(batch):
+        found = []
+        for microbatch in range(microbatches):
+            rows, weights = shards.take_shard(batch, source.layout, microbatches, microbatch)
+            found.append((rows, tf.ones([shards.batch_size(rows)]) if weights is None else weights))
+        return found
+
+    @tf.function(autograph=False)
+    def take():
+        return strategy.run(replica_fn, args=(shards.next_batch(iterator, source.layout),))
+
+    def read():
+        per_replica = take()
+        return [
+            tf.nest.map_structure(lambda t, r=r: strategy.experimental_local_results(t)[r], part)
+            for r in range(strategy.num_replicas_in_sync)
+            for part in per_replica
+        ]
+
+    return read
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_shards_make_up_the_batch_in_order_and_each_row_counts_once(count, microbatches):
+    strategy = mirrored(count)
+    read = shards_of(Source(sizes_1_to_9(), strategy, microbatches=microbatches), strategy, microbatches)
+    for size in range(1, 10):
+        parts = read()
+        assert all(rows.shape[0] > 0 for rows, _ in parts)
+        rows = np.concatenate([rows for rows, _ in parts])
+        weights = np.concatenate([weights for _, weights in parts])
+        assert rows[weights > 0].tolist() == [100 + i for i in range(size)]
+        assert set(weights) <= {0.0, 1.0} and weights.sum() == size
+        lengths = [sum(parts[r * microbatches + k][0].shape[0] for k in range(microbatches)) for r in range(count)]
+        assert max(lengths) - min(lengths) <= 1  # as even as whole rows allow
+        if size >= count * microbatches:
+            assert (weights == 1).all()  # nothing is added
+
+
+@pytest.mark.parametrize(("device", "place"), [("GPU", "/device:CPU:0"), ("CPU", "/device:CPU:1")])
+def test_a_gpu_is_sent_its_own_rows_alone(monkeypatch, device, place):
+    context = types.SimpleNamespace(num_replicas_in_sync=2, replica_id_in_sync_group=1, strategy=None)
+    monkeypatch.setattr(tf.distribute, "get_replica_context", lambda: context)
+    monkeypatch.setattr(cluster, "has_gpus", lambda strategy: device == "GPU")
+    with tf.Graph().as_default(), tf.device(f"/device:{device}:1"):
+        batch = shards.Batch({"x": tf.zeros([4, 3])}, None)
+        rows, _ = shards.take_shard(batch, shards.Layout(is_split=False, is_padded=False))
+        assert rows["x"].device == place and rows["x"].shape == [2, 3]
+
+
+def test_shards_of_a_static_batch_size_make_up_the_batch():
+    strategy = mirrored(3)
+    read = shards_of(Source(tf.data.Dataset.range(16).batch(8, drop_remainder=True), strategy), strategy, 1)
+    for first in (0, 8):
+        parts = read()
+        assert np.concatenate([rows for rows, _ in parts]).tolist() == list(range(first, first + 8))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_shards_of_a_split_batch_are_what_the_replica_got(microbatches):
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(10, 6)), strategy, microbatches=microbatches)
+    read = shards_of(source, strategy, microbatches)
+    for expected in (range(6), range(6, 10)):
+        parts = read()
+        rows = np.concatenate([rows["x"] for rows, _ in parts])
+        weights = np.concatenate([weights for _, weights in parts])
+        assert rows[weights > 0].tolist() == list(expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_nested_batches_with_ragged_and_string_entries_are_sharded(batch_size):
+    strategy = mirrored(3)
+    words = tf.ragged.constant([[1], [2, 2], [], [4, 4, 4], [5], [6, 6]])
+    structure = {"text": {"words": words, "name": tf.constant(list("abcdef"))}, "label": tf.range(6)}
+    source = Source(tf.data.Dataset.from_tensor_slices(structure).batch(batch_size), strategy)
+    read = shards_of(source, strategy, 1)
+    found = {"words": [], "name": [], "label": []}
+    for _ in range(-(-6 // batch_size)):
+        for rows, weights in read():
+            keep = weights.numpy() > 0
+            found["words"] += [row for row, k in zip(rows["text"]["words"].to_list(), keep, strict=True) if k]
+            found["name"] += [row.decode() for row in rows["text"]["name"].numpy()[keep]]
+            found["label"] += rows["label"].numpy()[keep].tolist()
+    assert found == {"words": words.to_list(), "name": list("abcdef"), "label": list(range(6))}
+
+
+def test_the_batch_size_is_an_int_only_where_it_is_known():
+    found = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+    def trace(x):
+        found.append(shards.batch_size({"x": x}))
+
+    trace(tf.zeros([3, 2]))
+    assert tf.is_tensor(found[0])
+    assert shards.batch_size({"x": tf.zeros([3, 2])}) == 3
+    assert int(shards.batch_size(tf.ragged.constant([[1], [2, 3]]))) == 2
+
+
+def test_replicas_take_as_many_rows_as_split_says():
+    source = Source(numbers(20, 10), mirrored(3))
+    iterator = source.iterator()
+
+    def count(batch):
+        return shards.batch_size(shards.take_shard(batch, source.layout)[0])
+
+    take = tf.function(lambda: mirrored(3).run(count, args=(shards.next_batch(iterator, source.layout),)))
+    assert [int(n) for n in mirrored(3).experimental_local_results(take())] == source.split()[1]

@@ -1,0 +1,209 @@
+"""Datasets with a place in them: kinds of data, passes, epochs, and the data that is refused."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.source import Source
+from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
+
+ONE = tf.distribute.get_strategy()
+
+
+def taken(source, count, strategy=ONE):
+    """Takes batches one by one and returns their rows, on every replica, padding included."""
+    take = batch_taker(source, source.iterator())
+    return [[t.numpy().tolist() for t in strategy.experimental_local_results(take().rows["x"])] for _ in range(count)]
+
+
+def test_a_dataset_is_read_in_order_and_repeated():
+    assert taken(Source(numbers(5, 2), ONE), 5) == [[[0, 1]], [[2, 3]], [[4]], [[0, 1]], [[2, 3]]]
+
+
+def test_a_source_that_is_not_repeated_ends():
+    source = Source(numbers(4, 2), ONE, repeat=False)
+    taken(source, 2)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        taken(source, 1)
+
+
+def test_a_limit_bounds_each_pass():
+    assert taken(Source(numbers(6, 2), ONE, limit=2), 4) == [[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]]
+    assert Source(numbers(6, 2), ONE, limit=2).batches_per_epoch() == 2
+    assert not Source(numbers(6, 2).repeat(), ONE, limit=2).is_endless
+
+
+def test_cached_batches_come_again_as_they_were_in_the_first_pass():
+    shuffled = tf.data.Dataset.range(100).shuffle(100).batch(5).map(lambda x: {"x": x})
+    found = taken(Source(shuffled, ONE, limit=2, is_cached=True), 6)
+    assert found[:2] == found[2:4] == found[4:] and found[0] != found[1]
+
+
+def test_a_limit_on_what_tensorflow_has_split_is_refused():
+    strategy = mirrored(2)
+    split = strategy.experimental_distribute_dataset(numbers(6, 2))
+    with pytest.raises(ValueError, match="call take\\(\\) on it"):
+        Source(split, strategy, limit=2)
+
+
+def test_next_batch_if_any_says_when_the_data_ends():
+    source = Source(numbers(3, 2), ONE, repeat=False)
+
+    @tf.function(autograph=False)
+    def has_batch(iterator):
+        has, get = shards.next_batch_if_any(iterator, source.layout)
+        return has, tf.cond(has, lambda: tf.size(get().rows["x"]), lambda: 0)
+
+    iterator = source.iterator()
+    assert [tuple(t.numpy() for t in has_batch(iterator)) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
+
+
+def test_the_iterator_keeps_its_place():
+    source = Source(numbers(6, 2), ONE)
+    assert taken(source, 2) == [[[0, 1]], [[2, 3]]]
+    assert source.iterator() is source.iterator()
+    assert taken(source, 2) == [[[4, 5]], [[0, 1]]]
+
+
+def test_a_new_iterator_starts_at_the_beginning_and_leaves_the_place():
+    source = Source(numbers(6, 2), ONE)
+    taken(source, 1)
+    batch = batch_taker(source, source.new_iterator())()
+    assert batch.rows["x"].numpy().tolist() == [0, 1]
+    assert taken(source, 1) == [[[2, 3]]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_function_of_an_input_context_gives_the_workers_share(count):
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        return numbers(8, 4)
+
+    source = Source(make, mirrored(count))
+    (context,) = contexts
+    assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
+    assert context.num_replicas_in_sync == count
+    assert source.data is make
+    assert taken(source, 1) == [[[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_distributed_dataset_is_taken_as_tensorflow_split_it(count):
+    strategy = mirrored(count)
+    source = Source(strategy.experimental_distribute_dataset(numbers(8, 4)), strategy)
+    assert source.layout.is_split and not source.layout.is_padded
+    expected = [[[0, 1, 2, 3]], [[4, 5, 6, 7]]] if count == 1 else [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert taken(source, 2, strategy) == expected
+
+
+def test_a_distributed_dataset_is_started_again_at_its_end():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
+    found = []
+    for _ in range(2):
+        left = source.start_loop()
+        assert left == 3
+        found.append(taken(source, left, strategy))
+        source.batches_taken += left
+    assert found[0] == found[1]
+
+
+def test_a_loop_over_a_distributed_dataset_takes_what_is_left_of_a_pass():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
+    source.batches_taken = 4
+    assert source.start_loop() == 2
+
+
+def test_a_loop_over_a_plain_dataset_has_any_length():
+    assert Source(numbers(12, 4), ONE).start_loop() is None
+
+
+def test_a_loop_over_an_endless_distributed_dataset_has_any_length():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4).repeat()), strategy)
+    assert source.start_loop() is None
+
+
+def test_a_distributed_dataset_of_unknown_length_is_refused():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(of_unknown_length(numbers(12, 4))), strategy)
+    with pytest.raises(ValueError, match="DistributedDataset given does not know its length; .*: give the plain"):
+        source.start_loop()
+
+
+def test_elements_keep_their_structure():
+    x, y = tf.zeros([4, 2]), tf.ones([4])
+    for structure in ((x, y), {"a": x, "b": {"c": y}}, (x, {"y": y}), x):
+        for count in (1, 2):
+            source = Source(tf.data.Dataset.from_tensor_slices(structure).batch(2), mirrored(count))
+            rows = batch_taker(source, source.iterator())().rows
+            tf.nest.assert_same_structure(rows, structure)
+            assert tf.nest.flatten(rows)[0].shape == (2, 2)
+
+
+@pytest.mark.parametrize(("batch_size", "is_padded"), [(3, True), (4, False)])
+def test_a_batch_size_that_is_known_tells_whether_to_pad(batch_size, is_padded):
+    dataset = tf.data.Dataset.range(12).batch(batch_size, drop_remainder=True)
+    assert Source(dataset, mirrored(4)).layout.is_padded == is_padded
+
+
+@pytest.mark.parametrize("make", [lambda d: d, of_unknown_length], ids=["known", "unknown"])
+def test_an_epoch_is_counted(make):
+    assert Source(make(numbers(10, 4)), ONE).batches_per_epoch() == 3
+
+
+def test_counting_an_epoch_leaves_the_place():
+    source = Source(of_unknown_length(numbers(10, 4)), ONE)
+    taken(source, 1)
+    source.batches_per_epoch()
+    assert taken(source, 1) == [[[4, 5, 6, 7]]]
+
+
+def test_an_epoch_of_a_distributed_dataset_is_counted():
+    strategy = mirrored(2)
+    assert Source(strategy.experimental_distribute_dataset(numbers(10, 4)), strategy).batches_per_epoch() == 3
+
+
+def test_an_endless_dataset_has_no_epoch():
+    with pytest.raises(ValueError, match="epochs were given, but the dataset is endless .*: give steps instead"):
+        Source(numbers(10, 4).repeat(), ONE).batches_per_epoch()
+
+
+def test_an_epoch_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="The dataset given is empty"):
+        Source(numbers(10, 4).filter(lambda _: False), ONE).batches_per_epoch()
+
+
+def test_the_first_rows_are_the_first_batch():
+    assert Source(numbers(10, 4), mirrored(2)).first_rows()["x"].numpy().tolist() == [0, 1, 2, 3]
+
+
+def test_the_first_rows_of_a_split_batch_are_one_replicas():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(10, 4)), strategy)
+    assert source.first_rows()["x"].numpy().tolist() == [0, 1]
+
+
+def test_there_are_no_first_rows_of_nothing():
+    with pytest.raises(ValueError, match="The dataset given is empty"):
+        Source(numbers(10, 4).filter(lambda _: False), ONE).first_rows()
+
+
+def test_a_dataset_that_is_known_to_be_empty_is_refused():
+    with pytest.raises(ValueError, match="The dataset given is empty; distloop needs one batch at least: check"):
+        Source(numbers(0, 4), ONE)
+
+
+@pytest.mark.parametrize("data", [np.zeros([4, 2]), (np.zeros([4, 2]), np.zeros([4])), [1, 2], None])
+def test_what_is_no_dataset_is_refused(data):
+    with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*make_dataset\("):
+        Source(data, ONE)
+
+
+def test_a_function_that_returns_no_dataset_is_refused():
+    with pytest.raises(ValueError, match="is a list; distloop takes a tf.data.Dataset"):
+        Source(lambda context: [1, 2], ONE)
