@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from distloop.config import Config, define_flags
     from distloop.data.arrays import make_dataset
     from distloop.diagnostics.tuning import BatchTest, RateTest, autotune_batch, find_learning_rate
-    from distloop.distributed.cluster import prepare
     from distloop.distributed.gathering import gather_rows
     from distloop.distributed.pipeline import split, stages
+    from distloop.distributed.strategies import prepare
     from distloop.monitoring.media import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.monitoring.records import read_metrics
     from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
@@ -97,7 +97,7 @@ _MODULES = {
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.arrays",
     "make_schedule": "optimizers.learning_rates",
-    "prepare": "distributed.cluster",
+    "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
     "split": "distributed.pipeline",

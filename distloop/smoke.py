@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.config import Config
 from distloop.data.arrays import make_dataset
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from distloop.trainer import Trainer
 from distloop.training.state import ModelSpec
 from distloop.variables import named_variables, tensorflow_variable
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = Config(
             device=given.device, num_devices=given.num_devices, strategy="mirrored", log_every=0, console="quiet"
         )
-        cluster.prepare(config)
-        cluster.make_strategy(config)
+        strategies.prepare(config)
+        strategies.make_strategy(config)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -76,11 +76,11 @@ def _devices(config: Config) -> str:
         found.append(f"{details.get('device_name', gpu.name)} {details.get('compute_capability', '')}".strip())
     build = tf.sysconfig.get_build_info()
     versions = f"TensorFlow {tf.__version__}, Keras {keras.__version__}, CUDA {build.get('cuda_version', 'none')}"
-    return f"{cluster.describe(cluster.make_strategy(config))}; {', '.join(found) or 'no GPU'}; {versions}"
+    return f"{strategies.describe(strategies.make_strategy(config))}; {', '.join(found) or 'no GPU'}; {versions}"
 
 
 def _reduction(config: Config) -> str:
-    strategy = cluster.make_strategy(config)
+    strategy = strategies.make_strategy(config)
 
     def add() -> tf.Tensor:
         context = tf.distribute.get_replica_context()
@@ -91,7 +91,7 @@ def _reduction(config: Config) -> str:
     count = strategy.num_replicas_in_sync
     for total in sums:
         _require(total.numpy().tolist() == [count * (count + 1) / 2] * 3, f"the replicas' numbers add up to {total}")
-    return f"right, by {cluster.describe_reduction(strategy)}"
+    return f"right, by {strategies.describe_reduction(strategy)}"
 
 
 def _replicas(config: Config) -> str:
@@ -142,7 +142,7 @@ def _jit(config: Config) -> str:
 
 
 def _input(config: Config) -> str:
-    if "GPU" not in cluster.describe(cluster.make_strategy(config)):
+    if "GPU" not in strategies.describe(strategies.make_strategy(config)):
         raise _Skipped("a CPU's batches are where they are needed")
     rows = {name: np.repeat(values, 1000, 0) for name, values in _rows().items()}
     waited = Trainer(_model_fn, config).fit(make_dataset(rows, 1000 * _BATCH_SIZE), steps=200)["input_wait"]

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from distloop.config import Config
 from distloop.data.copies import fresh_copy
-from distloop.distributed import cluster
+from distloop.distributed import strategies, workers
 from distloop.monitoring.records import ABOUT_THE_RUN
 from distloop.trainer import Trainer
 from distloop.training.state import ModelSpec
@@ -113,7 +113,7 @@ def assert_replica_law(
         AssertionError: if something differs; the message names what differs most.
         ValueError: if TensorFlow has started with fewer devices.
     """
-    cluster.prepare(Config(device="cpu", num_devices=max(replicas)))
+    strategies.prepare(Config(device="cpu", num_devices=max(replicas)))
     expected: dict[str, np.ndarray] = {}
     for count in replicas:
         config = Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
@@ -201,8 +201,8 @@ def main() -> None:
     parser.add_argument("--num_devices", type=int, default=1)
     given = parser.parse_args()
     config = Config(device="cpu", num_devices=given.num_devices)
-    cluster.prepare(config)  # before the function's module is imported, which may make tensors
-    index = cluster.worker_index(cluster.make_strategy(config))
+    strategies.prepare(config)  # before the function's module is imported, which may make tensors
+    index = workers.worker_index(strategies.make_strategy(config))
     with open(os.path.join(given.directory, _CALL), "rb") as file:
         fn, arguments = pickle.load(file)
     result = fn(*arguments)

@@ -28,7 +28,7 @@ from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
 from distloop.diagnostics.audit import Audit, audit
-from distloop.distributed import cluster
+from distloop.distributed import devices, strategies, workers
 from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
 from distloop.monitoring.console import Console, say, show_parts, show_split
@@ -79,9 +79,9 @@ class Trainer:
                 f"Trainer was given {model_fn!r} as model_fn; it takes a function that makes the model and returns a "
                 "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
             )
-        cluster.prepare_process(config)
-        self.strategy = cluster.check_strategy(strategy) if strategy is not None else cluster.make_strategy(config)
-        if config.eager and cluster.num_workers(self.strategy) > 1:
+        devices.prepare_process(config)
+        self.strategy = strategies.make_strategy(config) if strategy is None else strategies.check_strategy(strategy)
+        if config.eager and workers.num_workers(self.strategy) > 1:
             raise ValueError(
                 "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
                 "on one worker, with as many devices."
@@ -95,9 +95,9 @@ class Trainer:
                 is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             )
         check_stages(self.state.staged, config.num_stages)
-        self._is_chief = cluster.is_chief(self.strategy)
+        self._is_chief = workers.is_chief(self.strategy)
         self._progress = Progress(self.state, config)
-        if (others := cluster.peers(self.strategy)) is not None:
+        if (others := workers.heartbeat_of(self.strategy)) is not None:
             others.step = lambda: self.step
             others.phase = "starting"
         self._train_source: Source | None = None
@@ -208,7 +208,7 @@ class Trainer:
             write_config(settings, settings.workdir)
         for line in self._describe(source):
             self._say(line)
-        if cluster.num_workers(self.strategy) > 1 and settings.console != "quiet":
+        if workers.num_workers(self.strategy) > 1 and settings.console != "quiet":
             say(source.describe())  # on each of them
         may_roll_back = settings.on_divergence == "rollback"
         if may_roll_back and not self._progress.has_checkpoint():
@@ -220,7 +220,8 @@ class Trainer:
         flops_per_example = overview.flops_per_example(forward, batch_size)
         step_flops = flops_per_example and flops_per_example * (batch_size or 0)
         # Stages run at the same time, however small they are.
-        executor = cluster.find_executor(self.strategy, settings.executor, None if self.state.staged else step_flops)
+        executor_flops = None if self.state.staged else step_flops
+        executor = strategies.choose_executor(self.strategy, settings.executor, executor_flops)
         profile = Profile(settings.profile, os.path.join(settings.workdir, "summaries", "train"))
         to_do: list[Action] = [
             Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
@@ -229,8 +230,8 @@ class Trainer:
             *actions,
             *([self._watched] if self._watched is not None else []),
         ]
-        if actions and cluster.num_workers(self.strategy) > 1:
-            to_do.append(Agree(functools.partial(cluster.gather, self.strategy), actions))
+        if actions and workers.num_workers(self.strategy) > 1:
+            to_do.append(Agree(functools.partial(workers.gather, self.strategy), actions))
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
@@ -315,7 +316,7 @@ class Trainer:
         yield from dry_run.check(
             self.state,
             train=functools.partial(self._train_loop.train, source, self.step + 1, []),
-            restore=self.restore if cluster.num_workers(self.strategy) == 1 else None,
+            restore=self.restore if workers.num_workers(self.strategy) == 1 else None,
             predict={name: functools.partial(predict, name) for name in predict_fns},
             export=functools.partial(self.export, os.path.join(self.config.workdir, "export", "rehearsal")),
         )
@@ -376,7 +377,7 @@ class Trainer:
         Raises:
             ValueError: on several workers, if the first batch has less than two rows, or `loss_fn` breaks a rule.
         """
-        if cluster.num_workers(self.strategy) > 1:
+        if workers.num_workers(self.strategy) > 1:
             raise ValueError(
                 "audit was called on several workers; one process shows the same: call it there, without TF_CONFIG."
             )
@@ -429,7 +430,7 @@ class Trainer:
             ValueError: if there is no workdir, the data breaks a rule, or a checkpoint is of another model.
             TimeoutError: if no checkpoint came for so long.
         """
-        if cluster.num_workers(self.strategy) > 1:
+        if workers.num_workers(self.strategy) > 1:
             raise ValueError(
                 "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same "
                 "moment: call it in one process beside them, without TF_CONFIG."
@@ -644,7 +645,7 @@ class Trainer:
         total = sum(parts.values())
         some = "" if trained == total else f", of which {trained:,} train"
         lines = [
-            f"devices {cluster.describe(self.strategy)}",
+            f"devices {strategies.describe(self.strategy)}",
             f"precision {settings.precision}",
             f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
         ]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data import shards
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 
 
@@ -160,7 +160,7 @@ def write_run(path, rows, settings=None, flags=(), *, saved=None, incidents=(), 
 @functools.cache
 def mirrored(count):
     """A strategy of so many virtual CPUs."""
-    return cluster.make_strategy(distloop.Config(device="cpu", strategy="mirrored", num_devices=count))
+    return strategies.make_strategy(distloop.Config(device="cpu", strategy="mirrored", num_devices=count))
 
 
 def numbers(count, batch_size):

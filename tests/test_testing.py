@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.distributed import cluster
+from distloop.distributed import workers
 from tests.problems import classification, classifier, on
 from tests.test_bad_input import refused
 
@@ -23,9 +23,9 @@ def count_devices_and_replicas(shift):
     trainer = distloop.Trainer(classifier(), distloop.Config(device="cpu", console="quiet"))
     trainer.fit(data(), steps=1)
     return (
-        cluster.num_local_replicas(trainer.strategy),
+        workers.num_local_replicas(trainer.strategy),
         trainer.strategy.num_replicas_in_sync,
-        cluster.worker_index(trainer.strategy) + shift,
+        workers.worker_index(trainer.strategy) + shift,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
-from distloop.distributed import cluster
+from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests.problems import classification, classifier, everything, weights
 
@@ -27,7 +27,7 @@ def batches(size=16, rows=ROWS, **arguments):
 
 
 def is_worker(trainer, index):
-    return cluster.worker_index(trainer.strategy) == min(index, cluster.num_workers(trainer.strategy) - 1)
+    return workers.worker_index(trainer.strategy) == min(index, workers.num_workers(trainer.strategy) - 1)
 
 
 def replicas(make, workdir):

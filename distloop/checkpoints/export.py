@@ -26,7 +26,7 @@ import tensorflow as tf
 from absl import logging
 
 from distloop.data import shards
-from distloop.distributed import cluster
+from distloop.distributed import workers
 from distloop.errors import explain_data_error
 from distloop.training.state import TrainState
 from distloop.training.step import check_outputs
@@ -284,7 +284,7 @@ def _settled(state: TrainState, path: str) -> str:
         The path of what links point at.
     """
     path = os.path.realpath(path)
-    if not cluster.is_chief(state.strategy):
+    if not workers.is_chief(state.strategy):
         return path
     directory, base = os.path.split(path)
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
@@ -319,7 +319,7 @@ def _aside(state: TrainState, path: str, ending: str) -> Iterator[str]:
 
     What a worker writes that is not the chief is removed: all write, as reading a variable may take them all.
     """
-    if not cluster.is_chief(state.strategy):
+    if not workers.is_chief(state.strategy):
         with tempfile.TemporaryDirectory() as directory:
             yield os.path.join(directory, f"export{ending}")
         return

@@ -20,7 +20,7 @@ from distloop.actions.action import Action, Report
 from distloop.checkpoints.store import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.data.source import Source
-from distloop.distributed import cluster
+from distloop.distributed import workers
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
 from distloop.training.loop import Diverged, TrainLoop
@@ -46,7 +46,7 @@ class Progress:
         self._checkpoints: Checkpoints | None = None
         if config.workdir:
             self._checkpoints = Checkpoints(os.path.join(config.workdir, "checkpoints"), config.keep_checkpoints)
-        self._is_chief = cluster.is_chief(state.strategy)
+        self._is_chief = workers.is_chief(state.strategy)
         self.is_new = True
         self._saved: Saved | None = None  # what parts that are not there yet have still to take over
         self._source: Source | None = None
@@ -159,7 +159,7 @@ class Progress:
             raise ValueError("save needs a place: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
-        cluster.report(self._state.strategy, "saving")
+        workers.report_phase(self._state.strategy, "saving")
         kept = self._checkpoints.best_steps | dict(best_steps or {})  # those of an earlier run stay
         position, position_notes = self._source.save_position(self._config.input_position == "count")
         notes = {
@@ -183,13 +183,13 @@ class Progress:
             OSError: if it could not be written.
         """
         if self._checkpoints is not None:
-            cluster.report(self._state.strategy, "waiting for the last save")
+            workers.report_phase(self._state.strategy, "waiting for the last save")
             self._checkpoints.wait()
 
     def has_checkpoint(self) -> bool:
         """Says whether there is any checkpoint in the workdir, as the chief sees it."""
         has_one = self._checkpoints is not None and bool(self._checkpoints.steps)
-        return bool(cluster.gather(self._state.strategy, has_one)[0])
+        return bool(workers.gather(self._state.strategy, has_one)[0])
 
     def roll_back(self, diverged: Diverged) -> None:
         """Goes back to the last checkpoint before the batch that a step failed on, and leaves the batch out.
@@ -236,7 +236,7 @@ class Progress:
     ) -> Saved | None:
         """Loads a checkpoint; the chief says which one."""
         saved = checkpoints.load_newest(is_wanted) if self._is_chief else None
-        step = int(cluster.gather(self._state.strategy, -1 if saved is None else saved.step)[0])
+        step = int(workers.gather(self._state.strategy, -1 if saved is None else saved.step)[0])
         return saved if self._is_chief or step < 0 else checkpoints.load(step)
 
     def _note(self, incident: Mapping[str, Any]) -> None:

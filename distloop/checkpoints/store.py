@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from absl import logging
 
-from distloop.distributed.cluster import HOST
+from distloop.distributed.devices import HOST
 
 _FORMAT = 1
 _MANIFEST, _VARIABLES, _BEST = "manifest.json", "variables", "best.json"

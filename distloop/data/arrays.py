@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.info import cardinality
-from distloop.distributed.cluster import HOST
+from distloop.distributed.devices import HOST
 
 
 def make_dataset(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from distloop.distributed import cluster
-from distloop.distributed.cluster import HOST
+from distloop.distributed import strategies, workers
+from distloop.distributed.devices import HOST
 from distloop.errors import require
 
 
@@ -121,7 +121,7 @@ def take_shard(
     if layout.is_split:
         replicas, replica = 1, 0
     elif layout.is_sharded:
-        replicas = cluster.num_local_replicas(context.strategy)
+        replicas = workers.num_local_replicas(context.strategy)
         replica = replica % replicas
     rows, size = batch
     if layout.is_split and microbatches > 1:
@@ -134,7 +134,7 @@ def take_shard(
     start = share[0] + microbatch * length // microbatches
     end = share[0] + (microbatch + 1) * length // microbatches
     # Untested, no GPU: on the host, so that a GPU is sent its own rows and not all of them.
-    on_host = not layout.is_split and cluster.has_gpus(context.strategy)
+    on_host = not layout.is_split and strategies.has_gpus(context.strategy)
     with tf.device(HOST) if on_host else contextlib.nullcontext():
         share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
     weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)

@@ -19,8 +19,8 @@ from distloop.data.copies import fresh_copy
 from distloop.data.info import batch_size_told, cardinality, require_batched
 from distloop.data.iterators import iterate
 from distloop.data.shards import Layout, check_rows, pad, static_batch_size
-from distloop.distributed import cluster, cores
-from distloop.distributed.cluster import HOST
+from distloop.distributed import cores, strategies, workers
+from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
 
 Data: TypeAlias = (
@@ -70,9 +70,9 @@ class Source:
         self._whole: tf.data.Dataset | None = None  # the pipeline from the beginning, once it was built
         is_sharded = False
         if callable(data) and not isinstance(data, tf.data.Dataset):
-            workers, index = cluster.num_workers(strategy), cluster.worker_index(strategy)
-            data = data(tf.distribute.InputContext(workers, index, strategy.num_replicas_in_sync))
-            is_sharded = workers > 1
+            num_workers, index = workers.num_workers(strategy), workers.worker_index(strategy)
+            data = data(tf.distribute.InputContext(num_workers, index, strategy.num_replicas_in_sync))
+            is_sharded = num_workers > 1
         is_split = isinstance(data, tf.distribute.DistributedDataset)
         if not isinstance(data, tf.data.Dataset) and not is_split:
             raise ValueError(
@@ -99,7 +99,7 @@ class Source:
         if length == 0:
             raise ValueError(EMPTY_DATASET)
         self.is_endless = length == np.inf
-        replicas = cluster.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
+        replicas = workers.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
         self._least = replicas * microbatches  # rows, so that every microbatch has one
         static = static_batch_size(self.element_spec) if not is_split else None
         is_padded = not is_split and self._least > 1 and (static is None or static < self._least)
@@ -112,9 +112,9 @@ class Source:
 
     def describe(self) -> str:
         """Says what this worker reads and which part of it its replicas take."""
-        workers, index = cluster.num_workers(self._strategy), cluster.worker_index(self._strategy)
-        local, replicas = cluster.num_local_replicas(self._strategy), self._strategy.num_replicas_in_sync
-        worker = f"worker {index} of {workers}"
+        num_workers, index = workers.num_workers(self._strategy), workers.worker_index(self._strategy)
+        local, replicas = workers.num_local_replicas(self._strategy), self._strategy.num_replicas_in_sync
+        worker = f"worker {index} of {num_workers}"
         if self.layout.is_sharded:
             batches = "endless batches" if self._share_length is None else f"{self._share_length} batches a pass"
             lacking = f", {self._missing} of which are other workers' alone" if self._missing else ""
@@ -136,7 +136,7 @@ class Source:
             return None
         replicas = self._strategy.num_replicas_in_sync
         if self.layout.is_sharded:
-            replicas = cluster.num_local_replicas(self._strategy)
+            replicas = workers.num_local_replicas(self._strategy)
         rows = max(batch_size, self._least)  # those that pad it come last, and do not count
         ends = [min(batch_size, replica * rows // replicas) for replica in range(replicas + 1)]
         return batch_size, [end - start for start, end in itertools.pairwise(ends)]
@@ -147,12 +147,12 @@ class Source:
         Returns:
             None where the dataset does not tell, and where nobody asks, for each number is a trace of its own.
         """
-        if not cluster.uses_collectives(self._strategy):
+        if not strategies.uses_collectives(self._strategy):
             return None
         split = self.split()
         most = 0 if split is None else max(split[1])
         if self.layout.is_sharded:
-            each = cluster.gather(self._strategy, most)
+            each = workers.gather(self._strategy, most)
             most = 0 if 0 in each else int(each.max())
         return most or None
 
@@ -163,7 +163,7 @@ class Source:
             The batches of the longest (None: endless), how many this one lacks, and whether any is padded.
         """
         own = -1.0 if self.is_endless else self._count_batches()
-        lengths = cluster.gather(strategy, own)
+        lengths = workers.gather(strategy, own)
         if lengths.min() < 0 < lengths.max():
             raise ValueError(
                 f"The function of InputContext gave shares of {lengths.tolist()} batches, where -1 is endless; the "
@@ -174,7 +174,7 @@ class Source:
                 f"The function of InputContext gave shares of {lengths.astype(int).tolist()} batches; every worker "
                 "needs one batch at least: shard by examples, or make as many files as there are workers."
             )
-        is_padded = bool(cluster.gather(strategy, is_padded).any() or lengths.min() < lengths.max())
+        is_padded = bool(workers.gather(strategy, is_padded).any() or lengths.min() < lengths.max())
         return (None if own < 0 else int(lengths.max())), int(lengths.max() - own), is_padded
 
     def _count_batches(self) -> int:

@@ -27,7 +27,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source
-from distloop.distributed import cluster
+from distloop.distributed import devices
 from distloop.training import nonfinite
 from distloop.training.state import SEED_STRIDE, TrainState, Update
 from distloop.training.step import READS, TrainStep
@@ -83,7 +83,7 @@ def audit(state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1
     Raises:
         ValueError: if the data is a `DistributedDataset`, its first batch has one row, or `loss_fn` breaks a rule.
     """
-    with cluster.streams_kept():
+    with devices.preserved_random_state():
         look = _Look(state, data, seed)
         look.at_order()
         if look.at_graph():
@@ -443,7 +443,7 @@ class _Look:
         step = TrainStep(self._state, microbatches=microbatches)
 
         def train(iterator: Any) -> tf.Tensor:
-            with tf.device(cluster.HOST):
+            with tf.device(devices.HOST):
                 batch = shards.next_batch(iterator, source.layout)
             return step(batch, source.layout).tallies
 

@@ -22,8 +22,8 @@ from distloop.actions.action import Action, Report
 from distloop.config import Config
 from distloop.data import shards
 from distloop.data.source import Data, Source
-from distloop.distributed import cluster
-from distloop.distributed.cluster import HOST
+from distloop.distributed import strategies, workers
+from distloop.distributed.devices import HOST
 from distloop.monitoring import memory
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
@@ -126,7 +126,7 @@ def find_learning_rate(
     falls = smoothed[:-window] - smoothed[window:]
     fell = len(falls) > 0 and falls.max() > 0
     found = RateTest(rates, losses, smoothed, float(rates[falls.argmax()]) if fell else None)
-    if cluster.is_chief(state.strategy):
+    if workers.is_chief(state.strategy):
         _show(found, settings)
     return found
 
@@ -181,7 +181,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
     state, settings = trainer.state, trainer.config
     if not 0 < memory_share <= 1:
         raise ValueError(f"memory_share={memory_share} was given to autotune_batch; give a number above 0, up to 1.")
-    if cluster.num_workers(state.strategy) > 1:
+    if workers.num_workers(state.strategy) > 1:
         raise ValueError(
             "autotune_batch was called on several workers, where one may run out of memory while the others wait: call "
             "it on one of them, and take its rows for each replica."
@@ -311,7 +311,7 @@ class _Meter:
         loop = make_loop(self._state, self._settings)
 
         def train(steps: int) -> dict[str, float]:
-            executor = cluster.find_executor(self._state.strategy, self._settings.executor, None)
+            executor = strategies.choose_executor(self._state.strategy, self._settings.executor, None)
             return loop.train(source, int(self._state.step) + steps, [], executor=executor)
 
         steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])

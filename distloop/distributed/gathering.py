@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def _join_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.St
     """Joins rows, of which each replica has `counts`, other numbers in other steps of a loop."""
     most = getattr(_current, "most_rows", None)
     if most is None:
-        if cluster.uses_collectives(strategy):
+        if strategies.uses_collectives(strategy):
             raise ValueError(
                 "loss_fn calls gather_rows, which on several workers or GPUs has to know the size of a batch, and this "
                 "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."

@@ -20,7 +20,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop.distributed import cluster
+from distloop.distributed import workers
+from distloop.distributed.devices import short_device
 from distloop.variables import Arrangement, is_seed, named_variables, tensorflow_variable
 
 
@@ -131,7 +132,7 @@ class Stages(Arrangement):
             return []
         graph = tf.compat.v1.get_default_graph()  # another one in a branch of loss_fn
         gradients = [tensor for tensor in self._finished[-ahead] if tensor.graph is graph]
-        return [gradient for gradient in gradients if cluster.short_device(gradient.device) == self.devices[stage]]
+        return [gradient for gradient in gradients if short_device(gradient.device) == self.devices[stage]]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
         for part in self.parts[stage]:
@@ -162,7 +163,7 @@ class Stages(Arrangement):
         for stage, device in enumerate(self.devices):
             for variable in self.variables_of(stage):
                 for local in tf.distribute.get_strategy().experimental_local_results(tensorflow_variable(variable)):
-                    if cluster.short_device(local.device) != device:
+                    if short_device(local.device) != device:
                         _move(local, device)
 
     def _require_disjoint(self) -> None:
@@ -346,13 +347,13 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
     """
     if count == 1 and devices is None:
         return []
-    replicas = cluster.num_local_replicas(tf.distribute.get_strategy())
+    replicas = workers.num_local_replicas(tf.distribute.get_strategy())
     if replicas > 1:
         raise ValueError(
             f"A network of {count} stages was made under a strategy that copies it to {replicas} devices: give "
             f"strategy=none and num_stages={count}, so that each stage has a device of its own."
         )
-    here = [cluster.short_device(d.name) for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
+    here = [short_device(d.name) for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
     if devices is None:
         kind = here[0].partition(":")[0]
         devices = [device for device in here if device.startswith(kind)][:count]
@@ -362,7 +363,7 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
                 f"num_stages={len(devices)} or fewer, num_stages={count} with device=cpu, or devices=[...], where one "
                 "may stand several times."
             )
-    found = [cluster.short_device(device) for device in devices]
+    found = [short_device(device) for device in devices]
     if unknown := [device for device in found if device not in here]:
         raise ValueError(f"devices={list(devices)} were given; {unknown[0]} is none of {', '.join(here)}: give those.")
     if len(found) != count:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from distloop.distributed import cluster
+from distloop.distributed.devices import short_device
 
 _OPERATION = re.compile(r"^[^:\s]+:(_?[A-Z]\w*)$")
 _WAITS = ("IteratorGetNext",)  # operations that wait for others
@@ -75,7 +75,7 @@ def read_usage(directory: str) -> dict[str, Usage]:
             events = list(_events(plane, line))
             if plane.name.startswith("/device:GPU"):
                 if line.name.startswith("Stream"):
-                    kernels.setdefault(cluster.short_device(plane.name), []).extend((e.start, e.end) for e in events)
+                    kernels.setdefault(short_device(plane.name), []).extend((e.start, e.end) for e in events)
                 continue
             steps += [(event.start, event.end) for event in events if event.name == "train"]
             part, until = None, 0
@@ -91,7 +91,7 @@ def read_usage(directory: str) -> dict[str, Usage]:
                 elif (match := _OPERATION.match(event.name)) and not match[1].startswith(_WAITS):
                     operations.append(_Operation(part, match[1], event.start, event.end))
                     if match[1] == "_Send":  # the key begins with who sends
-                        devices[part] = cluster.short_device(event.stats["key"].partition(";")[0])
+                        devices[part] = short_device(event.stats["key"].partition(";")[0])
     held = _peaks(memory, devices)
     found = {}
     for device in sorted(set(devices.values())):

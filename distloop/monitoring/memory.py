@@ -6,7 +6,7 @@ import sys
 
 import tensorflow as tf
 
-from distloop.distributed import cluster
+from distloop.distributed import devices
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
@@ -21,7 +21,7 @@ def peaks() -> dict[str, float]:
     found = {"host_memory_gb": _host_peak_bytes() / 1e9}
     accelerators = [device.name for device in tf.config.list_logical_devices() if device.device_type != "CPU"]
     if accelerators:  # what CPUs hold is the host's
-        found["device_memory_gb"] = max(device_peak_gb(cluster.short_device(name)) for name in accelerators)
+        found["device_memory_gb"] = max(device_peak_gb(devices.short_device(name)) for name in accelerators)
     return found
 
 

@@ -21,8 +21,8 @@ from distloop.actions.action import run as run_actions
 from distloop.data import shards
 from distloop.data.shards import Layout
 from distloop.data.source import Source
-from distloop.distributed import cluster
-from distloop.distributed.cluster import HOST
+from distloop.distributed import strategies, workers
+from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import Interrupted, Interrupts
 from distloop.errors import explain_data_error
 from distloop.monitoring.profiler import Profile
@@ -74,7 +74,7 @@ class TrainLoop:
         self._window = _Window()
         self._clock = Clock()
         self._profile: Profile | None = None
-        self._executor = cluster.PARALLEL_EXECUTOR
+        self._executor = strategies.PARALLEL_EXECUTOR
         with tf.device(HOST):  # when each step of a call began; Unix, seconds
             self._begun = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
@@ -90,7 +90,7 @@ class TrainLoop:
         interrupts: Interrupts | None = None,
         clock: Clock | None = None,
         profile: Profile | None = None,
-        executor: str = cluster.PARALLEL_EXECUTOR,
+        executor: str = strategies.PARALLEL_EXECUTOR,
     ) -> dict[str, float]:
         """Trains until a step, stopping at boundaries to act.
 
@@ -104,7 +104,7 @@ class TrainLoop:
             interrupts: asked after each loop whether to go on.
             clock: of the run; None: a new one.
             profile: of some of its steps.
-            executor: what runs the operations, as `cluster.find_executor` gives it.
+            executor: what runs the operations, as `strategies.choose_executor` gives it.
 
         Returns:
             The last report's numbers.
@@ -160,7 +160,7 @@ class TrainLoop:
         if log_every and not self._state.train_metrics and all(a.every is not None or _only_writes(a) for a in to_do):
             if secs := self._window.secs_per_log:
                 logs = max(1, int(min(_LOOP_SECS / secs, (steps_per_loop or np.inf) / log_every)))
-            logs = int(cluster.gather(self._state.strategy, logs)[0])  # the chief's clock counts
+            logs = int(workers.gather(self._state.strategy, logs)[0])  # the chief's clock counts
         last_log = (step // log_every + logs) * log_every if log_every else until
         boundary = min(schedule.next_boundary(step, until, everys, steps_per_loop), last_log)
         return boundary if self._profile is None else int(min(boundary, self._profile.next_boundary(step)))
@@ -168,7 +168,7 @@ class TrainLoop:
     def _interruption(self, interrupts: Interrupts) -> str | None:
         """Says why the run is to be left, if any worker has a reason to."""
         reason = interrupts.reason
-        which = np.flatnonzero(cluster.gather(self._state.strategy, reason is not None))
+        which = np.flatnonzero(workers.gather(self._state.strategy, reason is not None))
         return reason or (f"worker {which[0]} was asked to stop" if len(which) else None)
 
     def save_window(self) -> dict[str, Any]:
@@ -184,13 +184,13 @@ class TrainLoop:
                     self._last_batch = shards.LastBatch(source.iterator())
                 if not self._eager:
                     # A run of no steps traces and optimizes: errors come before the first step, and speeds mean steps.
-                    cluster.report(self._state.strategy, "tracing the step")
+                    workers.report_phase(self._state.strategy, "tracing the step")
                     with tf.experimental.function_executor_type(self._executor):
                         self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), every)
                     self._step.warn()
                 self._prepared_for = source
             start = time.time()
-            cluster.report(self._state.strategy, "training")
+            workers.report_phase(self._state.strategy, "training")
             run = self._run
             if self._profile is not None and self._profile.is_single(step):
                 run = self._run_one
@@ -203,7 +203,7 @@ class TrainLoop:
             if explained is None:
                 raise
             raise explained from error
-        cluster.report(self._state.strategy, "between two loops")
+        workers.report_phase(self._state.strategy, "between two loops")
         rows: list[_Row] = []
         done = 0
         of_replicas = _num_timed(self._state.strategy)
@@ -241,8 +241,8 @@ class TrainLoop:
             with tf.device(HOST), tf.control_dependencies([sums]):
                 sums, replica_secs = sums[: tf.size(sums) - of_replicas], sums[tf.size(sums) - of_replicas :]
                 examples = tf.reduce_sum(sums[-2:-1])  # a loop of no steps has none
-                if (layout.is_sharded or layout.is_split) and cluster.num_workers(self._state.strategy) > 1:
-                    examples = cluster.sum_over_workers(self._state.strategy, examples)
+                if (layout.is_sharded or layout.is_split) and workers.num_workers(self._state.strategy) > 1:
+                    examples = workers.sum_over_workers(self._state.strategy, examples)
                 own = self._read_numbers()
                 self._names = list(own)
                 head = [tf.cast(done, tf.float64), tf.timestamp(), *(tf.cast(v, tf.float64) for v in own.values())]
@@ -405,7 +405,7 @@ class EvalLoop:
         Raises:
             ValueError: if the data is empty.
         """
-        cluster.report(self._state.strategy, "evaluating")
+        workers.report_phase(self._state.strategy, "evaluating")
         for metric in self._state.eval_metrics.values():
             metric.reset_state()
         with self._state.averaged(), self._state.seeds_kept():
@@ -441,8 +441,8 @@ class EvalLoop:
                 start,
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR),
             )
-        if cluster.num_workers(self._state.strategy) > 1:  # once, and not for each batch
-            tallies = cluster.sum_over_workers(self._state.strategy, tallies)
+        if workers.num_workers(self._state.strategy) > 1:  # once, and not for each batch
+            tallies = workers.sum_over_workers(self._state.strategy, tallies)
         results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
         return {"batches": batches, "tallies": tallies, "keras_metrics": results}
 
@@ -468,11 +468,11 @@ class PredictLoop:
         Raises:
             ValueError: if outputs that are to come together have different shapes.
         """
-        cluster.report(self._state.strategy, "predicting")
+        workers.report_phase(self._state.strategy, "predicting")
         iterator = source.new_iterator()
         streams = self._state.read_seeds()
         # Where workers meet in a step, each batch is a call, which all of them make.
-        run = self._run_many if is_joined and cluster.num_workers(self._state.strategy) == 1 else self._run
+        run = self._run_many if is_joined and workers.num_workers(self._state.strategy) == 1 else self._run
         while True:
             # Between two batches the weights and random streams of training are back: whoever reads slowly may train.
             with self._state.averaged(), self._state.seeds_kept():

@@ -8,7 +8,7 @@ It does not know what is done about it.
 
 import tensorflow as tf
 
-from distloop.distributed.cluster import HOST
+from distloop.distributed.devices import HOST
 
 _WINDOW_STEPS = 100  # of the moving mean and deviation
 _FIRST_STEPS = 20  # too few to know what is usual

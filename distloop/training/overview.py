@@ -20,7 +20,7 @@ from absl import logging
 
 from distloop import config
 from distloop.config import Config
-from distloop.distributed import cluster
+from distloop.distributed import strategies, workers
 from distloop.monitoring import flops, records
 from distloop.monitoring.media import Layout, Text
 from distloop.monitoring.tensorboard import SummaryWriter
@@ -140,9 +140,9 @@ def describe_environment(state: TrainState, settings: Config) -> str:
     devices = [device.name for device in tf.config.list_logical_devices()]
     rows = [
         ("start", f"step {int(state.step)}"),
-        ("runs on", cluster.describe(state.strategy)),
+        ("runs on", strategies.describe(state.strategy)),
         ("replicas", state.strategy.num_replicas_in_sync),
-        ("workers", cluster.num_workers(state.strategy)),
+        ("workers", workers.num_workers(state.strategy)),
         ("devices of the first worker", ", ".join(devices)),
         ("CPU cores", os.cpu_count()),
         ("precision", settings.precision),
@@ -203,7 +203,7 @@ def trace_forward(
     """
     if settings.eager:  # loss_fn is to meet tensors that have values
         return None
-    is_cheap = len(state.paths) <= _FEW_VARIABLES and cluster.num_workers(state.strategy) == 1
+    is_cheap = len(state.paths) <= _FEW_VARIABLES and workers.num_workers(state.strategy) == 1
     if not is_cheap and settings.graph != "always" and not peak_flops(state, settings):
         return None
 

@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop.distributed import cluster
-from distloop.distributed.cluster import HOST
+from distloop.distributed import devices, workers
+from distloop.distributed.devices import HOST
 from distloop.distributed.pipeline import Stages, find_stages
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
@@ -360,7 +360,7 @@ class TrainState(tf.Module):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in self._saved_variables().items()}
             for name, variable in self._metric_variables().items():
                 values[name] = tf.stack([tf.identity(part) for part in self._parts(variable)])
-            if self.train_metrics and cluster.num_workers(self.strategy) > 1:
+            if self.train_metrics and workers.num_workers(self.strategy) > 1:
                 values |= self.strategy.experimental_local_results(self._read_metrics())[0]
             return values | self._optimizer_facts()
 
@@ -452,7 +452,7 @@ class TrainState(tf.Module):
     @property
     def _first_replica(self) -> int:
         """The number, among all, of this worker's first replica."""
-        return cluster.worker_index(self.strategy) * cluster.num_local_replicas(self.strategy)
+        return workers.worker_index(self.strategy) * workers.num_local_replicas(self.strategy)
 
     def _gather_metrics(self) -> dict[str, tf.Tensor]:
         """Reads what each replica of each worker holds of Keras metrics, `[R, ...]`; in a replica's context."""
@@ -489,7 +489,7 @@ class TrainState(tf.Module):
         found: collections.Counter[str] = collections.Counter()
         for variable in self._saved_variables().values():
             for part in self._parts(variable):
-                found[cluster.short_device(part.device)] += int(np.prod(part.shape)) * part.dtype.size
+                found[devices.short_device(part.device)] += int(np.prod(part.shape)) * part.dtype.size
         return found
 
     def model_variables(self) -> list[Any]:

@@ -27,8 +27,8 @@ from absl import logging
 
 from distloop.data import shards
 from distloop.data.shards import Batch
-from distloop.distributed import cluster, gathering
-from distloop.distributed.cluster import HOST
+from distloop.distributed import gathering, workers
+from distloop.distributed.devices import HOST
 from distloop.errors import require
 from distloop.monitoring.histograms import WatchedSteps
 from distloop.optimizers import gradients
@@ -193,9 +193,9 @@ class TrainStep:
     def _count_examples(self, batch: Batch, layout: shards.Layout) -> tf.Tensor:
         """Counts the rows of a step; those of this worker alone where it has rows of its own and nobody asks."""
         examples = tf.cast(shards.count_examples(batch, self._strategy), tf.float32)
-        is_local = (layout.is_sharded or layout.is_split) and cluster.num_workers(self._strategy) > 1
+        is_local = (layout.is_sharded or layout.is_split) and workers.num_workers(self._strategy) > 1
         if is_local and self._state.loss_scalers:  # a loss is scaled alike on all workers
-            return cluster.sum_over_workers(self._strategy, examples)
+            return workers.sum_over_workers(self._strategy, examples)
         return examples
 
     def _has_diverged(self, losses: tf.Tensor, jump: float) -> tf.Tensor:
@@ -329,7 +329,7 @@ class TrainStep:
                 before = read()
                 for microbatch in range(self._microbatches):
                     where = self._look(trace, batch, layout, microbatch)
-                    seen_by = np.flatnonzero(cluster.gather(self._strategy, where is not None))
+                    seen_by = np.flatnonzero(workers.gather(self._strategy, where is not None))
                     if len(seen_by):
                         return where or f"worker {seen_by[0]} tells where they came from"
                 write(before)
@@ -732,7 +732,7 @@ class PredictStep:
 
         def joined(value: Any) -> tf.Tensor:
             pieces = self._strategy.experimental_local_results(value)
-            if cluster.num_workers(self._strategy) > 1:
+            if workers.num_workers(self._strategy) > 1:
                 return pieces[0]  # all there is, on each replica
             whole = tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
             return whole if batch.size is None else whole[: batch.size]
@@ -743,7 +743,7 @@ class PredictStep:
         rows, weights = shards.take_shard(batch, layout)
         with _writes_undone(self._state):
             outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
-        if cluster.num_workers(self._strategy) == 1:
+        if workers.num_workers(self._strategy) == 1:
             return outputs
         count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
         return tf.nest.map_structure(lambda output: _join_outputs(output[:count]), outputs)

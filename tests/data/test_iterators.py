@@ -10,7 +10,7 @@ import distloop
 from distloop.data import iterators
 from distloop.data.iterators import iterate
 from distloop.data.source import Source
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 
 
 class SlowPart:
@@ -51,7 +51,7 @@ def test_an_iterator_ends_in_a_thread_of_its_own(parts_name):
 def test_what_iterators_are_made_of_is_where_it_is_looked_for():
     dataset = tf.data.Dataset.range(8).batch(4)
     assert iterate(dataset)._iterator_resource.dtype == tf.resource
-    strategy = cluster.make_strategy(distloop.Config(device="cpu", num_devices=2))
+    strategy = strategies.make_strategy(distloop.Config(device="cpu", num_devices=2))
     distributed = iterate(strategy.experimental_distribute_dataset(dataset))
     assert len(distributed._iterators) == 1
     assert next(distributed).values[0].numpy().tolist() == [0, 1]
@@ -66,7 +66,7 @@ def test_training_evaluation_and_a_restore_make_their_iterators_with_it(is_split
         return made[-1]
 
     monkeypatch.setattr("distloop.data.source.iterate", remembering)
-    strategy = cluster.make_strategy(distloop.Config(device="cpu", num_devices=2))
+    strategy = strategies.make_strategy(distloop.Config(device="cpu", num_devices=2))
     data = tf.data.Dataset.range(8).map(lambda x: {"x": x}).batch(4)
     source = Source(strategy.experimental_distribute_dataset(data) if is_split else data, strategy)
     found = [source.iterator(), source.new_iterator()]

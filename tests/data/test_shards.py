@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.source import Source
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from tests.problems import batch_taker, mirrored, numbers, sizes_1_to_9
 
 
@@ -103,7 +103,7 @@ def test_shards_make_up_the_batch_in_order_and_each_row_counts_once(count, micro
 def test_a_gpu_is_sent_its_own_rows_alone(monkeypatch, device, place):
     context = types.SimpleNamespace(num_replicas_in_sync=2, replica_id_in_sync_group=1, strategy=None)
     monkeypatch.setattr(tf.distribute, "get_replica_context", lambda: context)
-    monkeypatch.setattr(cluster, "has_gpus", lambda strategy: device == "GPU")
+    monkeypatch.setattr(strategies, "has_gpus", lambda strategy: device == "GPU")
     with tf.Graph().as_default(), tf.device(f"/device:{device}:1"):
         batch = shards.Batch({"x": tf.zeros([4, 3])}, None)
         rows, _ = shards.take_shard(batch, shards.Layout(is_split=False, is_padded=False))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.distributed import cluster
+from distloop.distributed import workers
 from tests.problems import assert_close, classification, on, weights
 from tests.test_bad_input import refused
 
@@ -47,7 +47,7 @@ def train_and_evaluate(**settings):
     trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
     trainer.fit(data(), steps=7)
     found = weights(trainer), trainer.evaluate(data(seed=1))
-    if cluster.num_workers(trainer.strategy) > 1:
+    if workers.num_workers(trainer.strategy) > 1:
         of_unknown_size = data().concatenate(data())
         refused(lambda: trainer.evaluate(of_unknown_size), "gather_rows", "let batch(size) be its last step")
     return found

@@ -481,3 +481,33 @@ def test_an_error_of_the_collectives_that_nobody_is_behind_stands(run, ports):
     )
     assert "Traceback" in workers[0].text
     assert "worker 0 failed at step 0 (starting): UnavailableError: socket closed. So" in workers[1].text
+
+
+def test_a_worker_that_comes_back_under_another_address_is_found():
+    program = """
+        import socket, threading, time
+        from distloop.distributed.heartbeat import Peers
+
+        class Network(socket.socket):
+            def sendto(self, data, address):
+                return super().sendto(data, address) if address[0] == "127.0.0.1" else 0
+
+        began = time.monotonic()
+        socket.socket = Network
+        socket.gethostbyname = lambda host: "127.0.0.1" if host == "a" or time.monotonic() > began + 0.7 else "gone"
+        with Network() as one, Network() as other:
+            for probe in (one, other):
+                probe.bind(("", 0))
+            addresses = [f"a:{one.getsockname()[1]}", f"b:{other.getsockname()[1]}"]
+        workers = [Peers(addresses, i, {}) for i in range(2)]
+        threads = [threading.Thread(target=worker.meet, args=(20,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(time.monotonic() - began < 15)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "True\n", result.stderr

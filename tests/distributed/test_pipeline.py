@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.shards import Batch
-from distloop.distributed import cluster
+from distloop.distributed import workers
 from distloop.monitoring import device_usage
 from distloop.training import overview
 from distloop.variables import tensorflow_variable
@@ -256,7 +256,7 @@ def on_two_workers(directory):
     trainer = train(classifier(num_stages=2), config)
     slots = [v for v in trainer.optimizer.variables if len(v.shape)]
     held = [*trainer.state.variables_of_update[""], *slots, *trainer.state.average.variables]
-    index = cluster.worker_index(trainer.strategy)
+    index = workers.worker_index(trainer.strategy)
     products = [place(op) for op in operations(trainer) if op.type == "MatMul"]
     found = {"held": np.array([device_of(v) for v in held]), "products": np.array(products)}
     np.savez(f"{directory}/{index}.npz", **found, **{f"trained/{n}": v for n, v in trained(trainer).items()})

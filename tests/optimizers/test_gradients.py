@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from distloop.optimizers import gradients
 
 REDUCTIONS = {"AddN", "CollectiveReduceV2", "CollectiveReduce", "NcclAllReduce"}
@@ -14,7 +14,7 @@ LARGE = gradients.LARGEST_PACKED_BYTES // 4 + 1  # float32 numbers that travel a
 
 
 def replicas(count):
-    return cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
 
 
 def random_gradients(specs, seed=0):

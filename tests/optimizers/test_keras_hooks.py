@@ -6,12 +6,12 @@ import pytest
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from distloop.optimizers import gradients, keras_hooks
 
 
 def replicas(count):
-    return cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
 
 
 def moved_by(strategy, *, is_hooked, optimizer_class=keras.optimizers.SGD):

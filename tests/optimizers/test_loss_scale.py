@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.iterators import iterate
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from distloop.optimizers import loss_scale
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on
 from tests.test_bad_input import refused
@@ -296,7 +296,7 @@ class Loop:
     """Two variables and an optimizer in a strategy's scope, and a step whose gradients are given: `[replicas, 3]`."""
 
     def __init__(self, make_optimizer, replicas=1):
-        self.strategy = cluster.make_strategy(on(replicas))
+        self.strategy = strategies.make_strategy(on(replicas))
         with self.strategy.scope():
             self.variables = [keras.Variable([1.0, -2.0], name="a"), keras.Variable(0.5, name="b")]
             self.optimizer = make_optimizer()
@@ -500,7 +500,7 @@ def test_a_scale_that_is_not_dynamic_never_changes_and_still_skips(replicas):
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_gradients_too_small_for_float16_arrive_with_the_scale(replicas, scale):
-    strategy = cluster.make_strategy(on(replicas))
+    strategy = strategies.make_strategy(on(replicas))
     with strategy.scope():
         weight = keras.Variable(0.0)
         optimizer = distloop.LossScaleOptimizer(keras.optimizers.SGD(1.0), scale)
@@ -656,7 +656,7 @@ def test_what_is_no_plain_optimizer_is_refused(inner):
 
 @pytest.mark.slow
 def test_the_example_of_its_docstring_runs():
-    strategy = cluster.make_strategy(on(2))
+    strategy = strategies.make_strategy(on(2))
     BATCH_SIZE = 16
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(64, 3)).astype(np.float32)

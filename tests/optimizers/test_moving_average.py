@@ -6,14 +6,14 @@ import pytest
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import cluster
+from distloop.distributed.strategies import make_strategy
 from distloop.optimizers.moving_average import MovingAverage
 
 DECAY = 0.9
 
 
 def strategies():
-    mirrored = [cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=n)) for n in (1, 2)]
+    mirrored = [make_strategy(Config(device="cpu", strategy="mirrored", num_devices=n)) for n in (1, 2)]
     return [tf.distribute.get_strategy(), *mirrored]
 
 

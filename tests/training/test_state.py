@@ -8,14 +8,14 @@ import pytest
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import cluster
+from distloop.distributed import strategies
 from distloop.training import state
 from distloop.training.state import ModelSpec, TrainState, Update
 
 
 @functools.cache
 def replicas(count):
-    return cluster.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
 
 
 ONE = tf.distribute.get_strategy()

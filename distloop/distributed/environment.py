@@ -1,0 +1,116 @@
+"""The workers of a run, read from the environment: TF_CONFIG, or the variables of a Slurm step; without TensorFlow.
+
+    cluster = environment.find_cluster()        # None: this process is alone
+    cluster.addresses, cluster.index            # ("n8:10000", "n9:10001"), 0
+
+It does not know what the workers do, nor whether they can be reached.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The processes that take part in a run."""
+
+    addresses: tuple[str, ...]  # host:port of each worker, the chief first
+    index: int  # of this worker
+
+
+def find_cluster() -> Cluster | None:
+    """Returns the cluster that TF_CONFIG or a Slurm step of several tasks describes; None for a process on its own.
+
+    Raises:
+        ValueError: if they describe no cluster that this process can join.
+    """
+    if text := os.environ.get("TF_CONFIG"):
+        try:
+            return _read_tf_config(json.loads(text))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"TF_CONFIG={text[:200]!r} was given, which is no cluster that distloop can join ({error}): it looks "
+                'like {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}; '
+                "distloop.launch makes it."
+            ) from None
+    return _read_slurm_step() if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
+
+
+def _read_tf_config(tf_config: Any) -> Cluster | None:
+    """Returns the cluster of a parsed TF_CONFIG; raises ValueError, TypeError or AttributeError if it is malformed."""
+    if not isinstance(tf_config, dict) or "sparseCluster" in tf_config:  # a TFJob with enableDynamicWorker writes it
+        raise ValueError("it has to name every worker")
+    jobs, task = tf_config.get("cluster") or {}, tf_config.get("task") or {}
+    kind, index = task.get("type", "worker"), task.get("index")
+    if unknown := sorted({*jobs, kind} - {"chief", "worker", "evaluator"}):
+        raise ValueError(f"distloop knows the jobs chief and worker, not {' and '.join(unknown)}")
+    if kind == "evaluator":
+        raise ValueError("the workers evaluate: leave the evaluator out")
+    chiefs, workers = jobs.get("chief", []), jobs.get("worker", [])
+    for address in [*chiefs, *workers]:
+        if not re.fullmatch(r".+:\d+", str(address)):
+            raise ValueError(f"{address!r} is no host:port")
+    if len(chiefs) + len(workers) < 2:
+        return None
+    if index is None or not 0 <= int(index) < len(jobs.get(kind, [])):
+        raise ValueError(f"there is no {kind} {index}")
+    return Cluster((*chiefs, *workers), int(index) + (len(chiefs) if kind == "worker" else 0))
+
+
+def _read_slurm_step() -> Cluster:
+    """Returns the cluster of the tasks of this Slurm step, in Slurm's order.
+
+    TensorFlow's own resolver sorts hosts as text (n10 before n9) and requires GPUs.
+    """
+    hosts = _expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
+    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    places = [(node, i) for node, count in enumerate(counts) for i in range(count)]  # by task
+    if os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):
+        places.sort(key=lambda place: place[::-1])
+    names = ("STEP_NUM_TASKS", "PROCID", "NODEID", "LOCALID")
+    count, index, node, local = (int(os.environ.get(f"SLURM_{name}", "-1")) for name in names)
+    is_known = len(hosts) == len(counts) and 0 <= index < len(places) == count and places[index] == (node, local)
+    if not is_known or os.environ.get("SLURMD_NODENAME", hosts[node]) != hosts[node]:
+        values = {name: os.environ.get(f"SLURM_{name}") for name in (*names, "STEP_NODELIST", "STEP_TASKS_PER_NODE")}
+        raise ValueError(
+            f"{', '.join(f'SLURM_{name}={value}' for name, value in values.items())} do not tell which task runs "
+            "where: start all tasks by one srun --distribution=block, or set TF_CONFIG."
+        )
+    # Sixteen ports a step, below the range from which the system picks ports: two runs on one node use different ones.
+    step = 31 * int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
+    port = 10_000 + step % 1_400 * 16
+    return Cluster(tuple(f"{hosts[node]}:{port + i}" for node, i in places), index)
+
+
+def _expand_hosts(text: str) -> list[str]:
+    """Returns the hosts of a Slurm node list: `n[08-10,12]-ib,m1` has five."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:\[[^]]*\]|[^,[])+", text):
+        pieces = re.findall(r"\[[^]]*\]|[^[]+", part)
+        hosts += map("".join, itertools.product(*(_expand_numbers(p) if p[0] == "[" else [p] for p in pieces)))
+    return hosts
+
+
+def _expand_numbers(text: str) -> list[str]:
+    ends = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return [str(n).zfill(len(first)) for first, last in ends for n in range(int(first), int(last or first) + 1)]
+
+
+def check_gpus_of_tasks(num_visible_gpus: int) -> None:
+    """Checks that the tasks of a Slurm step on this node do not share GPUs, which NCCL does not allow.
+
+    Raises:
+        ValueError: if they do.
+    """
+    tasks = len(os.environ.get("SLURM_GTIDS", "").split(","))
+    gpus_on_node = int(os.environ.get("SLURM_GPUS_ON_NODE", num_visible_gpus * tasks))
+    if num_visible_gpus * tasks > gpus_on_node and "TF_CONFIG" not in os.environ:
+        raise ValueError(
+            f"{tasks} tasks on this node see {num_visible_gpus} GPUs each, but there are {gpus_on_node}: start one "
+            "task a node, which takes all of them, or give each task its own by srun --gpus-per-task=1."
+        )

@@ -1,0 +1,235 @@
+"""Strategies: which one runs a Config, over which devices and workers, and which executor runs its graphs.
+
+The only module that names a strategy class. It does not know what runs on the devices.
+
+    strategies.prepare(config)                  # before the first tensor
+    strategy = strategies.make_strategy(config)
+    strategies.describe(strategy)               # "2 replicas (CPU:0, CPU:1)"
+"""
+
+import functools
+import signal
+import threading
+
+import keras
+import tensorflow as tf
+
+from distloop.config import Config, facts
+from distloop.distributed import devices, environment, tensorflow_internals, workers
+from distloop.distributed.environment import Cluster
+from distloop.distributed.heartbeat import JOINING, Peers
+
+SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
+_SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it
+
+
+def prepare(config: Config) -> None:
+    """Sets up devices and memory growth, seeds Python, NumPy, Keras and TensorFlow, and joins the other workers.
+
+    The Trainer calls it. A script that creates tensors, datasets or models before its Trainer calls it first. Calling
+    it again only seeds again.
+
+    Args:
+        config: `strategy`, `device`, `num_devices`, `seed`, `deterministic`, `start_timeout` and `hang_timeout` are
+            read.
+
+    Raises:
+        ValueError: if Keras uses another backend or a `keras.distribution`, if the device does not exist, if virtual
+            CPUs or other workers are needed and TensorFlow has already started, or if a worker does not come.
+    """
+    devices.prepare_process(config)
+    if _strategy_name(config) == "multi_worker":
+        make_strategy(config)  # TensorFlow can join other workers only before it starts
+
+
+def make_strategy(config: Config) -> tf.distribute.Strategy:
+    """Returns the strategy that `config` names, over the devices that it names.
+
+    Strategies over several devices are kept for the life of the process: two `MirroredStrategy` objects over the same
+    devices would use the same collective keys twice and clash.
+
+    Args:
+        config: as for `prepare`.
+
+    Returns:
+        TensorFlow's default strategy, a `MirroredStrategy` or a `MultiWorkerMirroredStrategy`.
+
+    Raises:
+        ValueError: if more devices are asked for than there are, or as for `prepare`.
+    """
+    name = _strategy_name(config)
+    if name == "multi_worker":
+        return _make_multi_worker(environment.find_cluster(), config)
+    device_type = devices.choose_device_type(config)
+    available = tf.config.list_logical_devices(device_type)
+    num_devices = config.num_devices or len(available)
+    if config.num_stages > 1:  # the devices belong to the stages
+        return tf.distribute.get_strategy()
+    if num_devices > len(available) or not available:
+        raise ValueError(
+            f"num_devices={config.num_devices} of device={device_type.lower()} were asked for, but there are "
+            f"{len(available)}: ask for at most that many, or for virtual CPUs with device=cpu."
+        )
+    if name == "none" or (name == "auto" and num_devices == 1):
+        return tf.distribute.get_strategy()
+    return _make_mirrored(tuple(f"{device_type}:{i}" for i in range(num_devices)))
+
+
+def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
+    """Returns a strategy object that the user created, after checking it.
+
+    Raises:
+        ValueError: if it is no synchronous `tf.distribute.Strategy`.
+    """
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise ValueError(
+            f"strategy={strategy!r} is not a tf.distribute.Strategy object; name one in Config(strategy=...) "
+            "or pass an object such as tf.distribute.MirroredStrategy()."
+        )
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise ValueError(
+            "ParameterServerStrategy updates without agreement between workers, so no law of distloop holds under it: "
+            "use a synchronous strategy such as MirroredStrategy."
+        )
+    return strategy
+
+
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """Returns the number of replicas and their devices, as in `2 replicas (CPU:0, CPU:1)`."""
+    count, num_workers = strategy.num_replicas_in_sync, workers.num_workers(strategy)
+    on_workers = f" on each of {num_workers} workers" if num_workers > 1 else ""
+    return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(_device_names(strategy))}{on_workers})"
+
+
+def describe_reduction(strategy: tf.distribute.Strategy) -> str:
+    """Returns the name of the reduction over replicas, as in `CollectiveAllReduce (NCCL)`."""
+    implementation = tensorflow_internals.collective_implementation(strategy)
+    name = type(tensorflow_internals.cross_device_ops(strategy)).__name__
+    return name + (f" ({implementation})" if implementation is not None else "")
+
+
+def has_gpus(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if replicas of this worker run on GPUs."""
+    return any(name.startswith("GPU") for name in _device_names(strategy))
+
+
+def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if replicas communicate by TensorFlow's collectives; mirrored CPUs of one process do not."""
+    reduction = tensorflow_internals.cross_device_ops(strategy)
+    return strategy.num_replicas_in_sync > 1 and not isinstance(reduction, tf.distribute.ReductionToOneDevice)
+
+
+def _device_names(strategy: tf.distribute.Strategy) -> list[str]:
+    """Returns the devices of this worker, as in `CPU:0`."""
+    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+        return [devices.short_device(device) for device in strategy.extended.worker_devices]
+    return ["GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"]  # the default strategy does not know it
+
+
+def choose_executor(strategy: tf.distribute.Strategy, setting: str, step_flops: float | None) -> str:
+    """Returns the executor for the graph of a step: a serial one for small steps of one replica on a CPU.
+
+    Args:
+        strategy: the strategy of the run.
+        setting: `Config.executor`.
+        step_flops: floating-point operations of a step; None if unknown.
+
+    Returns:
+        A name for `tf.experimental.function_executor_type`.
+
+    Raises:
+        ValueError: if a serial executor is asked for with several replicas.
+    """
+    replicas = strategy.num_replicas_in_sync
+    if setting == "serial" and replicas > 1:
+        raise ValueError(
+            f"executor=serial was given with {replicas} replicas, which would wait for each other: use executor=auto."
+        )
+    is_one_cpu = replicas == 1 and _device_names(strategy)[0].startswith("CPU")
+    is_small = is_one_cpu and step_flops is not None and step_flops < _SMALL_STEP_FLOPS
+    return SERIAL_EXECUTOR if setting == "serial" or (setting == "auto" and is_small) else PARALLEL_EXECUTOR
+
+
+def _strategy_name(config: Config) -> str:
+    if config.strategy == "auto" and environment.find_cluster() is not None:
+        return "multi_worker"
+    return config.strategy
+
+
+@functools.cache
+def _make_mirrored(device_names: tuple[str, ...]) -> tf.distribute.Strategy:
+    # On virtual CPUs, one addition of packed vectors is cheaper than collectives (2.5 times on small models) and uses
+    # no keys that another strategy could clash with. GPUs keep TensorFlow's default, NCCL.
+    on_cpu = device_names[0].startswith("CPU")
+    return tf.distribute.MirroredStrategy(
+        list(device_names), cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None
+    )
+
+
+_multi_worker_strategies: dict[Cluster, tf.distribute.Strategy] = {}  # one entry: a process can join one cluster
+
+
+def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute.Strategy:
+    """Returns a strategy over all workers, after joining them and checking that sums over them are right."""
+    if cluster is None:
+        raise ValueError(
+            "strategy=multi_worker was given, but the environment tells of no other workers: start the program with "
+            "python -m distloop.launch --workers=2 -m ..., by srun with several tasks, or set TF_CONFIG."
+        )
+    if cluster in _multi_worker_strategies:
+        return _multi_worker_strategies[cluster]
+    if devices.choose_device_type(config) == "GPU":
+        environment.check_gpus_of_tasks(len(tf.config.list_physical_devices("GPU")))
+    elif config.communication == "nccl":
+        raise ValueError("communication=nccl was given, which is for GPUs, but the workers run on CPUs: use auto.")
+    versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(cluster.addresses)}
+    heartbeat = Peers(cluster.addresses, cluster.index, versions | facts(config))
+    try:
+        heartbeat.meet(config.start_timeout)
+        heartbeat.watch(config.hang_timeout, config.start_timeout)
+        strategy = _join(cluster, config, heartbeat)
+    except ValueError as error:
+        heartbeat.fail(str(error))
+        raise
+    _multi_worker_strategies[cluster] = strategy
+    return strategy
+
+
+def _join(cluster: Cluster, config: Config, heartbeat: Peers) -> tf.distribute.Strategy:
+    device_type = devices.choose_device_type(config)
+    # No timeout_seconds: TensorFlow starts a thread for each collective that sleeps for so long, 14,000 of them after
+    # 25 seconds of a small model. The heartbeat notices a hanging worker instead.
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=config.bytes_per_pack,
+        implementation=tf.distribute.experimental.CommunicationImplementation(config.communication.upper()),
+    )
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": cluster.addresses}),
+        task_type="worker",
+        task_id=cluster.index,
+        rpc_layer="grpc",
+    )
+    count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
+    if config.num_stages > 1:  # one replica runs all stages
+        count = 1
+    heartbeat.phase = JOINING
+    try:
+        with tensorflow_internals.local_devices(device_type, count), tensorflow_internals.joining_without_gil():
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Worker {cluster.index} cannot join the others, because TensorFlow has already started ({error}): call "
+            "distloop.prepare(config) before the first tensor, dataset or model."
+        ) from None
+    workers.attach_heartbeat(strategy, heartbeat)
+    numbers = workers.gather(strategy, cluster.index + 1)
+    if numbers.tolist() != list(range(1, len(cluster.addresses) + 1)):
+        raise ValueError(
+            f"The workers' numbers came back as {numbers.tolist()}; the network or the collective library gives wrong "
+            "sums: try other CommunicationOptions, or fewer devices."
+        )
+    heartbeat.phase = "starting"
+    if threading.current_thread() is threading.main_thread():
+        # TensorFlow now catches SIGTERM and ignores it: install Python's handler, or the default, again.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+    return strategy

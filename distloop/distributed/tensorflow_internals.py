@@ -1,0 +1,94 @@
+"""TensorFlow's private parts: every attribute with an underscore and every patch that the folder `distributed` needs.
+
+A new version of TensorFlow is checked here first. It does not know distloop's settings.
+"""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context
+from tensorflow.python.framework import errors_impl
+
+
+def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
+    """Returns the index of this worker and the number of workers; (0, 1) if the strategy has only this process."""
+    count = int(getattr(strategy.extended, "_num_workers", 1))
+    return (int(getattr(strategy.extended, "_id_in_cluster", 0)) if count > 1 else 0), count
+
+
+def cross_device_ops(strategy: tf.distribute.Strategy) -> tf.distribute.CrossDeviceOps | None:
+    """Returns the object that reduces over replicas; None for a strategy of one replica."""
+    return getattr(strategy.extended, "_cross_device_ops", None)
+
+
+def collective_implementation(strategy: tf.distribute.Strategy) -> str | None:
+    """Returns the collective library that was asked for, as in `NCCL`; None if the reduction uses no collectives."""
+    options = getattr(cross_device_ops(strategy), "_options", None)
+    implementation = getattr(options, "implementation", None)
+    return None if implementation is None else implementation.value
+
+
+def get_random_state() -> tuple[Any, Any]:
+    """Returns TensorFlow's global seed and the generator of operation seeds."""
+    eager = context.context()
+    return eager._seed, eager._rng
+
+
+def set_random_state(state: tuple[Any, Any]) -> None:
+    """Restores what `get_random_state` returned."""
+    eager = context.context()
+    eager._seed, eager._rng = state
+
+
+@contextlib.contextmanager
+def local_devices(device_type: str, count: int) -> Iterator[None]:
+    """Gives a multi-worker strategy that is created inside `count` devices; TensorFlow takes one CPU or every GPU."""
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    original = extended._initialize_local_devices
+
+    def first_devices(self: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker_device}/device:{device_type}:{i}" for i in range(count)), device_type
+
+    extended._initialize_local_devices = first_devices
+    try:
+        yield
+    finally:
+        extended._initialize_local_devices = original
+
+
+@contextlib.contextmanager
+def joining_without_gil() -> Iterator[None]:
+    """Lets other Python threads run while TensorFlow joins the workers, which takes up to an hour if one has died.
+
+    TensorFlow's own binding holds the GIL for that time: no heartbeat could be sent or received, nor the process ended.
+    """
+    original = pywrap_tfe.TFE_EnableCollectiveOps
+    try:
+        library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_cc.so.2"))  # loaded already
+    except OSError:  # another build of TensorFlow: keep its own binding
+        yield
+        return
+    library.TF_NewStatus.restype, library.TF_Message.restype = ctypes.c_void_p, ctypes.c_char_p
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def join(context: Any, server: bytes) -> None:
+        status = ctypes.c_void_p(library.TF_NewStatus())
+        size = ctypes.c_size_t(len(server))
+        library.TFE_EnableCollectiveOps(ctypes.c_void_p(pointer_of(context, None)), server, size, status)
+        if code := library.TF_GetCode(status):
+            message = library.TF_Message(status).decode(errors="replace")
+            raise errors_impl.exception_type_from_error_code(code)(None, None, message)
+        library.TF_DeleteStatus(status)
+
+    pywrap_tfe.TFE_EnableCollectiveOps = join
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_EnableCollectiveOps = original

@@ -1,0 +1,180 @@
+"""Devices and the process: virtual CPUs, memory of GPUs (stubs), threads and seeds."""
+
+import random
+import subprocess
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.config import Config
+from distloop.distributed import cores, devices
+
+GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
+
+
+@pytest.fixture
+def claimed_gpus(monkeypatch):
+    """Makes TensorFlow report two GPUs, and records how they are configured."""
+    list_physical_devices = tf.config.list_physical_devices
+    done = types.SimpleNamespace(grown=[], visible=[])
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda kind=None: GPUS if kind == "GPU" else list_physical_devices(kind)
+    )
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: done.grown.append((gpu.name, on)))
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: done.visible.append((devices, kind)))
+    return done
+
+
+@pytest.fixture
+def started():
+    """Starts TensorFlow, so that no virtual CPU can be added."""
+    return tf.config.list_logical_devices("CPU")
+
+
+def draws():
+    """Returns a draw from every generator that a seed should set."""
+    return [
+        random.random(),
+        float(np.random.rand()),
+        float(tf.random.uniform([])),
+        float(keras.random.uniform([])),
+    ]
+
+
+def test_prepare_process_may_be_called_again(started):
+    for _ in range(2):
+        devices.prepare_process(Config(device="cpu", num_devices=4))
+    assert len(tf.config.list_logical_devices("CPU")) == 4
+
+
+def test_preparing_fewer_devices_keeps_the_existing_ones(started):
+    devices.prepare_process(Config(device="cpu", num_devices=1))
+    devices.prepare_process(Config(device="cpu", num_devices=0))
+    assert len(tf.config.list_logical_devices("CPU")) == 4
+
+
+def test_the_seed_reaches_python_numpy_tensorflow_and_keras():
+    devices.prepare_process(Config(device="cpu", seed=7))
+    first = draws()
+    devices.prepare_process(Config(device="cpu", seed=7))
+    assert draws() == first
+    devices.prepare_process(Config(device="cpu", seed=8))
+    assert all(one != other for one, other in zip(draws(), first, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_op_determinism_is_enabled_only_if_set(monkeypatch, deterministic):
+    asked = []
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: asked.append(True))
+    devices.prepare_process(Config(device="cpu", deterministic=deterministic))
+    assert bool(asked) == deterministic
+
+
+@pytest.mark.slow
+def test_virtual_cpus_after_the_start_are_refused():
+    program = """
+import tensorflow as tf
+import distloop
+tf.constant(1.0)
+try:
+    distloop.prepare(distloop.Config(device="cpu", num_devices=3))
+except ValueError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == (
+        "num_devices=3 virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
+        "distloop.prepare(config) before the first tensor, dataset or model.\n"
+    )
+
+
+def test_the_error_names_virtual_cpus_that_come_too_late(started):
+    with pytest.raises(ValueError, match="num_devices=9 virtual CPUs .* already started .*: call distloop.prepare"):
+        devices.prepare_process(Config(device="cpu", num_devices=9))
+
+
+def test_a_missing_device_is_refused():
+    with pytest.raises(ValueError, match="device=gpu was asked for, but TensorFlow sees none .*: use device=auto"):
+        devices.prepare_process(Config(device="gpu"))
+
+
+def test_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ValueError, match="the 'jax' backend; .*: set KERAS_BACKEND=tensorflow"):
+        devices.prepare_process(Config(device="cpu"))
+
+
+def test_a_keras_distribution_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.distribution, "distribution", object)
+    with pytest.raises(ValueError, match=r"keras.distribution is set, .*: call keras.*set_distribution\(None"):
+        devices.prepare_process(Config(device="cpu"))
+
+
+def test_gpus_are_hidden_from_a_run_on_cpus(claimed_gpus):
+    devices.prepare_process(Config(device="cpu"))
+    assert claimed_gpus.visible == [([], "GPU")]
+    assert not claimed_gpus.grown
+
+
+@pytest.mark.parametrize("device", ["auto", "gpu"])
+def test_gpus_take_memory_as_they_need_it(claimed_gpus, device):
+    devices.prepare_process(Config(device=device))
+    assert claimed_gpus.grown == [(gpu.name, True) for gpu in GPUS]
+    assert not claimed_gpus.visible
+
+
+def test_gpus_that_have_started_are_warned_about_when_they_cannot_be_hidden(claimed_gpus, monkeypatch, caplog):
+    def refuse(devices, kind):
+        raise RuntimeError("Visible devices cannot be modified after being initialized")
+
+    monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
+    with caplog.at_level("WARNING", logger="absl"):
+        devices.prepare_process(Config(device="cpu"))
+    assert "device=cpu, but TensorFlow has already started with GPUs" in caplog.text
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+def test_gpus_that_have_started_are_warned_about_unless_their_memory_grows(
+    claimed_gpus, monkeypatch, caplog, is_growing
+):
+    def refuse(gpu, on):
+        raise RuntimeError("Physical devices cannot be modified after being initialized")
+
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: is_growing)
+    with caplog.at_level("WARNING", logger="absl"):
+        devices.prepare_process(Config(device="gpu"))
+    assert ("holds all its memory: call distloop.prepare first" in caplog.text) != is_growing
+
+
+def test_threads_cannot_be_chosen_once_tensorflow_has_started():
+    tf.constant(0)
+    with pytest.raises(ValueError, match="intra_op_threads=97 were given, but TensorFlow has already started"):
+        devices.prepare_process(Config(device="cpu", intra_op_threads=97))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("inter_op_threads=3, intra_op_threads=2", "3 2"),
+        ("num_devices=2, intra_op_threads=2", "0 2"),
+        ("num_devices=2", f"0 {max(1, cores.count() // 2)}"),  # virtual CPUs share the cores
+        ("num_stages=64", "0 1"),
+        ("num_devices=1", "0 0"),
+    ],
+)
+def test_tensorflow_has_the_threads_that_were_asked_for(settings, expected):
+    program = (
+        "import tensorflow as tf, distloop\n"
+        f"distloop.prepare(distloop.Config(device='cpu', {settings}))\n"
+        "tf.constant(0)\n"
+        "threading = tf.config.threading\n"
+        "print(threading.get_inter_op_parallelism_threads(), threading.get_intra_op_parallelism_threads())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == f"{expected}\n"

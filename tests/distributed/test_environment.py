@@ -1,0 +1,195 @@
+"""The cluster that TF_CONFIG or a Slurm step describes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from distloop.distributed import environment
+from distloop.distributed.environment import Cluster
+
+
+def set_scheduler(variables, monkeypatch):
+    """Sets the variables of one scheduler and deletes those of others."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TF_CONFIG", "CUDA", "JOB_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def step_of(line, **more):
+    """Returns what srun (22.05) sets for a task, from `procid/tasks nodelist tasks_per_node nodeid/localid`."""
+    task, nodes, counts, place = line.split()
+    procid, tasks = task.split("/")
+    node, local = place.split("/")
+    variables = {"PROCID": procid, "STEP_NUM_TASKS": tasks, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": counts}
+    variables |= {"NODEID": node, "LOCALID": local, "JOB_ID": 100, "STEP_ID": 0} | more
+    return {f"SLURM_{name}": value for name, value in variables.items()}
+
+
+@pytest.mark.parametrize(
+    ("line", "distribution", "expected"),
+    [
+        ("4/5 n[8-10] 2(x2),1 2/0", None, "n8:0 n8:1 n9:0 n9:1 n10:0"),  # as Slurm counts, not as text is sorted
+        ("5/7 n[8-11] 4,1(x3) 2/0", None, "n8:0 n8:1 n8:2 n8:3 n9:0 n10:0 n11:0"),
+        ("1/2 n[9-10] 1(x2) 1/0", None, "n9:0 n10:0"),
+        ("2/4 n[8-9] 3,1 0/1", "cyclic", "n8:0 n9:0 n8:1 n8:2"),
+        ("3/4 n[8-9] 2(x2) 1/1", "block", "n8:0 n8:1 n9:0 n9:1"),
+        ("1/2 n8 2 0/1", None, "n8:0 n8:1"),
+        ("4/5 r[1-2]n[09-10]-ib,m1 1(x5) 4/0", None, "r1n09-ib:0 r1n10-ib:0 r2n09-ib:0 r2n10-ib:0 m1:0"),
+    ],
+)
+def test_tasks_of_a_slurm_step_are_workers_in_its_order(line, distribution, expected, monkeypatch):
+    set_scheduler(step_of(line, **({"DISTRIBUTION": distribution} if distribution else {})), monkeypatch)
+    monkeypatch.setattr(subprocess, "Popen", None)  # neither nvidia-smi nor scontrol is called
+    workers = environment.find_cluster()
+    hosts, ports = zip(*(address.split(":") for address in workers.addresses), strict=True)
+    offsets = [int(port) - min(map(int, ports)) for port in ports]
+    assert " ".join(
+        f"{host}:{offset}" for host, offset in zip(hosts, offsets, strict=True)
+    ) == expected and workers.index == int(line.split("/")[0])
+
+
+def test_steps_that_run_side_by_side_use_different_ports(monkeypatch):
+    ports = set()
+    for job in range(30):
+        for step in range(3):
+            set_scheduler(step_of("0/9 n1 9 0/0", JOB_ID=123_456 + job, STEP_ID=step), monkeypatch)
+            ports |= {int(address.split(":")[1]) for address in environment.find_cluster().addresses}
+    assert len(ports) == 30 * 3 * 9 and min(ports) >= 10_000 and max(ports) < 32_768
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_JOB_ID": 6, "SLURM_NTASKS": 4, "SLURM_JOB_NODELIST": "n[8-9]", "SLURM_TASKS_PER_NODE": "3,1"},  # salloc
+        {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 2, "SLURM_PROCID": 0, "SLURM_LOCALID": 0},  # a batch script before srun
+        step_of("0/1 n8 1 0/0"),
+        {"JOB_COMPLETION_INDEX": 1, "HOSTNAME": "train-1"},  # of an indexed Job, without the launcher
+        {"TF_CONFIG": "{}"},
+    ],
+)
+def test_other_processes_are_alone(variables, monkeypatch):
+    set_scheduler(variables, monkeypatch)
+    assert environment.find_cluster() is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "1/4 n[8-10] 2,1,1 2/0",
+        "0/4 n[8-9] 1(x2) 0/0",
+        "0/2 n[8-9] 2 0/0",
+        "0/2 n[a-b] 1(x2) 0/0",
+        "0/2 n[9,8] 1(x2) 0/0",
+    ],
+)
+def test_slurm_steps_with_unknown_task_placement_are_refused(line, monkeypatch):
+    set_scheduler(step_of(line, DISTRIBUTION="arbitrary") | {"SLURMD_NODENAME": "n8"}, monkeypatch)
+    with pytest.raises(ValueError, match=r"SLURM_PROCID=., .* do not tell which task runs where: start all tasks by"):
+        environment.find_cluster()
+
+
+@pytest.mark.parametrize(("tasks", "visible", "is_allowed"), [(2, 1, True), (2, 2, False), (1, 2, True)])
+def test_tasks_that_would_share_gpus_are_refused(tasks, visible, is_allowed, monkeypatch):
+    variables = {"STEP_NUM_TASKS": 4, "GTIDS": ",".join(map(str, range(tasks))), "GPUS_ON_NODE": 2}
+    set_scheduler({f"SLURM_{name}": value for name, value in variables.items()}, monkeypatch)
+    if is_allowed:
+        environment.check_gpus_of_tasks(visible)
+    else:
+        with pytest.raises(ValueError, match="2 tasks on this node see 2 GPUs each, but there are 2: start one task a"):
+            environment.check_gpus_of_tasks(visible)
+
+
+WORKERS = ["train-worker-0.team.svc:2222", "train-worker-1.team.svc:2222"]
+
+
+CHIEF = ["train-chief-0.team.svc:2222"]
+
+
+def tf_config(jobs, kind="worker", index=0):
+    """Returns TF_CONFIG as Kubeflow's Training Operator writes it."""
+    return {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}, "environment": "cloud"})}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "kind", "index", "addresses", "number"),
+    [
+        ({"worker": WORKERS}, "worker", 1, WORKERS, 1),
+        ({"chief": CHIEF, "worker": WORKERS}, "chief", 0, CHIEF + WORKERS, 0),
+        ({"chief": CHIEF, "worker": WORKERS}, "worker", 1, CHIEF + WORKERS, 2),
+        ({"chief": CHIEF, "worker": WORKERS, "evaluator": ["e:1"]}, "worker", 0, CHIEF + WORKERS, 1),
+        ({"chief": CHIEF, "worker": WORKERS[:1]}, "worker", "0", [*CHIEF, WORKERS[0]], 1),
+    ],
+)
+def test_a_tfjobs_chief_is_worker_0(jobs, kind, index, addresses, number, monkeypatch):
+    set_scheduler(tf_config(jobs, kind, index), monkeypatch)
+    assert environment.find_cluster() == Cluster(tuple(addresses), number)
+
+
+def test_a_tfjob_with_one_worker_is_a_process_on_its_own(monkeypatch):
+    set_scheduler(tf_config({"worker": WORKERS[:1]}), monkeypatch)
+    assert environment.find_cluster() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (tf_config({"worker": WORKERS}, "evaluator"), "the workers evaluate: leave the evaluator out"),
+        (tf_config({"worker": WORKERS[:1]}, "evaluator"), "the workers evaluate: leave the evaluator out"),
+        (tf_config({"worker": WORKERS, "ps": ["p:1"]}), "distloop knows the jobs chief and worker, not ps"),
+        (tf_config({"worker": WORKERS}, "ps"), "distloop knows the jobs chief and worker, not ps"),
+        (tf_config({"worker": WORKERS, "master": ["m:1"]}), "distloop knows the jobs chief and worker, not master"),
+        (tf_config({"worker": WORKERS}, "worker", 2), "there is no worker 2"),
+        (tf_config({"worker": WORKERS}, "chief"), "there is no chief 0"),
+        (json.dumps({"cluster": {"worker": WORKERS}}), "there is no worker None"),
+        (tf_config({"worker": ["a", "b"]}), "'a' is no host:port"),
+        (tf_config({"worker": "a:1"}), "'a' is no host:port"),
+        (json.dumps({"sparseCluster": {"worker": {"1": WORKERS[1]}, "ps": []}}), "it has to name every worker"),
+        ("[1]", "it has to name every worker"),
+        ("{'worker': []}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ],
+)
+def test_a_tf_config_that_describes_no_cluster_is_refused(text, reason, monkeypatch):
+    set_scheduler(text if isinstance(text, dict) else {"TF_CONFIG": text}, monkeypatch)
+    with pytest.raises(ValueError) as error:
+        environment.find_cluster()
+    assert f"which is no cluster that distloop can join ({reason}): it looks like" in str(error.value)
+
+
+TASK = """
+    import os
+    import signal
+    import distloop
+    from distloop.distributed import strategies, workers
+
+    config = distloop.Config(device="cpu", start_timeout=60, hang_timeout=600)
+    distloop.prepare(config)
+    strategy = strategies.make_strategy(config)
+    (caught,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("SigCgt")]
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(100):
+        numbers = workers.gather(strategy, 10 + workers.worker_index(strategy))
+    is_stoppable = not int(caught, 16) >> (signal.SIGTERM - 1) & 1
+    more = len(os.listdir("/proc/self/task")) - before
+    print(workers.worker_index(strategy), numbers.tolist(), is_stoppable, more < 50)
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_a_slurm_step_join_stop_on_sigterm_and_leak_no_threads(monkeypatch):
+    set_scheduler({"TF_CPP_MIN_LOG_LEVEL": 3}, monkeypatch)
+    tasks = []
+    for i in range(2):
+        step = {name: str(value) for name, value in step_of(f"{i}/2 localhost 2 0/{i}", JOB_ID=os.getpid()).items()}
+        command = [sys.executable, "-c", textwrap.dedent(TASK)]
+        tasks.append(subprocess.Popen(command, env={**os.environ, **step}, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [task.communicate(timeout=120)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert outputs == [f"{i} [10.0, 11.0] True True\n" for i in range(2)]

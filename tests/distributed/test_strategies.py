@@ -1,0 +1,116 @@
+"""Strategies: which one a Config means, and which executor runs its steps."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.config import Config
+from distloop.distributed import strategies
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_mirrored_has_one_replica_a_device(count):
+    strategy = strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+    assert isinstance(strategy, tf.distribute.MirroredStrategy)
+    assert strategy.num_replicas_in_sync == count
+
+
+def test_num_devices_0_means_all_devices():
+    assert strategies.make_strategy(Config(device="cpu", strategy="mirrored")).num_replicas_in_sync == 4
+
+
+def test_auto_is_mirrored_over_several_devices_and_none_on_one():
+    assert strategies.make_strategy(Config(device="cpu", num_devices=2)).num_replicas_in_sync == 2
+    assert strategies.make_strategy(Config(device="cpu", num_devices=1)) is tf.distribute.get_strategy()
+
+
+def test_none_is_tensorflows_default_strategy():
+    assert strategies.make_strategy(Config(device="cpu", strategy="none")) is tf.distribute.get_strategy()
+
+
+def test_a_strategy_over_the_same_devices_is_made_once():
+    first, second = (
+        strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=2)) for _ in range(2)
+    )
+    assert first is second
+
+
+def test_strategies_of_different_sizes_work_side_by_side():
+    def total():
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.ones([3]))
+
+    for count in (2, 4, 3, 2):
+        strategy = strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+        results = strategy.experimental_local_results(tf.function(lambda s=strategy: s.run(total))())
+        np.testing.assert_array_equal(results[-1], [count] * 3)
+
+
+@pytest.mark.parametrize(
+    "replicas, setting, step_flops, expected",
+    [
+        (1, "auto", 1e6, strategies.SERIAL_EXECUTOR),
+        (1, "auto", 1e9, strategies.PARALLEL_EXECUTOR),
+        (1, "auto", None, strategies.PARALLEL_EXECUTOR),
+        (1, "serial", 1e9, strategies.SERIAL_EXECUTOR),
+        (1, "parallel", 1e6, strategies.PARALLEL_EXECUTOR),
+        (2, "auto", 1e6, strategies.PARALLEL_EXECUTOR),
+    ],
+)
+def test_small_steps_of_one_replica_use_the_serial_executor(replicas, setting, step_flops, expected):
+    strategy = strategies.make_strategy(Config(device="cpu", num_devices=replicas))
+    assert strategies.choose_executor(strategy, setting, step_flops) == expected
+
+
+def test_a_serial_executor_with_several_replicas_is_refused():
+    with pytest.raises(ValueError, match="executor=serial was given with 2 replicas.*: use executor=auto."):
+        strategies.choose_executor(strategies.make_strategy(Config(device="cpu", num_devices=2)), "serial", 1e6)
+
+
+def test_small_steps_on_a_gpu_use_the_parallel_executor(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
+    assert strategies.choose_executor(tf.distribute.get_strategy(), "auto", 1e6) == strategies.PARALLEL_EXECUTOR
+
+
+def test_multi_worker_without_a_cluster_is_refused(monkeypatch):
+    monkeypatch.setattr(strategies.environment, "find_cluster", lambda: None)
+    with pytest.raises(ValueError, match="tells of no other workers: start .* by srun with several tasks"):
+        strategies.make_strategy(Config(device="cpu", strategy="multi_worker"))
+
+
+def test_more_devices_than_available_are_refused():
+    with pytest.raises(ValueError, match="num_devices=9 of device=cpu were asked for, but there are 4: ask for"):
+        strategies.make_strategy(Config(device="cpu", num_devices=9))
+
+
+def test_a_strategy_object_is_returned_unchanged():
+    for strategy in (tf.distribute.OneDeviceStrategy("/cpu:1"), tf.distribute.get_strategy()):
+        assert strategies.check_strategy(strategy) is strategy
+
+
+@pytest.mark.parametrize("value", ["mirrored", tf.distribute.MirroredStrategy, 2])
+def test_values_other_than_strategy_objects_are_refused(value):
+    with pytest.raises(ValueError, match=r"is not a tf.distribute.Strategy object; name one in Config\(strategy=...\)"):
+        strategies.check_strategy(value)
+
+
+def test_an_asynchronous_strategy_is_refused():
+    strategy = object.__new__(tf.distribute.ParameterServerStrategy)  # a real one needs a cluster
+    with pytest.raises(ValueError, match="ParameterServerStrategy .*: use a synchronous strategy"):
+        strategies.check_strategy(strategy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "description"),
+    [
+        ({"strategy": "none"}, "1 replica (CPU:0)"),
+        ({"strategy": "mirrored", "num_devices": 1}, "1 replica (CPU:0)"),
+        ({"strategy": "mirrored", "num_devices": 2}, "2 replicas (CPU:0, CPU:1)"),
+    ],
+)
+def test_a_strategy_is_described_by_its_replicas_and_devices(settings, description):
+    assert strategies.describe(strategies.make_strategy(Config(device="cpu", **settings))) == description
+
+
+def test_a_strategy_that_the_user_created_is_described_too():
+    assert strategies.describe(tf.distribute.OneDeviceStrategy("/cpu:1")) == "1 replica (CPU:1)"

@@ -1,0 +1,34 @@
+"""Questions about workers, on strategies of one process; tests/test_workers.py has several processes."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.distributed import workers
+from distloop.distributed.strategies import make_strategy
+from tests.problems import on
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_single_process_is_the_chief_with_all_replicas(replicas):
+    strategy = make_strategy(on(replicas))
+    assert workers.num_workers(strategy) == 1
+    assert workers.worker_index(strategy) == 0
+    assert workers.num_local_replicas(strategy) == replicas
+    assert workers.is_chief(strategy)
+
+
+def test_gather_on_one_worker_returns_its_number():
+    np.testing.assert_array_equal(workers.gather(make_strategy(on(2)), 3.5), [3.5])
+
+
+def test_sum_over_one_worker_counts_its_replicas_once():
+    strategy = make_strategy(on(2))
+    total = tf.function(lambda value: workers.sum_over_workers(strategy, value))(tf.constant([1.0, 2.0]))
+    np.testing.assert_array_equal(total, [1.0, 2.0])
+
+
+def test_a_single_process_has_no_heartbeat_and_reports_to_nobody():
+    strategy = make_strategy(on(2))
+    assert workers.heartbeat_of(strategy) is None
+    workers.report_phase(strategy, "evaluating")
