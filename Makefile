@@ -13,7 +13,7 @@ SIDE_BY_SIDE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: train test check lint bench
+.PHONY: train test check lint docs bench
 
 # Train the digits on two virtual CPUs: make train WORKDIR=/tmp/digits FLAGS="--steps=500".
 train: $(READY)
@@ -30,6 +30,10 @@ check: lint
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Write docs/settings.md from the help texts of the settings.
+docs: $(READY)
+	$(BIN)/python docs/settings.py
 
 # Measure it next to others: make bench FLAGS="--workloads=tiny --replicas=2 --only=training".
 bench: $(READY)

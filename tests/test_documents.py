@@ -1,6 +1,7 @@
-"""Tests the documents: blocks of Python run, commands name modules and flags that exist, errors are quoted right."""
+"""Tests the documents: Python blocks run, commands name modules and flags that exist, links and quotations are right."""
 
 import ast
+import functools
 import importlib.util
 import pathlib
 import re
@@ -11,8 +12,9 @@ from absl import flags
 from distloop import config, launch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-GUIDES = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *GUIDES]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "hosts"}
 OTHERS = LAUNCHER | {"help", "json", "png", "workloads", "replicas", "logdir", "flagfile"}
 
@@ -20,12 +22,12 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def blocks(page, language):
-    """Lists the fenced blocks of a language that are to run."""
+    """Returns the page's fenced blocks in a language, without those marked as not to run."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 def shortened(program):
-    """Lets a program take few steps."""
+    """Returns the program with its number of steps cut to 2."""
     program = re.sub(r"\bsteps=[\d_]+", "steps=2", re.sub(r"\bepochs=\d+", "steps=2", program))
     return program.replace(".fit(train, steps=2, verbose=0)", ".fit(train, epochs=1, verbose=0)").replace(
         ".fit(pairs, steps=2, verbose=0)", ".fit(pairs, epochs=1, verbose=0)"
@@ -60,22 +62,32 @@ def test_commands_name_modules_and_flags_that_exist(page):
         assert not unknown, line
 
 
+def anchors(page):
+    """Returns the anchors that a Markdown viewer gives the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @each_page
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
+@functools.cache
 def messages():
-    """Lists the texts in the source, with a mark for each part that is formatted."""
-    found = []
+    """Returns the strings in the source, with a mark for each formatted part."""
+    texts = []
     for path in sorted((ROOT / "distloop").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                texts.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                texts.append(node.value)
+    return texts
 
 
 QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.M)
@@ -87,7 +99,13 @@ def test_an_error_is_quoted_as_it_is(quoted):
     assert any(re.search(pattern, text, re.S) for text in messages()), quoted
 
 
-def test_the_guides_are_linked():
-    for page in PAGES[:2]:
-        text = page.read_text(encoding="utf-8")
-        assert all(f"(docs/{guide.name})" in text for guide in GUIDES), page.name
+def test_the_index_lists_every_page():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [page.name for page in DOCS if page.name != "index.md" and f"({page.name})" not in text] == []
+
+
+def test_the_settings_page_is_what_its_program_writes():
+    spec = importlib.util.spec_from_file_location("docs_settings", ROOT / "docs" / "settings.py")
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    assert program.PAGE.read_text(encoding="utf-8") == program.render(), "run `make docs`"
