@@ -1,4 +1,4 @@
-"""Tests the documents: Python blocks run, commands name modules and flags that exist, links and quotations are right."""
+"""Tests the documents: Python blocks run, commands name modules and flags that exist, links and quotes are right."""
 
 import ast
 import functools
