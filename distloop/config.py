@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 from absl import flags
 
+from distloop.atomic_files import replacing
+
 T = TypeVar("T", str, int, float, bool)
 
 # `--help` lists a flag under the module that defines it: let that be the experiment that calls `define_flags`.
@@ -346,8 +348,11 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        _replace(os.path.join(workdir, "config.json"), json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        _replace(os.path.join(workdir, "flags.txt"), "".join(line + "\n" for line in _flag_lines(config)))
+        config_json = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+        flags_txt = "".join(line + "\n" for line in _flag_lines(config))
+        for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
+            with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:
         raise ValueError(
             f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
@@ -484,17 +489,3 @@ def _lines(name: str, text: str) -> list[str]:
     if all(line.startswith(f"--{name}=") for line in lines):
         return lines
     return [f"# --{name} holds a line break, which a flag file cannot: give it by hand"]
-
-
-def _replace(path: str, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = f"{path}.{os.getpid()}.tmp"  # in the same directory: a rename within one file system is atomic
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.comparison import relative_difference
 from distloop.config import Config
 from distloop.data.arrays import make_dataset
 from distloop.distributed import strategies
@@ -210,11 +211,7 @@ def _values(trainer: Trainer) -> dict[str, list[np.ndarray]]:
 def _difference(found: Trainer, expected: Trainer) -> float:
     """Finds the largest difference between the variables of two models, by the norm, relative to the variable's own."""
     pairs = zip(_values(found).values(), _values(expected).values(), strict=True)
-    return max(
-        float(np.linalg.norm(a[0] - b[0]) / max(np.linalg.norm(b[0]), 1e-30))
-        for a, b in pairs
-        if np.issubdtype(a[0].dtype, np.floating)
-    )
+    return max(relative_difference(a[0], b[0]) for a, b in pairs if np.issubdtype(a[0].dtype, np.floating))
 
 
 def _require(is_met: bool, otherwise: str) -> None:

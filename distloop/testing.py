@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from distloop.comparison import relative_difference
 from distloop.config import Config
 from distloop.data.copies import fresh_copy
 from distloop.distributed import strategies, workers
@@ -124,7 +125,7 @@ def assert_replica_law(
             if not is_seed(variable):
                 found[path] = tensorflow_variable(variable).numpy()
         expected = expected or found
-        different = {name: _difference(found[name], value) for name, value in expected.items()}
+        different = {name: relative_difference(found[name], value) for name, value in expected.items()}
         name = max(different, key=lambda name: different[name])
         if not different[name] <= tolerance:
             raise AssertionError(
@@ -157,14 +158,6 @@ def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, see
 
 def _is_about_the_run(name: str) -> bool:
     return name.rpartition("/")[2] in ABOUT_THE_RUN - {"gradient_norm"}
-
-
-def _difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """Gives the norm of the difference, relative to that of what is expected."""
-    found, expected = np.asarray(found, np.float64).ravel(), np.asarray(expected, np.float64).ravel()
-    if found.shape != expected.shape:
-        return float("inf")
-    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-30))
 
 
 def _call(

@@ -19,8 +19,10 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
 from distloop.actions.action import run as run_actions
-from distloop.checkpoints import export
+from distloop.checkpoints import signatures
+from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.resume import Progress
+from distloop.checkpoints.saved_model import write_saved_model
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.config import write as write_config
@@ -529,14 +531,14 @@ class Trainer:
         if self.config.fast_dev_run and (path := dry_run.aside(given := path, self.config.workdir)) != given:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
         if os.path.normpath(path).endswith(".keras"):
-            export.write_keras_file(self.state, path)
+            write_keras_file(self.state, path)
             return
         predict_fns = self._predict_fns()
         if self._element_spec is None:
             raise ValueError(
                 "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
             )
-        export.write_saved_model(self.state, predict_fns, self._element_spec, path, keep_dtypes)
+        write_saved_model(self.state, predict_fns, self._element_spec, path, keep_dtypes)
 
     def _predict_fns(self) -> Mapping[str, Callable[[Any], Any]]:
         """Gives what predicts, by the names of the signatures."""
@@ -546,16 +548,16 @@ class Trainer:
                 "ModelSpec has no predict_fn; give ModelSpec(..., predict_fn=lambda batch: model(batch['image'])), a "
                 "function from a batch to outputs, [B, ...]."
             )
-        return given if isinstance(given, Mapping) else {export.DEFAULT: given}
+        return given if isinstance(given, Mapping) else {signatures.DEFAULT: given}
 
     def _signature(self, signature: str | None) -> str:
         """Gives the name of the function that is meant."""
         names = list(self._predict_fns())
         if signature in names:
             return str(signature)
-        if signature in (None, export.DEFAULT):  # as exports call the first one, too
+        if signature in (None, signatures.DEFAULT):  # as exports call the first one, too
             return names[0]
-        if names == [export.DEFAULT]:
+        if names == [signatures.DEFAULT]:
             raise ValueError(
                 f"signature={signature!r} was given, but there is just one predict_fn: leave signature out, or give "
                 f"ModelSpec(..., predict_fn={{{signature!r}: function, ...}})."

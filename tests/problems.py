@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
+from distloop.comparison import relative_difference
 from distloop.data import shards
 from distloop.distributed import strategies
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
@@ -116,7 +117,7 @@ def assert_close(found, expected, tolerance=1e-6):
     for path, value in expected.items():
         if not np.issubdtype(value.dtype, np.floating):
             continue
-        difference = np.linalg.norm(found[path] - value) / max(np.linalg.norm(value), 1e-30)
+        difference = relative_difference(found[path], value)
         assert difference <= tolerance, f"{path}: {difference:.2e}"
 
 

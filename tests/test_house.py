@@ -29,7 +29,7 @@ ORDER = [
     ["monitoring"],
     ["distributed"],
     ["optimizers"],
-    ["flags", "config", "variables", "errors"],
+    ["flags", "config", "variables", "errors", "atomic_files", "comparison"],
 ]
 RANKS = {name: rank for rank, names in enumerate(reversed(ORDER)) for name in names}
 
@@ -40,7 +40,7 @@ def module_of(path):
 
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "actions.schedule"}
+WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "atomic_files", "actions.schedule"}
 WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("records", "run_files", "console", "curves", "timing")}
 WITHOUT_TENSORFLOW |= {f"distributed.{name}" for name in ("cores", "preemption", "heartbeat", "processes")}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}

@@ -13,8 +13,6 @@ renamed when every file is on the disk, so it is whole or absent. It does not kn
 import hashlib
 import json
 import os
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from absl import logging
 
+from distloop.atomic_files import delete, leftovers, remove, replacing
 from distloop.distributed.devices import HOST
 
 _FORMAT = 1
@@ -67,7 +66,7 @@ class Checkpoints:
     def best_steps(self) -> dict[str, list[int]]:
         """The steps that are kept because a metric was best there, by metric; `best.json` holds them."""
         try:
-            with open(os.path.join(self._directory, _BEST), encoding="utf-8") as file:
+            with open(self._path(_BEST), encoding="utf-8") as file:
                 return {str(metric): [int(step) for step in steps] for metric, steps in json.load(file).items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
@@ -91,7 +90,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                _write(os.path.join(self._directory, str(step)), step, values, notes)
+                _write(self._path(step), step, values, notes)
                 self._failure = None
                 if best_steps and best_steps != self.best_steps:
                     self._write_best(best_steps)
@@ -139,7 +138,7 @@ class Checkpoints:
         steps = self.steps
         num_whole = 0
         for step in reversed(steps):
-            path = os.path.join(self._directory, str(step))
+            path = self._path(step)
             try:
                 saved = load(path)
             except DamagedError as error:
@@ -162,7 +161,7 @@ class Checkpoints:
         Raises:
             DamagedError: if it is not there, or not what was written.
         """
-        path = os.path.join(self._directory, str(step))
+        path = self._path(step)
         if not os.path.isdir(path):
             raise DamagedError(
                 f"The checkpoint {path!r} is not there, but the chief has it: give a workdir on a disk that all "
@@ -191,7 +190,7 @@ class Checkpoints:
                 seen.add(step)
                 came = time.monotonic()
                 try:
-                    yield load(os.path.join(self._directory, str(step)))
+                    yield load(self._path(step))
                 except DamagedError as error:
                     if step in self.steps:
                         logging.error("%s It is left out.", error)
@@ -209,10 +208,13 @@ class Checkpoints:
         """Says whether the newest checkpoint is the last of its run."""
         try:
             newest = self.steps[-1]
-            notes = _read_manifest(os.path.join(self._directory, str(newest)))["notes"]
+            notes = _read_manifest(self._path(newest))["notes"]
         except (IndexError, OSError, ValueError, KeyError):
             return False
         return bool(notes["stop_reason"]) or newest >= notes["until"]
+
+    def _path(self, name: int | str) -> str:
+        return os.path.join(self._directory, str(name))
 
     def _join(self) -> None:
         if self._writer is not None:
@@ -220,29 +222,25 @@ class Checkpoints:
             self._writer = None
 
     def _write_best(self, best_steps: Mapping[str, list[int]]) -> None:
-        path = os.path.join(self._directory, _BEST)
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        path = self._path(_BEST)
+        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             json.dump(dict(best_steps), file, indent=1)
-        _sync(f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
 
     def _put_back(self) -> None:
         """Gives a checkpoint its name back that was to be replaced when the process ended."""
-        for name in os.listdir(self._directory) if os.path.isdir(self._directory) else []:
-            step, _, rest = name.partition(".")
-            path = os.path.join(self._directory, step)
-            if re.fullmatch(r"\d+\.old", rest) and not os.path.exists(path):
-                os.rename(os.path.join(self._directory, name), path)
+        for leftover in leftovers(self._directory):
+            if leftover.is_old and not os.path.exists(leftover.target):
+                os.rename(leftover.path, leftover.target)
 
     def _prune(self) -> None:
         """Deletes what is old, and what earlier runs left half-written."""
         best = {step for steps in self.best_steps.values() for step in steps}
         for step in self.steps[: -self._keep]:
             if step not in best:
-                _delete(os.path.join(self._directory, str(step)))
-        for name in os.listdir(self._directory):
-            if re.fullmatch(r"\d+\.(\d+\.(tmp|old)|diverged)", name):
-                shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)
+                delete(self._path(step))
+        diverged = [name for name in os.listdir(self._directory) if name.endswith(".diverged")]
+        for path in [*(leftover.path for leftover in leftovers(self._directory)), *map(self._path, diverged)]:
+            remove(path)
 
 
 def load(path: str) -> Saved:
@@ -285,54 +283,24 @@ def _read_manifest(path: str) -> dict[str, Any]:
 
 def _write(path: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
     """Writes a checkpoint whole or not at all."""
-    aside = f"{path}.{os.getpid()}.tmp"
-    try:
-        os.makedirs(aside)
+    with replacing(path) as temporary:
+        os.makedirs(temporary)
         with tf.device(HOST):
             tf.raw_ops.SaveV2(
-                prefix=os.path.join(aside, _VARIABLES),
+                prefix=os.path.join(temporary, _VARIABLES),
                 tensor_names=list(values),
                 shape_and_slices=[""] * len(values),
                 tensors=list(values.values()),
             )
-        files = sorted(os.listdir(aside))
         manifest = {
             "format": _FORMAT,
             "step": step,
             "entries": {name: {"shape": list(v.shape), "dtype": v.dtype.name} for name, v in values.items()},
-            "files": {name: os.path.getsize(os.path.join(aside, name)) for name in files},
+            "files": {name: os.path.getsize(os.path.join(temporary, name)) for name in sorted(os.listdir(temporary))},
             "notes": dict(notes),
         }
-        text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
-        with open(os.path.join(aside, _MANIFEST), "w", encoding="utf-8") as file:
-            file.write(text)
-        for name in [*files, _MANIFEST]:
-            _sync(os.path.join(aside, name))
-        _sync(aside)
-        old = f"{path}.{os.getpid()}.old"
-        if os.path.exists(path):
-            os.rename(path, old)  # for the time of one more rename; `_put_back` knows it if that is never reached
-        os.rename(aside, path)
-        _sync(os.path.dirname(path))
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _delete(path: str) -> None:
-    """Deletes a checkpoint; one that is deleted in part has no name that is looked for."""
-    old = f"{path}.{os.getpid()}.old"
-    os.rename(path, old)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: str) -> None:
-    """Waits until a file or directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with open(os.path.join(temporary, _MANIFEST), "w", encoding="utf-8") as file:
+            file.write(json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1))
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

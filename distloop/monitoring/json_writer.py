@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Mapping
 
+from distloop.atomic_files import replacing
 from distloop.monitoring.records import format_row, parse_row
 
 
@@ -78,9 +79,8 @@ def _drop_rows(path: str, after: int) -> None:
         lines = file.read().splitlines(keepends=True)
     kept = [line for line in lines if _is_kept(line, after)]
     if len(kept) < len(lines):
-        with open(f"{path}.tmp", "wb") as file:
+        with replacing(path) as temporary, open(temporary, "wb") as file:
             file.writelines(kept)
-        os.replace(f"{path}.tmp", path)
 
 
 def _is_kept(line: bytes, after: int) -> bool:

@@ -63,7 +63,7 @@ def test_the_newest_are_kept(tmp_path):
 
 def test_nothing_old_goes_before_the_new_one_is_whole(tmp_path, monkeypatch):
     kept = save(tmp_path, 1, keep=1)
-    monkeypatch.setattr(store, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     kept.save(2, values_of(2), {})
     with pytest.raises(OSError, match="The last checkpoint could not be written .*No space left on device"):
         kept.wait()
@@ -419,7 +419,9 @@ def test_save_needs_a_place_and_something_to_save(tmp_path):
 def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):
     trainer = make_trainer(tmp_path, checkpoint_every=2, keep_checkpoints=1)
     trainer.fit(data(), steps=2)
-    monkeypatch.setattr(store, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        store, "_checksum", lambda manifest: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space left on device"):
         trainer.fit(data(), steps=7)
     assert trainer.step == 7 and caplog.text.count("could not be written") == 3

@@ -1,0 +1,82 @@
+"""SavedModels: `predict_fn` as signatures in a directory that loads without distloop.
+
+    write_saved_model(state, {"serving_default": predict_fn}, element_spec, "model")
+
+The SavedModel is written with the averaged weights if there are any, read back and compared before it takes its name.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.checkpoints import signatures
+from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.training.state import TrainState
+
+
+def write_saved_model(
+    state: TrainState,
+    predict_fns: Mapping[str, Callable[[Any], Any]],
+    element_spec: Any,
+    path: str,
+    keep_dtypes: bool = False,
+) -> None:
+    """Writes a SavedModel, with the averaged weights if there are any; whole or not at all.
+
+    Args:
+        state: holds the weights.
+        predict_fns: name -> `batch -> outputs`, `[B, ...]`; each gets a signature of its name, and the first is also
+            `serving_default` unless one has that name.
+        element_spec: of a batch.
+        path: a directory; an existing SavedModel is replaced when the new one is whole.
+        keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
+
+    Raises:
+        ValueError: if two entries of a batch would get the same name, a function reads none, the path holds something
+            other than a SavedModel, or the SavedModel, read back, gives other outputs than its function.
+    """
+    path = prepare_path(path, state.strategy)
+    is_free = not os.path.exists(path) or (os.path.isdir(path) and not os.listdir(path))
+    if not is_free and not os.path.exists(os.path.join(path, "saved_model.pb")):
+        raise ValueError(f"{path!r} holds something that is no SavedModel; give a path that is free, or remove it.")
+    specs = signatures.entry_specs(element_spec)
+    functions, specs_read = {}, {}
+    for name, fn in predict_fns.items():
+        specs_read[name] = signatures.specs_read(name, fn, element_spec, specs)
+        functions[name] = signatures.make_signature(fn, element_spec, specs, specs_read[name], keep_dtypes)
+    first = next(iter(predict_fns))
+    functions.setdefault(signatures.DEFAULT, functions[first])
+    specs_read.setdefault(signatures.DEFAULT, specs_read[first])
+    module = tf.Module()
+    module.variables_served = [*state.model_variables()]
+    with contextlib.ExitStack() as stack, writing(path, state.strategy) as temporary, state.averaged(), quiet_logging():
+        for network in state.staged:
+            stack.enter_context(network.unplaced())  # the server has other devices
+        tf.saved_model.save(module, temporary, signatures=functions)
+        served = tf.saved_model.load(temporary).signatures
+        for name, function in functions.items():
+            with state.seeds_kept():
+                _compare(name, served[name], function, list(specs_read[name].values()))
+
+
+def _compare(name: str, served: Any, function: Any, specs: Sequence[Any]) -> None:
+    """Raises ValueError if a signature that was read back gives other outputs than its function."""
+
+    def call(entries: Sequence[Any]) -> Any:
+        return function(*tf.nest.flatten(entries, expand_composites=True))
+
+    title = signatures.title(name)
+    if (example := call_on_ones(call, specs, title)) is None:
+        return
+    entries, expected = example
+    names = [spec.name for spec in function.input_signature]
+    outputs = served(**dict(zip(names, tf.nest.flatten(entries, expand_composites=True), strict=True)))
+    for output in expected:
+        if difference := output_difference(outputs[output], expected[output]):
+            raise ValueError(
+                f"The exported model gives {output!r} otherwise than {title} does, by up to {difference:.3g}: compute "
+                "from the batch and from variables of the model alone."
+            )

@@ -1,0 +1,146 @@
+"""Signatures of a SavedModel: functions of named tensors, made from functions of a batch.
+
+    specs = entry_specs(element_spec)                                         # {"image": TensorSpec, "label": ...}
+    read = specs_read("serving_default", predict_fn, element_spec, specs)     # {"image": TensorSpec}
+    signature = make_signature(predict_fn, element_spec, specs, read)         # a tf.function of image
+
+A signature takes the entries of a batch that its function reads, by name, and returns the outputs by name; the batch
+dimension is free.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.training.step import check_outputs
+
+DEFAULT = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
+
+
+def make_signature(
+    predict_fn: Callable[[Any], Any],
+    element_spec: Any,
+    specs: Mapping[str, Any],
+    read: Mapping[str, Any],
+    keep_dtypes: bool = False,
+) -> Any:
+    """Returns a `tf.function` of the tensors that `predict_fn` reads; its input specs have the entries' names.
+
+    Args:
+        predict_fn: `batch -> outputs`, `[B, ...]`.
+        element_spec: of a batch.
+        specs: `entry_specs(element_spec)`.
+        read: the specs of the entries that `predict_fn` reads.
+        keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
+
+    Raises:
+        ValueError: if two tensors would get the same name.
+    """
+
+    def serve(*tensors: tf.Tensor) -> dict[str, tf.Tensor]:
+        values = tf.nest.pack_sequence_as(list(read.values()), tensors, expand_composites=True)
+        rows = tf.cast(shards.batch_size(values), tf.int32)
+        entries = dict(zip(read, values, strict=True))
+        # predict_fn takes the whole structure, with the entries that it does not read.
+        flat = [entries[name] if name in entries else _zeros(spec, rows) for name, spec in specs.items()]
+        batch = tf.nest.pack_sequence_as(element_spec, flat)
+        return _named_outputs(check_outputs(predict_fn(batch), rows, keep_dtypes))
+
+    flat_specs: dict[str, tf.TensorSpec] = {}
+    for entry, spec in read.items():
+        for i, part in enumerate(tf.nest.flatten(spec, expand_composites=True)):  # a ragged entry has several
+            name = f"{entry}_{i}" if i else entry
+            if name in flat_specs:
+                raise ValueError(_same_name(name))
+            flat_specs[name] = tf.TensorSpec(part.shape, part.dtype, name=name)
+    # Not a concrete function: TensorFlow traces it again while saving, where several replicas' variables are one.
+    return tf.function(serve, autograph=False, input_signature=list(flat_specs.values()))
+
+
+def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
+    """Returns the spec of each entry of a batch, with a free first axis, by its path in the structure.
+
+    `{"a": {"b": x}}` is named a_b; the entries of a tuple are named x0, x1.
+
+    Raises:
+        ValueError: if two entries would get the same name.
+    """
+    specs: dict[str, tf.TensorSpec] = {}
+    for name, spec in _walk(element_spec, ""):
+        name = f"x{name}" if name[:1].isdigit() or not name else name
+        if name in specs:
+            raise ValueError(_same_name(name))
+        specs[name] = _with_free_batch_axis(spec, name)
+    return specs
+
+
+def specs_read(
+    name: str, predict_fn: Callable[[Any], Any], element_spec: Any, specs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the specs of the entries that `predict_fn` reads; traces it to see which.
+
+    Raises:
+        ValueError: if it reads none.
+    """
+
+    def trace(*flat: Any) -> Any:
+        return predict_fn(tf.nest.pack_sequence_as(element_spec, flat))
+
+    graph = tf.function(trace, autograph=False).get_concrete_function(*specs.values()).graph
+    graph_inputs = iter(graph.inputs)
+    read = {}
+    for entry, spec in specs.items():
+        parts = [next(graph_inputs) for _ in tf.nest.flatten(spec, expand_composites=True)]
+        if any(part.consumers() for part in parts):
+            read[entry] = spec
+    if not read:
+        raise ValueError(
+            f"{title(name)} reads nothing from its batch, so there is nothing to serve: compute from the batch."
+        )
+    return read
+
+
+def title(name: str) -> str:
+    """Returns a prediction function's name as the user wrote it."""
+    return "predict_fn" if name == DEFAULT else f"predict_fn[{name!r}]"
+
+
+def _same_name(name: str) -> str:
+    return f"Two entries of a batch would both be named {name!r} in the signature: rename one."
+
+
+def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a structure with their paths, in the order of `tf.nest.flatten`."""
+    if isinstance(node, Mapping):
+        children = [(key, node[key]) for key in sorted(node)]
+    elif isinstance(node, tuple) and hasattr(node, "_fields"):
+        children = list(zip(node._fields, node, strict=True))
+    elif isinstance(node, (list, tuple)):
+        children = list(enumerate(node))
+    else:
+        yield prefix, node
+        return
+    for key, child in children:
+        yield from _walk(child, f"{prefix}_{key}" if prefix else str(key))
+
+
+def _with_free_batch_axis(spec: Any, name: str) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, name=name)
+
+
+def _zeros(spec: Any, rows: tf.Tensor) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        splits = tf.zeros([rows + 1], spec.row_splits_dtype)
+        return tf.RaggedTensor.from_row_splits(tf.zeros([0], spec.dtype), splits)
+    return tf.zeros([rows, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+
+def _named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
+    if isinstance(outputs, dict) and all(not isinstance(v, (dict, list, tuple)) for v in outputs.values()):
+        return outputs
+    flat = tf.nest.flatten(outputs)
+    return {"output": flat[0]} if len(flat) == 1 else {f"output_{i}": value for i, value in enumerate(flat)}

@@ -1,0 +1,345 @@
+"""Keras files: layers and weights of one model, read back and compared before the file has its name."""
+
+import os
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.exports import (
+    ROWS,
+    assert_weights,
+    averages,
+    dataset,
+    dead_process,
+    export_keras_file,
+    images,
+    make_image_trainer,
+    make_trainer,
+)
+from tests.problems import assert_equal, classification, classifier, everything, local_values, on, weights
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_keras_file_predicts_as_predict_does_with_the_averaged_weights(replicas, tmp_path):
+    trainer = make_trainer(replicas=replicas, average_decay=0.9)
+    trainer.fit(dataset(), steps=5)
+    before, predictions = everything(trainer), trainer.predict(dataset())
+    loaded = export_keras_file(trainer, tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(ROWS["x"], verbose=0), predictions, rtol=1e-6, atol=1e-7)
+    assert not np.allclose(trainer.model(ROWS["x"], training=False), predictions, rtol=1e-3)
+    assert_weights([weight.numpy() for weight in loaded.weights], averages(trainer))
+    assert_equal(everything(trainer), before)
+    assert os.listdir(tmp_path) == ["model.keras"]
+    for weight in loaded.weights:
+        assert isinstance(weight.value, tf.Variable) and not isinstance(weight.value, tf.distribute.DistributedValues)
+    if replicas > 1:  # so the line above says something
+        assert isinstance(trainer.model.weights[0].value, tf.distribute.DistributedValues)
+
+
+def test_a_keras_file_needs_no_data_and_no_predict_fn(tmp_path):
+    def model_fn():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), lambda b, training: {"loss": model(b)[:, 0]})
+
+    trainer = distloop.Trainer(model_fn, on(2))
+    loaded = export_keras_file(trainer, tmp_path / "deep" / "model.keras")
+    assert_weights([w.numpy() for w in loaded.weights], list(weights(trainer).values()))
+
+
+def test_a_keras_file_replaces_an_older_one(tmp_path):
+    path = tmp_path / "model.keras"
+    trainer = make_trainer()
+    first = export_keras_file(trainer, path).get_weights()
+    trainer.fit(dataset(), steps=3)
+    leftover = tmp_path / f"model.keras.{dead_process()}.tmp.keras"
+    leftover.write_text("half a file")
+    second = export_keras_file(trainer, path).get_weights()
+    assert_weights(second, [w.numpy() for w in trainer.model.weights])
+    assert not np.allclose(first[0], second[0], rtol=1e-3)
+    assert os.listdir(tmp_path) == ["model.keras"]
+
+
+@pytest.mark.parametrize("wrong", ["one bit", "a weight less"])
+def test_a_keras_file_with_other_weights_never_takes_its_name(wrong, tmp_path, monkeypatch):
+    trainer = make_trainer()
+    load = keras.models.load_model
+
+    def load_another(path):
+        model = load(path)
+        if wrong == "one bit":
+            bias = model.weights[-1].numpy()
+            bias[-1] = -0.0  # equal to the 0.0 that it was, in all but one bit
+            model.weights[-1].assign(bias)
+            return model
+        return keras.Model(model.inputs, model.layers[0](model.inputs[0]))
+
+    monkeypatch.setattr(keras.models, "load_model", load_another)
+    with pytest.raises(ValueError, match="read back, has other weights"):
+        trainer.export(tmp_path / "model.keras")
+    assert os.listdir(tmp_path) == []
+
+
+@keras.saving.register_keras_serializable("tests")
+class Forgetful(keras.layers.Layer):
+    """Multiplies by a factor that its config does not hold."""
+
+    def __init__(self, factor=1.0, **settings):
+        super().__init__(**settings)
+        self.factor = factor
+
+    def get_config(self):
+        return super().get_config()
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.Model):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.dense = keras.layers.Dense(4)
+        self.dropout = keras.layers.Dropout(0.5)
+
+    def call(self, inputs, training=None):
+        return self.dropout(self.dense(inputs), training=training)
+
+
+class Unregistered(Registered):
+    pass
+
+
+class UnregisteredLayer(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs * 2.0
+
+
+def make_net_trainer(make_model, replicas=1, predict_of=None, **settings):
+    """Makes a trainer for what `make_model` makes, which takes x."""
+
+    def model_fn():
+        model = make_model()
+        predict = predict_of or (lambda m, batch: m(batch["x"], training=False))
+
+        def loss_fn(batch, training):
+            outputs = [m(batch["x"], training=training) for m in tf.nest.flatten(model)]
+            return {"loss": tf.reduce_sum(tf.square(sum(outputs)), -1)}
+
+        return distloop.ModelSpec(
+            model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=lambda batch: predict(model, batch)
+        )
+
+    return distloop.Trainer(model_fn, on(replicas, **settings))
+
+
+def sequential(*layers):
+    return lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), *(layer() for layer in layers)])
+
+
+def test_a_keras_file_that_answers_otherwise_never_takes_its_name(tmp_path):
+    trainer = make_net_trainer(sequential(lambda: Forgetful(2.0)))
+    with pytest.raises(ValueError, match="read back, gives other outputs, by up to .*get_config"):
+        trainer.export(tmp_path / "model.keras")
+    assert os.listdir(tmp_path) == []
+    good = make_net_trainer(sequential(lambda: Forgetful(1.0)))
+    good.export(tmp_path / "model.keras")
+    assert os.listdir(tmp_path) == ["model.keras"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "make_model",
+    [Registered, lambda: keras.Sequential([keras.layers.Dense(4), keras.layers.Dropout(0.5)])],
+    ids=["class", "no input shape"],
+)
+def test_a_keras_file_of_a_model_that_the_data_built(make_model, replicas, tmp_path):
+    trainer = make_net_trainer(make_model, replicas, average_decay=0.9)
+    with pytest.raises(ValueError, match="not built.*call fit, evaluate or predict"):
+        trainer.export(tmp_path / "model.keras")
+    assert os.listdir(tmp_path) == []
+    trainer.fit(dataset(), steps=3)
+    loaded = export_keras_file(trainer, tmp_path / "model.keras")
+    predictions = trainer.predict(dataset())
+    for size in (11, 3):  # any number of rows, whatever the batches were
+        np.testing.assert_allclose(loaded.predict(ROWS["x"][:size], verbose=0), predictions[:size], rtol=1e-5)
+
+
+def test_a_keras_file_of_a_model_with_several_inputs_by_name(tmp_path):
+    def make_model():
+        x, z = keras.Input((3,), name="x"), keras.Input((2,), name="z")
+        joined = keras.layers.Concatenate()([x, keras.layers.Dense(2)(z)])
+        return keras.Model({"x": x, "more": [z]}, {"logits": keras.layers.Dense(4)(joined), "z": z * 2.0})
+
+    def model_fn():
+        model = make_model()
+        outputs_of = lambda b: model({"x": b["x"], "more": [b["more"]["z"]]}, training=False)  # noqa: E731
+        loss_fn = lambda b, training: {"loss": tf.reduce_sum(outputs_of(b)["logits"], -1)}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=outputs_of)
+
+    trainer = distloop.Trainer(model_fn, on(2))
+    trainer.fit(dataset(), steps=2)
+    found = export_keras_file(trainer, tmp_path / "model.keras")({"x": ROWS["x"], "more": [ROWS["more"]["z"]]})
+    predictions = trainer.predict(dataset())
+    assert set(found) == set(predictions) == {"logits", "z"}
+    np.testing.assert_allclose(found["logits"], predictions["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_keras_file_of_a_net_that_takes_no_image_of_one_pixel(tmp_path, monkeypatch):
+    trainer = make_image_trainer()
+    image = images(30)
+    found = export_keras_file(trainer, tmp_path / "model.keras")(image)
+    np.testing.assert_allclose(found, trainer.model(image), rtol=1e-5, atol=1e-6)
+    load = keras.models.load_model
+
+    def load_another(path):  # the same weights, other outputs
+        model = load(path)
+        return keras.Model(model.inputs, model.outputs[0] + 1.0)
+
+    monkeypatch.setattr(keras.models, "load_model", load_another)
+    with pytest.raises(ValueError, match="read back, gives other outputs"):
+        trainer.export(tmp_path / "other.keras")
+
+
+def test_a_keras_file_of_a_model_that_draws_when_it_predicts(tmp_path):
+    def make_model():
+        x = keras.Input((3,))
+        return keras.Model(x, keras.layers.Dropout(0.5)(keras.layers.Dense(4)(x), training=True))
+
+    trainer = make_net_trainer(make_model, replicas=2)
+    before = everything(trainer)
+    loaded = export_keras_file(trainer, tmp_path / "model.keras")
+    assert_weights([w.numpy() for w in loaded.weights], [w.numpy() for w in trainer.model.weights])
+    assert not np.array_equal(loaded(ROWS["x"]), loaded(ROWS["x"]))
+    assert_equal(everything(trainer), before)
+
+
+def test_a_keras_file_leaves_pythons_random_numbers_alone(tmp_path):
+    trainer = make_trainer()
+    before = random.getstate()
+    keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    assert random.getstate() != before  # making layers draws from them, as reading a file back does
+    before = random.getstate()
+    trainer.export(tmp_path / "model.keras")
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_a_keras_file_keeps_the_precision(precision, tmp_path):
+    trainer = make_trainer(precision=precision, replicas=2)
+    trainer.fit(dataset(), steps=2)
+    loaded = export_keras_file(trainer, tmp_path / "model.keras")
+    assert {weight.dtype for weight in loaded.weights} == {"float32"}
+    found = loaded(ROWS["x"])
+    assert found.dtype == precision.removeprefix("mixed_")
+    np.testing.assert_allclose(tf.cast(found, tf.float32), trainer.predict(dataset()), rtol=2e-2, atol=2e-2)
+
+
+def unregistered_loss(y_true, y_pred):
+    return keras.losses.mean_squared_error(y_true, y_pred)
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_a_keras_file_of_a_compiled_model_is_not_compiled(is_function, precision, tmp_path):
+    def compiled():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.Adam(0.01), unregistered_loss, metrics=["mae"])
+        return model
+
+    trainer = distloop.Trainer(distloop.from_keras(compiled if is_function else compiled()), on(2, precision=precision))
+    trainer.fit(dataset((ROWS["x"], ROWS["more"]["z"])), steps=2)
+    was_compiled, size = trainer.model.compiled, sum(weight.numpy().nbytes for weight in trainer.model.weights)
+    loaded = export_keras_file(trainer, tmp_path / "model.keras")
+    assert not loaded.compiled
+    assert trainer.model.compiled == was_compiled == is_function
+    if is_function:
+        assert trainer.model.optimizer is not None
+    assert_weights([w.numpy() for w in loaded.weights], [w.numpy() for w in trainer.model.weights])
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(2)])
+    plain.save(tmp_path / "plain.keras")
+    assert os.path.getsize(tmp_path / "model.keras") < os.path.getsize(tmp_path / "plain.keras") + size  # no slots
+    trainer.fit(dataset((ROWS["x"], ROWS["more"]["z"])), steps=4)
+    assert trainer.step == 4
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_starts_from_a_keras_file(replicas, tmp_path, capsys):
+    data = distloop.make_dataset(classification(16), 8)
+    first = distloop.Trainer(classifier(), on(replicas, average_decay=0.5))
+    first.fit(data, steps=4)
+    first.export(tmp_path / "model.keras")
+    still = {"optimizer": lambda: keras.optimizers.SGD(0.0)}
+    second = distloop.Trainer(classifier(**still), on(replicas, init_from=str(tmp_path / "model.keras"), seed=1))
+    assert not np.allclose(second.model.get_weights()[0], averages(first)[0], rtol=1e-3)
+    second.fit(data, steps=1)
+    assert_weights(second.model.get_weights(), averages(first))
+    assert "4 of 4 variables start from" in capsys.readouterr().out
+
+
+def test_a_run_with_dropout_starts_from_a_keras_file(tmp_path, capsys):
+    data = distloop.make_dataset(classification(16), 8)
+    first = distloop.Trainer(classifier(dropout=0.5), on(2))
+    first.fit(data, steps=4)
+    first.export(tmp_path / "model.keras")
+    still = {"optimizer": lambda: keras.optimizers.SGD(0.0), "dropout": 0.5}
+    second = distloop.Trainer(classifier(**still), on(2, init_from=str(tmp_path / "model.keras"), seed=1))
+    second.fit(data, steps=1)
+    assert_weights(second.model.get_weights(), [w.numpy() for w in first.model.weights])
+    assert "4 of 4 variables start from" in capsys.readouterr().out
+    streams = local_values(second, second.state.seeds[0])
+    assert not np.array_equal(*streams)
+
+
+class Affine(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(tf.ones([3, 4]))
+
+    def __call__(self, x, training=False):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("make_model", "says"),
+    [
+        (Affine, "the model is a Affine, no keras.Model: give a path without .keras"),
+        (lambda: keras.layers.Dense(4), "the model is a Dense, no keras.Model: give a path without .keras"),
+        (lambda: {"a": Affine()}, "the model is a dict, no keras.Model: give a path without .keras"),
+        (
+            lambda: {"a": sequential()(), "b": sequential()()},
+            r"one model, and there is a dict of 2, .* trainer.model\['a'\].save\(",
+        ),
+        (lambda: [sequential()()], r"one model, and there is a list of 1, .* trainer.model\[0\].save\("),
+        (Unregistered, r"\(Could not locate class 'Unregistered'\): .*@keras.saving.register_keras_serializable\(\)"),
+        (
+            sequential(UnregisteredLayer),
+            r"\(Could not locate class 'UnregisteredLayer'\): .*@keras.saving.register_keras_serializable\(\)",
+        ),
+        (sequential(lambda: keras.layers.Lambda(lambda x: x)), r"Python lambda\): .*@keras.saving.register"),
+    ],
+    ids=["module", "layer", "dict of modules", "dict", "list", "class", "layer class", "lambda"],
+)
+def test_what_no_keras_file_can_hold_is_refused(make_model, says, tmp_path):
+    trainer = make_net_trainer(make_model, predict_of=lambda m, batch: tf.nest.flatten(m)[0](batch["x"]))
+    trainer.fit(dataset(), steps=1)
+    with pytest.raises(ValueError, match=says) as caught:
+        trainer.export(tmp_path / "model.keras")
+    assert "\n" not in str(caught.value) and ". " not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_models_of_a_dict_are_saved_one_by_one_as_the_refusal_says(tmp_path):
+    trainer = make_net_trainer(lambda: {"a": sequential()(), "b": sequential()()}, average_decay=0.9, replicas=2)
+    trainer.fit(dataset(), steps=3)
+    with pytest.raises(ValueError, match="with trainer.state.averaged") as caught:
+        trainer.export(tmp_path / "model.keras")
+    line = str(caught.value).split(": ", 1)[1].rstrip(".").replace("path.keras", str(tmp_path / "a.keras"))
+    exec(line, {"trainer": trainer})  # the code that it names
+    found = keras.models.load_model(tmp_path / "a.keras").get_weights()
+    assert_weights(found, averages(trainer)[: len(found)])

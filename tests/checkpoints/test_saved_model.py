@@ -1,0 +1,253 @@
+"""SavedModels: one signature for each predict function, with the averaged weights, checked before it has its name."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.exports import ROWS, dataset, images, make_image_trainer, make_trainer, serve, signatures_of
+from tests.problems import assert_equal, everything, on
+
+pytestmark = pytest.mark.slow
+
+
+def make_pair(model):
+    """Returns two functions: one reads x, the other x and z."""
+
+    def classify(batch):
+        return model(batch["x"], training=False)  # [B, 4]
+
+    def embed(batch):
+        hidden = model.layers[0](batch["x"])  # [B, 5]
+        return {"hidden": hidden, "both": tf.concat([hidden, batch["more"]["z"]], -1)}  # [B, 7]
+
+    return {"classify": classify, "embed": embed}
+
+
+def make_trainer_of(functions_of, replicas=1, **settings):
+    """Returns a trainer whose predict_fn is `functions_of(model)`."""
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(4)])
+
+        def loss_fn(batch, training):
+            return {"loss": tf.reduce_sum(tf.square(model(batch["x"], training=training)), -1)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=functions_of(model))
+
+    return distloop.Trainer(model_fn, on(replicas, **settings))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An export of one function, and the predictions of its trainer."""
+    path = tmp_path_factory.mktemp("exported") / "model"
+    trainer = make_trainer()
+    predictions = trainer.predict(distloop.make_dataset(ROWS, 4, drop_remainder=True))  # its batch dimension is fixed
+    trainer.export(path)
+    return path, predictions
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A trainer of two functions, for questions that change nothing in it."""
+    return make_trainer_of(make_pair)
+
+
+def test_the_batch_dimension_is_free_even_if_the_data_fixed_it(exported):
+    path, predictions = exported
+    for size in (1, 7):
+        np.testing.assert_allclose(serve(path, x=ROWS["x"][:size])["output"], predictions[:size], rtol=1e-6)
+
+
+def test_dropout_is_off_where_predict_fn_says_so(exported):
+    path, _ = exported
+    first, second = (serve(path)["output"] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_an_export_converts_to_tflite(exported):
+    path, predictions = exported
+    flat = tf.lite.TFLiteConverter.from_saved_model(str(path)).convert()
+    runner = tf.lite.Interpreter(model_content=flat).get_signature_runner("serving_default")
+    rows = ROWS["x"][: len(predictions)]
+    np.testing.assert_allclose(runner(x=rows)["output"], predictions, rtol=1e-4, atol=1e-5)
+
+
+def test_ragged_and_nested_entries_are_served(tmp_path):
+    words = tf.ragged.constant([[1.0], [2.0, 2.0], [], [4.0]])
+    rows = {"x": ROWS["x"][:4], "words": words, "more": {"z": ROWS["more"]["z"][:4]}}
+
+    def predict_of(model, batch):
+        sums = tf.reduce_sum(batch["words"], -1, keepdims=True) + tf.reduce_sum(batch["more"]["z"], -1, keepdims=True)
+        return model(batch["x"], training=False) + sums
+
+    trainer = make_trainer(predict_of)
+    predictions = trainer.predict(tf.data.Dataset.from_tensor_slices(rows).batch(3))
+    trainer.export(tmp_path / "model")
+    parts = {"x": rows["x"], "words": words.values, "words_1": words.row_splits, "more_z": rows["more"]["z"]}
+    np.testing.assert_allclose(serve(tmp_path / "model", **parts)["output"], predictions, rtol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision_outputs_stay_as_they_are_on_request(precision, tmp_path):
+    trainer = make_trainer(precision=precision)
+    half = trainer.predict(dataset(), keep_dtypes=True)
+    assert half.dtype == tf.as_dtype(precision.removeprefix("mixed_")).as_numpy_dtype
+    np.testing.assert_array_equal(half.astype(np.float32), trainer.predict(dataset()))
+    parts = list(trainer.stream_predictions(dataset(), keep_dtypes=True))
+    np.testing.assert_array_equal(np.concatenate(parts), half)
+    keep_dtypes = precision == "mixed_float16"
+    trainer.export(tmp_path / "model", keep_dtypes=keep_dtypes)
+    output = serve(tmp_path / "model")["output"]
+    assert output.dtype == (half.dtype if keep_dtypes else np.float32)
+    np.testing.assert_allclose(output.astype(np.float32), half.astype(np.float32), rtol=1e-2, atol=1e-2)
+
+
+def test_an_export_before_any_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="export needs to know what a batch looks like; call fit, evaluate or predict"):
+        make_trainer().export(tmp_path / "model")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_function_that_draws_is_exported_and_moves_no_random_stream(replicas, tmp_path):
+    trainer = make_trainer(lambda model, batch: model(batch["x"], training=True), replicas=replicas)  # dropout
+    trainer.fit(dataset(), steps=1)
+    before = everything(trainer)
+    trainer.export(tmp_path / "model")
+    assert_equal(everything(trainer), before)
+    assert not np.array_equal(serve(tmp_path / "model")["output"], trainer.model(ROWS["x"], training=False))
+
+
+# Several predict functions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_averages(replicas, tmp_path):
+    trainer = make_trainer_of(make_pair, replicas, average_decay=0.9)
+    trainer.fit(dataset(), steps=5)
+    before, trained = everything(trainer), trainer.model(ROWS["x"], training=False).numpy()
+    logits = trainer.predict(dataset(), signature="classify")
+    embedded = trainer.predict(dataset(), signature="embed")
+    assert logits.shape == (11, 4) and embedded["hidden"].shape == (11, 5) and embedded["both"].shape == (11, 7)
+    assert not np.allclose(logits, trained, rtol=1e-3)
+    trainer.export(tmp_path / "model")
+    assert_equal(everything(trainer), before)
+    served = signatures_of(tmp_path / "model")
+    assert set(served) == {"classify", "embed", "serving_default"}
+    for name in ("classify", "serving_default"):
+        outputs = served[name](x=tf.constant(ROWS["x"]))
+        np.testing.assert_allclose(outputs["output"], logits, rtol=1e-5, atol=1e-6)
+    outputs = served["embed"](x=tf.constant(ROWS["x"]), more_z=tf.constant(ROWS["more"]["z"]))
+    assert set(outputs) == {"hidden", "both"}
+    for name, expected in embedded.items():
+        np.testing.assert_allclose(outputs[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_signature_the_first_function_predicts(pair):
+    first = pair.predict(dataset(), signature="classify")
+    for settings in ({}, {"signature": None}, {"signature": "serving_default"}):
+        np.testing.assert_array_equal(pair.predict(dataset(), **settings), first)
+    assert first.shape == (11, 4)
+
+
+def test_a_single_function_is_called_serving_default():
+    trainer = make_trainer()
+    np.testing.assert_array_equal(trainer.predict(dataset(), signature="serving_default"), trainer.predict(dataset()))
+
+
+def test_streamed_predictions_take_a_signature(pair):
+    whole = pair.predict(dataset(), signature="embed")
+    parts = list(pair.stream_predictions(dataset(), signature="embed"))
+    assert [len(part["both"]) for part in parts] == [4, 4, 3]
+    np.testing.assert_array_equal(np.concatenate([part["both"] for part in parts]), whole["both"])
+
+
+def test_each_function_predicts_with_the_current_weights():
+    trainer = make_trainer_of(make_pair)
+    before = {name: trainer.predict(dataset(), signature=name) for name in ("classify", "embed")}
+    trainer.fit(dataset(), steps=2)
+    after = {name: trainer.predict(dataset(), signature=name) for name in ("embed", "classify")}
+    assert not np.allclose(before["classify"], after["classify"], rtol=1e-3)
+    assert not np.allclose(before["embed"]["hidden"], after["embed"]["hidden"], rtol=1e-3)
+
+
+def test_a_function_called_serving_default_is_the_default_wherever_it_stands(tmp_path):
+    def functions_of(model):
+        pair = make_pair(model)
+        return {"embed": pair["embed"], "serving_default": pair["classify"]}
+
+    trainer = make_trainer_of(functions_of)
+    assert set(trainer.predict(dataset())) == {"hidden", "both"}  # the first
+    logits = trainer.predict(dataset(), signature="serving_default")
+    trainer.export(tmp_path / "model")
+    assert set(signatures_of(tmp_path / "model")) == {"embed", "serving_default"}
+    np.testing.assert_allclose(serve(tmp_path / "model")["output"], logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_that_reads_nothing_is_named(tmp_path):
+    trainer = make_trainer_of(lambda model: {**make_pair(model), "nothing": lambda batch: tf.zeros([4, 1])})
+    trainer.fit(dataset(), steps=1)
+    with pytest.raises(ValueError, match=r"predict_fn\['nothing'\] reads nothing from its batch"):
+        trainer.export(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+# Comparing with what was read back ----------------------------------------------------------------------------------
+
+
+def save_with(monkeypatch, bias):
+    """Makes TensorFlow save another bias than the model has."""
+    save, ones = tf.saved_model.save, np.ones(bias.shape)
+
+    def save_another(*arguments, **settings):
+        bias.assign_add(ones)
+        save(*arguments, **settings)
+        bias.assign_sub(ones)
+
+    monkeypatch.setattr(tf.saved_model, "save", save_another)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_path, monkeypatch):
+    names = ["embed"]
+    names.insert(place, "classify")
+    trainer = make_trainer_of(lambda model: {name: make_pair(model)[name] for name in names})
+    trainer.predict(dataset())
+    with monkeypatch.context() as patch:
+        save_with(patch, trainer.model.layers[-1].bias)  # of classify alone
+        expected = r"exported model gives 'output' otherwise than predict_fn\['classify'\] does, by up to 1:"
+        with pytest.raises(ValueError, match=expected):
+            trainer.export(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+    trainer.export(tmp_path / "model")
+
+
+def test_a_net_that_takes_no_image_of_one_pixel_is_exported_and_compared(tmp_path, monkeypatch):
+    signature = {"image": tf.TensorSpec([None, None, None, 1])}
+    data = tf.data.Dataset.from_generator(lambda: iter([{"image": images(20)}]), output_signature=signature)
+    trainer = make_image_trainer()
+    trainer.predict(data)
+    trainer.export(tmp_path / "model")
+    image = images(30)
+    np.testing.assert_allclose(serve(tmp_path / "model", image=image)["output"], trainer.model(image), rtol=1e-5)
+    save_with(monkeypatch, trainer.model.layers[-2].bias)
+    with pytest.raises(ValueError, match="otherwise than predict_fn does"):
+        trainer.export(tmp_path / "other")
+
+
+def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, monkeypatch):
+    def predict_of(model, batch):
+        with tf.control_dependencies([tf.debugging.assert_none_equal(batch["x"], 1.0)]):
+            return model(batch["x"], training=False)
+
+    messages = []
+    monkeypatch.setattr("distloop.checkpoints.export.logging.warning", lambda text, *a: messages.append(text % a))
+    trainer = make_trainer(predict_of)
+    predictions = trainer.predict(dataset())
+    trainer.export(tmp_path / "model")
+    np.testing.assert_allclose(serve(tmp_path / "model")["output"], predictions, rtol=1e-6)
+    assert messages == ["The export was not compared with predict_fn, which cannot be run on ones."]

@@ -1,0 +1,185 @@
+"""Atomic files, without TensorFlow: what a reader sees at every moment, after errors and after kill -9 too."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from distloop.atomic_files import Leftover, delete, leftovers, remove, replacing
+
+
+def write(path, text):
+    """Replaces a directory of one file and one folder."""
+    with replacing(str(path)) as temporary:
+        os.makedirs(os.path.join(temporary, "folder"))
+        pathlib.Path(temporary, "folder", "file").write_text(text)
+
+
+def read(path):
+    return (path / "folder" / "file").read_text()
+
+
+def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with replacing(str(path)) as temporary:
+        pathlib.Path(temporary).write_text("new")
+        assert path.read_text() == "old" and os.path.dirname(temporary) == str(tmp_path)
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_is_replaced_when_the_new_one_is_whole(tmp_path):
+    for text in ("old", "new"):
+        write(tmp_path / "model", text)
+    assert read(tmp_path / "model") == "new" and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_path_without_a_directory_is_in_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with replacing("file") as temporary:
+        pathlib.Path(temporary).write_text("new")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_after_an_error_the_old_one_stays_alone(tmp_path):
+    write(tmp_path / "model", "old")
+    with pytest.raises(RuntimeError, match="half"), replacing(str(tmp_path / "model")) as temporary:
+        os.makedirs(temporary)
+        raise RuntimeError("half written")
+    assert read(tmp_path / "model") == "old" and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_suffix_ends_the_temporary_name(tmp_path):
+    with replacing(str(tmp_path / "model.keras"), ".keras") as temporary:
+        assert temporary.endswith(".tmp.keras")
+        pathlib.Path(temporary).write_text("new")
+        (leftover,) = leftovers(str(tmp_path))
+    assert leftover == Leftover(temporary, str(tmp_path / "model.keras"), os.getpid(), False)
+
+
+def test_the_old_one_stays_if_the_new_one_cannot_be_renamed(tmp_path, monkeypatch):
+    write(tmp_path / "model", "old")
+    rename = os.rename
+
+    def refuse(source, target):
+        if source.endswith(".tmp"):
+            raise PermissionError("not now")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(PermissionError, match="not now"):
+            write(tmp_path / "model", "new")
+    assert read(tmp_path / "model") == "old" and os.listdir(tmp_path) == ["model"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch):
+    write(tmp_path / "model", "old")
+
+    def rmtree(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError("Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        write(tmp_path / "model", "new")
+    assert read(tmp_path / "model") == "new"
+    assert leftovers(str(tmp_path))[0].is_old
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_everything_is_on_the_disk_before_it_takes_its_name(is_directory, tmp_path, monkeypatch):
+    synced, fsync, moves = [], os.fsync, {"rename": os.rename, "replace": os.replace}
+
+    def sync(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(move):
+        def moved(source, target):
+            inside = [os.path.join(folder, n) for folder, folders, files in os.walk(source) for n in folders + files]
+            assert {os.stat(path).st_ino for path in [source, *inside]} <= set(synced)
+            moves[move](source, target)
+            synced.clear()
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for move in moves:
+        monkeypatch.setattr(os, move, checked(move))
+    if is_directory:
+        write(tmp_path / "name", "new")
+    else:
+        with replacing(str(tmp_path / "name")) as temporary:
+            pathlib.Path(temporary).write_text("new")
+    assert synced == [os.stat(tmp_path).st_ino]  # the parent directory, after the rename
+
+
+def killed(directory, text, when):
+    """Runs a process that replaces `model` and is killed before a rename whose source ends with `when`."""
+    program = f"""
+    import os, signal
+    from distloop.atomic_files import replacing
+    for move in ("rename", "replace"):
+        def moved(source, target, move=getattr(os, move)):
+            if source.endswith({when!r}):
+                os.kill(os.getpid(), signal.SIGKILL)
+            move(source, target)
+        setattr(os, move, moved)
+    with replacing("model") as temporary:
+        os.mkdir(temporary)
+        open(os.path.join(temporary, "file"), "w").write({text!r})
+    """
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=directory, env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_process_killed_before_the_renames_leaves_the_old_one(tmp_path):
+    write(tmp_path / "model", "old")
+    killed(tmp_path, "new", when="model")
+    (leftover,) = leftovers(str(tmp_path))
+    assert read(tmp_path / "model") == "old" and not leftover.is_old
+
+
+def test_a_process_killed_between_two_renames_leaves_the_old_one_under_its_old_name(tmp_path):
+    write(tmp_path / "model", "old")
+    killed(tmp_path, "new", when=".tmp")
+    old, new = leftovers(str(tmp_path))
+    assert not (tmp_path / "model").exists()
+    assert (old.is_old, new.is_old, old.process) == (True, False, new.process)
+    assert old.target == new.target == str(tmp_path / "model")
+    assert read(pathlib.Path(old.path)) == "old"
+
+
+def test_other_names_are_no_leftovers(tmp_path):
+    for name in ("model.1", "model.backup.old", "model.tmp", "model.1.tmp.a.b", "1.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model.12.old").mkdir()
+    assert [os.path.basename(leftover.path) for leftover in leftovers(str(tmp_path))] == ["model.12.old"]
+    assert leftovers(str(tmp_path / "missing")) == []
+
+
+def test_a_directory_is_deleted_under_another_name(tmp_path, monkeypatch):
+    write(tmp_path / "model", "old")
+
+    def rmtree(path, ignore_errors=False):
+        assert path.endswith(".tmp") and not (tmp_path / "model").exists()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        delete(str(tmp_path / "model"))
+    assert not leftovers(str(tmp_path))[0].is_old  # so nobody restores a part of it
+
+
+def test_removing_takes_files_directories_and_what_is_not_there(tmp_path):
+    (tmp_path / "file").touch()
+    write(tmp_path / "directory", "text")
+    for name in ("file", "directory", "missing"):
+        remove(str(tmp_path / name))
+    assert os.listdir(tmp_path) == []
