@@ -11,8 +11,11 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distloop.actions.action import Action, Report, SaveBest, StopEarly, StopTraining, Summary
+    from distloop.actions.action import Action, Report, StopTraining
     from distloop.actions.keras_callback import from_callback
+    from distloop.actions.save import SaveBest
+    from distloop.actions.stop_early import StopEarly
+    from distloop.actions.summary import Summary
     from distloop.config import Config, define_flags
     from distloop.data.arrays import make_dataset
     from distloop.diagnostics.tuning import BatchTest, RateTest, autotune_batch, find_learning_rate
@@ -82,10 +85,10 @@ _MODULES = {
     "PRCurve": "monitoring.media",
     "RateTest": "diagnostics.tuning",
     "Report": "actions.action",
-    "SaveBest": "actions.action",
-    "StopEarly": "actions.action",
+    "SaveBest": "actions.save",
+    "StopEarly": "actions.stop_early",
     "StopTraining": "actions.action",
-    "Summary": "actions.action",
+    "Summary": "actions.summary",
     "Text": "monitoring.media",
     "Trainer": "trainer",
     "Update": "training.state",

@@ -17,8 +17,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Agree, Evaluate, Report, Save, SaveBest, StageUsage, Utilization, Write
+from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
+from distloop.actions.evaluate import Evaluate
+from distloop.actions.histograms import WeightHistograms
+from distloop.actions.pipeline_usage import PipelineUsage
+from distloop.actions.save import Save
+from distloop.actions.sync_stop import SyncStop
+from distloop.actions.utilization import Utilization
+from distloop.actions.write import Write
 from distloop.checkpoints import signatures
 from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.resume import Progress
@@ -34,7 +41,6 @@ from distloop.distributed import devices, strategies, workers
 from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
 from distloop.monitoring.console import Console, say, show_parts, show_split
-from distloop.monitoring.histograms import WatchedSteps
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.records import read_metrics, read_steps
@@ -107,7 +113,7 @@ class Trainer:
         self._element_spec: Any = None
         self._forward: tuple[Any, tf.Graph | None] | None = None  # of what data, the forward pass
         self._train_loop: TrainLoop | None = None
-        self._watched: WatchedSteps | None = None
+        self._watched: WeightHistograms | None = None
         self._eval_loop: EvalLoop | None = None
         self._predict_loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and whether dtypes are kept
 
@@ -227,13 +233,13 @@ class Trainer:
         profile = Profile(settings.profile, os.path.join(settings.workdir, "summaries", "train"))
         to_do: list[Action] = [
             Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
-            *([StageUsage(self.state.staged, profile)] if self.state.staged else []),
+            *([PipelineUsage(self.state.staged, profile)] if self.state.staged else []),
             *evaluations,
             *actions,
             *([self._watched] if self._watched is not None else []),
         ]
         if actions and workers.num_workers(self.strategy) > 1:
-            to_do.append(Agree(functools.partial(workers.gather, self.strategy), actions))
+            to_do.append(SyncStop(functools.partial(workers.gather, self.strategy), actions))
         with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
             while True:
                 try:
@@ -294,16 +300,16 @@ class Trainer:
         return metrics
 
     def _make_saves(self, to_do: Sequence[Action], write: Write) -> list[Action]:
-        if not self.config.workdir:
-            return []
+        """Returns the action that saves, if there is a workdir, and hands the run's checkpoints to the others."""
 
         def save(report: Report, best_steps: Mapping[str, list[int]]) -> None:
-            write.flush()  # whoever goes on from here finds the rows up to here
+            write.flush()  # a run that resumes from this checkpoint finds all rows up to it
             self._progress.save(report, best_steps)
 
-        bests = [action for action in to_do if isinstance(action, SaveBest)]
-        of_bests: list[Action] = [Save(save, None, bests)] if bests else []
-        return [Save(save, self.config.checkpoint_every, bests), *of_bests]
+        saves = Saves(save) if self.config.workdir else None
+        for action in to_do:
+            member(action, "set_saves")(saves)
+        return [Save(saves, self.config.checkpoint_every)] if saves else []
 
     def _rehearse(self, source: Source) -> Iterator[str]:
         """Tries what a run may need after its steps; see `rehearsal.check`."""
@@ -326,7 +332,9 @@ class Trainer:
     def _make_train_loop(self) -> TrainLoop:
         settings, state = self.config, self.state
         if settings.workdir and settings.histograms_every:
-            self._watched = WatchedSteps(state.variables_of_update, state.paths, state.step, settings.histograms_every)
+            self._watched = WeightHistograms(
+                state.variables_of_update, state.paths, state.step, settings.histograms_every
+            )
         step = TrainStep(
             self.state,
             microbatches=settings.microbatches,

@@ -1,1 +1,1 @@
-"""What happens between loops; one file an action."""
+"""Actions: what happens at the boundaries between two compiled loops; one file an action."""

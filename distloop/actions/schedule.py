@@ -1,7 +1,7 @@
-"""Owns *when*: the next step at which anything is due, in integers, without TensorFlow.
+"""Schedule: the steps at which something is due, in integers, without TensorFlow.
 
-It does not know what happens at a boundary. Everything comes due by steps, never by the clock, so that every worker
-comes to the same answer without talking:
+It does not know what happens at a boundary. Everything is due by steps, never by the clock, so that every worker
+computes the same boundaries without communication:
 
     step = 0
     while step < until:
@@ -12,16 +12,13 @@ from collections.abc import Iterable
 
 
 def next_boundary(step: int, until: int, everys: Iterable[int | None], steps_per_loop: int = 0) -> int:
-    """Finds the next step at which to stop and look.
+    """Returns the next step at which a compiled loop has to end: the smallest boundary after `step`, at most `until`.
 
     Args:
-        step: steps done so far.
+        step: number of steps done.
         until: the last step of the run; `until > step`.
-        everys: periods in steps; 0 or None asks for no boundary of its own.
-        steps_per_loop: an upper bound on the distance, in steps; 0: none.
-
-    Returns:
-        The smallest boundary after `step`; at most `until`.
+        everys: periods in steps; 0 and None cause no boundary.
+        steps_per_loop: the most steps up to the boundary; 0: no limit.
     """
     assert until > step, (step, until)
     boundary = min([until] + [step - step % every + every for every in everys if every])
@@ -29,5 +26,5 @@ def next_boundary(step: int, until: int, everys: Iterable[int | None], steps_per
 
 
 def is_due(step: int, every: int | None, until: int) -> bool:
-    """Says whether something with period `every` (steps) is due at `step`; at the end, `until`, everything is."""
+    """Returns True if something with period `every` (steps) is due at `step`; at the end, `until`, everything is."""
     return step >= until or bool(every and step % every == 0)

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
+from distloop.actions.action import Action, Report, member
 from distloop.checkpoints.store import Checkpoints, Saved, load
 from distloop.config import Config
 from distloop.data.source import Source
@@ -52,7 +52,7 @@ class Progress:
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._until = 0
-        self._actions: dict[str, Any] = {}  # those that have something to save, by class and place
+        self._actions: dict[str, Action] = {}  # by class and position
         self._furthest = 0  # the last step that diverged
         self._blamed: list[int] = []  # the batches that were left out since the run came so far
 
@@ -117,7 +117,7 @@ class Progress:
         Args:
             source: the data to train on.
             loop: what trains.
-            actions: those with `get_state` and `set_state` are saved.
+            actions: the user's; their `get_state` is saved.
             until: the step that the run is to end with.
 
         Returns:
@@ -127,7 +127,7 @@ class Progress:
             ValueError: if the data's position is to be saved and cannot be.
         """
         self._source, self._loop, self._until = source, loop, until
-        self._actions = {f"{type(a).__name__}/{i}": a for i, a in enumerate(actions) if hasattr(a, "get_state")}
+        self._actions = {f"{type(action).__name__}/{i}": action for i, action in enumerate(actions)}
         saved, self._saved, self.is_new = self._saved, None, False
         if saved is None:
             if self._checkpoints is not None:
@@ -136,7 +136,7 @@ class Progress:
         source.restore_position(saved.values, saved.notes["input"])
         for name, action in self._actions.items():
             if name in saved.notes["actions"]:
-                action.set_state(saved.notes["actions"][name])
+                member(action, "set_state")(saved.notes["actions"][name])
         window: dict[str, Any] = saved.notes["window"]
         return window if window["steps"] else None
 
@@ -162,10 +162,11 @@ class Progress:
         workers.report_phase(self._state.strategy, "saving")
         kept = self._checkpoints.best_steps | dict(best_steps or {})  # those of an earlier run stay
         position, position_notes = self._source.save_position(self._config.input_position == "count")
+        states = {name: member(action, "get_state")() for name, action in self._actions.items()}
         notes = {
             "input": position_notes,
             "window": self._loop.save_window(),
-            "actions": {name: action.get_state() for name, action in self._actions.items()},
+            "actions": {name: state for name, state in states.items() if state is not None},
             "stop_reason": report.stop_reason if report is not None else None,
             "until": self._until,
             "replicas": self._state.strategy.num_replicas_in_sync,

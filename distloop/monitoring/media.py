@@ -1,7 +1,7 @@
 """Owns *what can be shown beside numbers*: texts, histograms, images, sounds, curves, as TensorBoard takes them.
 
-    display = Images(samples, max=8)        # an action returns it under a name, as it does a number
-    tensor, metadata = display.encode()     # for the plugin that shows it
+    media = Images(samples, max=8)        # an action returns it under a name, as it does a number
+    tensor, metadata = media.encode()     # for the plugin that shows it
 
 It needs no TensorFlow, and does not know files.
 """
@@ -35,7 +35,7 @@ _BUCKETS = 30
 _THRESHOLDS = 201  # of a precision-recall curve, as TensorBoard's own
 
 
-class Display(abc.ABC):
+class Media(abc.ABC):
     """Something to show that is no number."""
 
     @abc.abstractmethod
@@ -44,7 +44,7 @@ class Display(abc.ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Text(Display):
+class Text(Media):
     """A text in Markdown."""
 
     text: str
@@ -55,7 +55,7 @@ class Text(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class Ready(Display):
+class EncodedMedia(Media):
     """What was encoded before: the arrays that it was made of may have changed."""
 
     encoded: Encoded
@@ -66,7 +66,7 @@ class Ready(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class Histogram(Display):
+class Histogram(Media):
     """How numbers are distributed, of any shape; those that are not finite are left out."""
 
     values: Any
@@ -86,7 +86,7 @@ class Histogram(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class Images(Display):
+class Images(Media):
     """Images in a row.
 
     Attributes:
@@ -117,7 +117,7 @@ class Images(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class Audio(Display):
+class Audio(Media):
     """A sound.
 
     Attributes:
@@ -149,7 +149,7 @@ class Audio(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class PRCurve(Display):
+class PRCurve(Media):
     """Precision over recall of a yes-or-no classifier.
 
     Attributes:
@@ -183,7 +183,7 @@ class PRCurve(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class ConfusionMatrix(Display):
+class ConfusionMatrix(Media):
     """A picture of how often each label was taken for each other one.
 
     Attributes:
@@ -246,7 +246,7 @@ class ConfusionMatrix(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class HParams(Display):
+class HParams(Media):
     """What a run was started with, by name: booleans, numbers or strings; TensorBoard lists runs by it."""
 
     values: Mapping[str, Any]
@@ -267,7 +267,7 @@ class HParams(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class RunEnd(Display):
+class RunEnd(Media):
     """That a run has ended well or failed; one without counts as running."""
 
     has_succeeded: bool
@@ -282,7 +282,7 @@ class RunEnd(Display):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout(Display):
+class Layout(Media):
     """Which charts the custom-scalars page shows: category -> title -> regular expressions of tags."""
 
     categories: Mapping[str, Mapping[str, Sequence[str]]]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, Display, HParams, Layout, RunEnd
+from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, HParams, Layout, Media, RunEnd
 
 # The run that the HParams page lists. A directory of its own, as TensorBoard takes every number in it for a column,
 # and keeps the first status that it reads of a run for ever: its files are those of the last start alone.
@@ -52,7 +52,7 @@ class SummaryWriter:
     def begin(
         self,
         hyperparameters: Mapping[str, object],
-        displays: Mapping[str, Display],
+        media: Mapping[str, Media],
         layout: Layout,
         graph: bytes | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class SummaryWriter:
 
         Args:
             hyperparameters: what the HParams page is to tell runs apart by.
-            displays: name -> what to show.
+            media: name -> what to show.
             layout: which charts the custom-scalars page shows.
             graph: a GraphDef.
 
@@ -74,7 +74,7 @@ class SummaryWriter:
         # the run starts from here again.
         step, now = (self._start or 0) + 1, time.time()
         self._add(_HPARAMS, step, now, {HPARAMS_TAG: HParams(hyperparameters, now), LAYOUT_TAG: layout})
-        self.show(step, displays, now)
+        self.show(step, media, now)
         if graph is not None:
             self._file("train").write(Event(wall_time=now, step=step, graph_def=graph))
         self.flush()
@@ -104,21 +104,21 @@ class SummaryWriter:
             if len(events) > 1:  # something was evaluated
                 self._write_last()
 
-    def show(self, step: int, displays: Mapping[str, Display], when: float | None = None) -> None:
+    def show(self, step: int, media: Mapping[str, Media], when: float | None = None) -> None:
         """Writes what is no number.
 
         Args:
             step: that it belongs to.
-            displays: name -> what to show.
+            media: name -> what to show.
             when: Unix, seconds; None: now.
 
         Raises:
             OSError: if it cannot be written.
         """
-        by_run: dict[str, dict[str, Display]] = {}
-        for name, display in displays.items():
+        by_run: dict[str, dict[str, Media]] = {}
+        for name, item in media.items():
             run, tag = self._place(name)
-            by_run.setdefault(run, {})[tag] = display
+            by_run.setdefault(run, {})[tag] = item
         for run, tagged in by_run.items():
             self._add(run, step, when or time.time(), tagged)
 
@@ -148,10 +148,10 @@ class SummaryWriter:
             place = self._places[name] = (prefix, rest) if prefix in self._evals and rest else ("train", name)
         return place
 
-    def _add(self, run: str, step: int, when: float, displays: Mapping[str, Display]) -> None:
+    def _add(self, run: str, step: int, when: float, media: Mapping[str, Media]) -> None:
         event = Event(wall_time=when, step=step)
-        for tag, display in displays.items():
-            tensor, metadata = display.encode()
+        for tag, item in media.items():
+            tensor, metadata = item.encode()
             event.summary.value.add(tag=tag, tensor=tensor, metadata=metadata)
         self._file(run).write(event)
 

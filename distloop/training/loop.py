@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from distloop.actions import schedule
-from distloop.actions.action import Action, Report
+from distloop.actions.action import Action, Report, member
 from distloop.actions.action import run as run_actions
 from distloop.data import shards
 from distloop.data.shards import Layout
@@ -157,7 +157,11 @@ class TrainLoop:
         end, as many as take no longer than a person would wait.
         """
         everys, logs = [action.every for action in to_do], 1
-        if log_every and not self._state.train_metrics and all(a.every is not None or _only_writes(a) for a in to_do):
+        if (
+            log_every
+            and not self._state.train_metrics
+            and all(a.every is not None or member(a, "only_writes") for a in to_do)
+        ):
             if secs := self._window.secs_per_log:
                 logs = max(1, int(min(_LOOP_SECS / secs, (steps_per_loop or np.inf) / log_every)))
             logs = int(workers.gather(self._state.strategy, logs)[0])  # the chief's clock counts
@@ -548,11 +552,6 @@ def _compiled(fn: Callable[..., Any], eager: bool) -> Any:
 def _once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:
     """Stands for `tf.while_loop` where one turn is wanted."""
     return body(*start)
-
-
-def _only_writes(action: Action) -> bool:
-    """Says whether an action looks at a report's numbers alone, so that it may come late."""
-    return getattr(action, "only_writes", False)
 
 
 def _by_update(name: str, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:

@@ -25,12 +25,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from distloop.actions.histograms import WeightHistograms
 from distloop.data import shards
 from distloop.data.shards import Batch
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import require
-from distloop.monitoring.histograms import WatchedSteps
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import metrics, nonfinite
@@ -104,7 +104,7 @@ class TrainStep:
         jit_compile: bool = False,
         locate_nonfinite: bool = False,
         loss_jump: float | None = None,
-        watched: WatchedSteps | None = None,
+        watched: WeightHistograms | None = None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -135,7 +135,7 @@ class TrainStep:
         self._watched = watched
         if watched is not None:
             for trace in self._traces:
-                watched.make_room(trace.update.name, trace.packing)
+                watched.allocate(trace.update.name, trace.packing)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
 
     @property
@@ -166,7 +166,7 @@ class TrainStep:
             self._strategy.run(functools.partial(self._settle, trace), args=(finite, forward.before, forward.after))
             if self._watched is not None:
                 segments = [self._first(segment) for segment in forward.segments]
-                self._watched.keep(trace.update.name, segments, self._first(forward.scale))
+                self._watched.record(trace.update.name, segments, self._first(forward.scale))
             apply = functools.partial(self._strategy.run, functools.partial(self._apply, trace))
             if not self.may_skip:
                 apply(args=(forward.segments, forward.scale))

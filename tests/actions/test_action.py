@@ -1,18 +1,14 @@
-"""What happens between loops: who is due, what flows from one action to the next, and when a run is stopped."""
+"""The contract of an action: which actions are due, what they pass on, defaults, and how a run is stopped."""
 
 import dataclasses
-import math
-import time
-from dataclasses import replace
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
-from distloop.actions.action import Evaluate, Report, SaveBest, StopEarly, StopTraining, Utilization, Write, run
-from distloop.monitoring import memory
-from distloop.monitoring.media import Histogram
-from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.actions.action import Action, Report, Saves, StopTraining, is_due, member, run
+from distloop.actions.evaluate import Evaluate
+from distloop.actions.save import SaveBest
+from distloop.actions.stop_early import StopEarly
+from distloop.monitoring.media import Text
 
 
 def report(step=10, until=100, **metrics):
@@ -20,7 +16,7 @@ def report(step=10, until=100, **metrics):
 
 
 def action(every, returned=None, seen=None):
-    """Makes an action that notes the reports it gets."""
+    """Returns an action that records its reports."""
 
     def act(report):
         if seen is not None:
@@ -33,7 +29,7 @@ def action(every, returned=None, seen=None):
     return act
 
 
-# Who is due.
+# Which actions are due.
 
 
 def test_only_actions_that_are_due_are_called():
@@ -56,7 +52,7 @@ def test_an_action_without_a_period_is_called_at_every_boundary():
     assert [r.step for r in seen] == [1, 2, 7]
 
 
-# What flows.
+# What actions pass on.
 
 
 def test_numbers_join_the_report_of_the_next_action():
@@ -98,7 +94,7 @@ def test_an_action_sees_the_step_the_end_and_the_state():
 # Stopping.
 
 
-def test_stopping_gives_the_reason_and_still_calls_those_after_it_as_at_the_end():
+def test_stopping_returns_the_reason_and_still_calls_the_later_actions_as_at_the_end():
     seen = []
     metrics, reason = run(
         [action(1, {"a": 1.0}), action(1, StopTraining("enough")), action(0, {"b": 2.0}, seen)], report(step=10)
@@ -118,191 +114,69 @@ def test_another_exception_is_not_caught():
         run([action(1, ZeroDivisionError())], report())
 
 
-# Evaluate and Write.
+def test_media_join_the_report_of_the_next_action_beside_the_metrics():
+    seen = []
+    text = Text("a")
+    metrics, _ = run([action(1, {"note": text, "a": 1.0}), action(1, seen=seen)], report())
+    assert seen[0].media == {"note": text} and metrics == seen[0].metrics == {"a": 1.0}
 
 
-def test_evaluate_reports_under_its_name():
-    evaluate = Evaluate("test", lambda: {"loss": 0.5, "auc": 0.9}, every=20)
-    assert evaluate.every == 20
-    assert evaluate(report()) == {"test/loss": 0.5, "test/auc": 0.9}
+# Optional members.
 
 
-def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary():
-    class Writer:
-        def __init__(self):
-            self.rows = []
+class Recorder(Action):
+    """Records what it is asked, beside the default of each optional member."""
 
-        def write(self, step, metrics, when):
-            self.rows.append((step, metrics))
+    every = None
 
-    writers = [Writer(), Writer()]
-    run([action(10, {"test/loss": 0.25}), Write(writers)], report(step=10, loss=0.5))
-    assert [w.rows for w in writers] == [[(10, {"loss": 0.5, "test/loss": 0.25})]] * 2
+    def __init__(self, log):
+        self._log = log
 
+    def __call__(self, report):
+        self._log.append("call")
 
-class File:
-    """A writer of files, which may fail at a step."""
-
-    path = "file"
-
-    def __init__(self, fails_at=None, error=None):
-        self.rows, self.flushed, self.is_closed = [], [], False
-        self._fails_at, self._error = fails_at, error
-
-    def write(self, step, metrics, when):
-        if step == self._fails_at:
-            raise self._error
-        self.rows.append(step)
-
-    def flush(self):
-        self.flushed = self.rows.copy()
-
-    def close(self):
-        self.is_closed = True
+    def end_boundary(self, report):
+        self._log.append(dict(report.metrics))
 
 
-def test_files_get_rows_together_after_a_while_at_a_flush_and_in_the_end(monkeypatch):
-    monkeypatch.setattr("distloop.actions.action._MOST_SECS", 0.5)
-    file = File()
-    with Write([file]) as write:
-        for first in (1, 11):  # the second time, too
-            for step in range(first, first + 10):
-                write(report(step))
-            assert file.rows == list(range(1, first))
-            give_up = time.monotonic() + 10
-            while file.flushed != list(range(1, first + 10)) and time.monotonic() < give_up:
-                time.sleep(0.01)
-            assert file.flushed == list(range(1, first + 10))
-        write(report(21))
-        write.flush()
-        assert file.flushed == list(range(1, 22)) and not file.is_closed
-        write(report(22))
-    assert file.rows == list(range(1, 23)) and file.is_closed
+def test_a_plain_function_has_the_defaults_of_the_protocol():
+    function = action(3)
+    assert member(function, "phase") == "other"
+    assert member(function, "only_writes") is member(function, "has_fixed_metrics") is False
+    assert member(function, "get_state")() is None
+    assert member(function, "end_boundary")(report()) is member(function, "set_saves")(None) is None
 
 
-def test_arrays_that_change_after_they_were_shown_are_written_as_they_were(tmp_path):
-    shown, buffer = [], np.zeros(4)
-
-    class Summaries(SummaryWriter):
-        def show(self, step, displays, when=None):
-            shown.append({name: tf.make_ndarray(display.encode()[0]).sum() for name, display in displays.items()})
-
-    with Write([Summaries(str(tmp_path), [])]) as write:
-        for step in (1, 2):
-            buffer[:] = step
-            write(replace(report(step), displays={"buffer": Histogram(buffer)}))
-            buffer[:] = -1
-    edges = [np.histogram_bin_edges(np.full(4, step), 30) for step in (1.0, 2.0)]
-    assert shown == [{"buffer": pytest.approx(e[:-1].sum() + e[1:].sum() + 4)} for e in edges]
+def test_own_members_go_before_the_defaults():
+    evaluate = Evaluate("test", dict, every=3)
+    assert member(evaluate, "phase") == "evaluation" and member(evaluate, "only_writes") is False
 
 
-def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
-    monkeypatch.setattr("distloop.actions.action._MOST_SECS", 0.001)
-    file = File()
-    with Write([file]) as write:
-        for step in range(1, 2001):
-            write(report(step))
-            if step % 50 == 0:
-                time.sleep(0.0007)
-    assert file.rows == list(range(1, 2001))
+def test_a_boundary_ends_after_all_actions_and_for_those_that_were_due_alone():
+    log = []
+    not_due = Recorder(log)
+    not_due.every = 7
+    run([Recorder(log), not_due, action(1, {"a": 1.0})], report(step=10))
+    assert log == ["call", {"a": 1.0}]
 
 
-@pytest.mark.parametrize("found", ["in the end", "at a flush", "by the timer"])
-def test_what_is_wrong_with_a_row_is_raised_where_somebody_sees_it(found, monkeypatch):
-    monkeypatch.setattr("distloop.actions.action._MOST_SECS", 0.001 if found == "by the timer" else 60)
-    file = File(fails_at=2, error=ValueError("wrong"))
-    with pytest.raises(ValueError, match="wrong"), Write([file]) as write:
-        write(report(1))
-        write(report(2))
-        if found == "at a flush":
-            write.flush()
-        elif found == "by the timer":
-            time.sleep(0.2)
-            write(report(3))
-        assert found == "in the end"
-    assert file.is_closed and 2 not in file.rows
+@pytest.mark.parametrize(("every", "due"), [(5, True), (3, False), (0, False), (None, True)])
+def test_an_action_is_due_at_multiples_of_its_period_or_at_each_boundary(every, due):
+    assert is_due(action(every), 10, 100) is due
+    assert is_due(action(every), 100, 100)
 
 
-def test_a_disk_that_fails_ends_all_files_and_no_more(caplog):
-    files = [File(), File(fails_at=2, error=OSError(28, "No space left on device")), File()]
-    with caplog.at_level("ERROR", "absl"), Write(files) as write:
-        for step in (1, 2, 3):
-            write(report(step))
-    assert [file.rows for file in files] == [[1, 2], [1], [1]] and all(file.is_closed for file in files)
-    (record,) = caplog.records
-    assert "file cannot be written (No space left on device): the run goes on" in record.getMessage()
+def test_a_boundary_is_saved_once_with_the_best_steps_of_all_metrics():
+    saved = []
+    saves = Saves(lambda report, best_steps: saved.append((report.step, dict(best_steps))))
+    saves.keep("loss", [4])
+    saves.keep("accuracy", [2, 6])
+    for step in (6, 6, 7):
+        saves.save(report(step))
+    assert saved == [(step, {"loss": [4], "accuracy": [2, 6]}) for step in (6, 7)]
 
 
-# StopEarly.
-
-
-def stopped_at(values, *arguments, **settings):
-    """Returns at which value `StopEarly("m", ...)` stops, or None."""
-    stop = StopEarly("m", *arguments, **settings)
-    for place, value in enumerate(values):
-        try:
-            stop(report(m=value))
-        except StopTraining:
-            return place
-    return None
-
-
-def test_it_stops_after_as_many_measurements_without_a_better_one_as_its_patience():
-    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5]) == 4
-    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 1) == 2
-
-
-def test_a_better_measurement_starts_the_waiting_again():
-    assert stopped_at([3.0, 4.0, 2.0, 4.0, 1.0, 4.0], 2) is None
-
-
-def test_an_equal_measurement_is_no_better():
-    assert stopped_at([1.0, 1.0, 1.0], 2) == 2
-
-
-def test_larger_is_better_if_so_said():
-    assert stopped_at([1.0, 2.0, 3.0, 4.0], 1, mode="max") is None
-    assert stopped_at([4.0, 3.0], 1, mode="max") == 1
-
-
-def test_a_gain_up_to_min_delta_is_no_better():
-    assert stopped_at([1.0, 0.95, 0.9], 2, min_delta=0.2) == 2
-    assert stopped_at([1.0, 0.7, 0.4], 1, min_delta=0.2) is None
-    assert stopped_at([1.0, 1.1, 1.15], 2, mode="max", min_delta=0.2) == 2
-
-
-def test_nan_is_never_better():
-    assert stopped_at([math.nan, math.nan], 2) == 1
-    assert stopped_at([1.0, math.nan, math.nan], 2) == 2
-
-
-def test_boundaries_without_a_measurement_do_not_count():
-    stop = StopEarly("m", 1)
-    stop(report(m=1.0))
-    for _ in range(5):
-        stop(report(loss=2.0))
-    with pytest.raises(StopTraining):
-        stop(report(m=1.0))
-
-
-@pytest.mark.parametrize(
-    ("values", "mode", "best"),
-    [
-        ([2.0, 3.0], "min", "2"),
-        ([-2.0, -1.0], "min", "-2"),
-        ([4.0, 3.0], "max", "4"),
-        ([-4.0, -5.0], "max", "-4"),
-    ],
-)
-def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
-    stop = StopEarly("m", 1, mode=mode)
-    stop(report(m=values[0]))
-    with pytest.raises(StopTraining, match=f"^m was no better than {best} for 1 measurement"):
-        stop(report(m=values[1]))
-
-
-def test_it_is_asked_whenever_anything_is_due():
-    assert StopEarly("m").every is None
+# Metrics that an action requires.
 
 
 @pytest.mark.parametrize("make", [StopEarly, SaveBest])
@@ -310,19 +184,19 @@ def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
     evaluate = Evaluate("test", lambda: {"loss": 1.0}, every=10)
     now_and_then = action(10, {})
     for wrong, others in (("tst/loss", [evaluate]), ("test/los", [evaluate, now_and_then])):
-        to_do = [*others, make(wrong)]
-        run(to_do, report(step=5, loss=1.0))
+        actions = [*others, make(wrong)]
+        run(actions, report(step=5, loss=1.0))
         with pytest.raises(ValueError, match=f"{make.__name__} was given the metric '{wrong}'; .*'loss', 'test/loss'"):
-            run(to_do, report(step=10, loss=1.0))
+            run(actions, report(step=10, loss=1.0))
 
 
 @pytest.mark.parametrize("make", [StopEarly, SaveBest])
 def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
-    to_do = [Evaluate("test", lambda: {"loss": 1.0}, every=10), action(10, {}), make("score")]
-    run(to_do, report(step=10, loss=1.0))
-    run(to_do, report(step=20, loss=1.0))
+    actions = [Evaluate("test", lambda: {"loss": 1.0}, every=10), action(10, {}), make("score")]
+    run(actions, report(step=10, loss=1.0))
+    run(actions, report(step=20, loss=1.0))
     assert not caplog.text
-    run(to_do, report(step=100, loss=1.0))
+    run(actions, report(step=100, loss=1.0))
     assert f"{make.__name__} was given the metric 'score'; there are ['loss', 'test/loss']: name one" in caplog.text
 
 
@@ -331,24 +205,3 @@ def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
     run([evaluate, stop_early], report(step=10))
     _, reason = run([evaluate, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
     assert reason == "enough"
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="mode='biggest' was given to StopEarly; say 'min' .* 'max'"):
-        StopEarly("m", mode="biggest")
-
-
-def test_no_patience_is_refused():
-    with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
-        StopEarly("m", 0)
-
-
-def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
-    levels = iter(range(1, 10))
-    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(levels)})
-    measure = Utilization()
-    found = [
-        measure(Report(step, 40, {}, state=None, time=when))["host_memory_gb"]
-        for step, when in ((10, 5.0), (20, 5.9), (30, 6.1), (40, 6.2))
-    ]
-    assert found == [1, 1, 2, 3]

@@ -455,13 +455,6 @@ def test_the_best_are_kept_beside_the_newest(mode, best, tmp_path):
     assert trainer.step == best[0]
 
 
-def test_save_best_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="mode='most' was given to SaveBest"):
-        distloop.SaveBest("loss", "most")
-    with pytest.raises(ValueError, match="keep=0 was given to SaveBest"):
-        distloop.SaveBest("loss", keep=0)
-
-
 @pytest.mark.slow
 def test_portable_names_hold_where_keras_counts_on(tmp_path):
     def model_fn():

@@ -1,4 +1,4 @@
-"""Tests what a watched step did to the weights."""
+"""Histograms of weights and gradients, and how far the weights move."""
 
 import keras
 import numpy as np
@@ -6,14 +6,14 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.monitoring.histograms import WatchedSteps
+from distloop.actions.histograms import WeightHistograms
 from tests import problems
 
 pytestmark = pytest.mark.slow
 
 
 class Look:
-    """Keeps the numbers and displays of every boundary; stands behind what it looks at."""
+    """Records the weights at every boundary."""
 
     every = 1
 
@@ -62,7 +62,7 @@ def test_histograms_change_no_bit_of_a_run(settings, tmp_path):
 def test_gradients_are_those_of_the_very_step_and_updates_those_since_the_last_time(replicas, tmp_path):
     look, seen = Look(), []
 
-    class Watch(WatchedSteps):
+    class Watch(WeightHistograms):
         def __call__(self, report):
             seen.append((report.step, found := super().__call__(report)))
             return found
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_the_very_step_and_updates_those_since_the_last_t
     rate = 0.5
     model_fn = problems.classifier(optimizer=lambda: keras.optimizers.SGD(rate))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distloop.trainer.WatchedSteps", Watch)
+        patch.setattr("distloop.trainer.WeightHistograms", Watch)
         train(tmp_path, model_fn, replicas, steps=7, actions=[look], histograms_every=3)
     assert [step for step, _ in seen] == [3, 6, 7]
     for step, found in seen:

@@ -1,0 +1,108 @@
+"""`WeightHistograms`: the action that shows histograms of weights and gradients, and how far the weights move.
+
+    histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, every=500)
+    histograms.allocate("", packing)           # for an update's gradients, before the step is traced
+    histograms.record("", segments, scale)     # in the compiled step
+    metrics_and_media = histograms(report)     # as an action
+
+Each step stores its packed gradients in variables, which take over the tensors without a copy. Nothing that trains
+reads these variables, so runs with and without histograms end bit for bit alike. (A branch that copies at due steps
+only costs a small step more, each time that it is not taken.)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.actions.action import Action, Report
+from distloop.monitoring.media import Histogram, Media
+from distloop.optimizers.gradients import Packing, scaled
+from distloop.variables import tensorflow_variable
+
+
+class WeightHistograms(Action):
+    """Records the gradients of the last step, and reports histograms and norms."""
+
+    def __init__(self, variables: Mapping[str, Sequence[Any]], paths: Mapping[int, str], step: Any, every: int):
+        """Reads the weights if the run is at a multiple of `every`.
+
+        Args:
+            variables: the variables that each update trains, by the update's name.
+            paths: names of the variables, by identity.
+            step: the counter of steps done.
+            every: steps, 1 or more.
+        """
+        self.every: int = every
+        self._variables, self._paths = variables, paths
+        self._packings: dict[str, Packing] = {}
+        self._gradients: dict[str, list[tf.Variable]] = {}  # by update: packed segments, then their scale
+        self._read_all = tf.function(self._weights_and_gradients, autograph=False)  # faster than many small reads
+        self._previous: dict[str, list[np.ndarray]] | None = None  # the weights at the last multiple of `every`
+        if int(step) % every == 0:
+            self._previous = {update: [w.numpy() for w in weights] for update, weights in self._weights().items()}
+
+    def allocate(self, update: str, packing: Packing) -> None:
+        """Creates the variables for an update's gradients, on the device of its weights.
+
+        Args:
+            update: the update's name.
+            packing: the layout of its gradients.
+        """
+        self._packings[update] = packing
+        with tf.device(tf.identity(tensorflow_variable(self._variables[update][0])).device):
+            zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
+            self._gradients[update] = [tf.Variable(value, trainable=False) for value in [*zeros, tf.zeros([])]]
+
+    def record(self, update: str, segments: Sequence[tf.Tensor], scale: tf.Tensor) -> None:
+        """Stores the gradients of a step. Call in a `tf.function`, outside `strategy.run`.
+
+        Args:
+            update: the update's name.
+            segments: its packed gradients, summed.
+            scale: the factor that turns them into the optimizer's gradients.
+        """
+        for variable, value in zip(self._gradients[update], [*segments, scale], strict=True):
+            variable.assign(value)
+
+    def __call__(self, report: Report) -> dict[str, float | Media]:
+        """Returns histograms of weights and gradients, and how far the weights moved.
+
+        How far they moved is reported at multiples of `every`, if the weights at the previous multiple are known.
+        """
+        result: dict[str, float | Media] = {}
+        values: dict[str, Any] = {name: [t.numpy() for t in tensors] for name, tensors in self._read_all().items()}
+        weights = {update: values[f"weights/{update}"] for update in self._variables}
+        is_multiple = report.step % self.every == 0
+        for update, variables in self._variables.items():
+            prefix = f"{update}/" if update else ""
+            if is_multiple and self._previous is not None:
+                moved = _norm([new - old for new, old in zip(weights[update], self._previous[update], strict=True)])
+                norm = _norm(weights[update])
+                result[prefix + "update_norm"] = moved
+                result[prefix + "update_ratio"] = moved / norm if norm else float("nan")
+            gradients = values[f"gradients/{update}"]
+            for variable, weight, gradient in zip(variables, weights[update], gradients, strict=True):
+                result[f"weights/{self._paths[id(variable)]}"] = Histogram(weight)
+                result[f"gradients/{self._paths[id(variable)]}"] = Histogram(gradient)
+        if is_multiple:
+            self._previous = weights
+        return result
+
+    def _weights(self) -> dict[str, list[tf.Tensor]]:
+        return {
+            update: [tf.identity(tensorflow_variable(variable)) for variable in variables]
+            for update, variables in self._variables.items()
+        }
+
+    def _weights_and_gradients(self) -> dict[str, list[tf.Tensor]]:
+        tensors = {f"weights/{update}": weights for update, weights in self._weights().items()}
+        for update, (*segments, scale) in self._gradients.items():
+            tensors[f"gradients/{update}"] = self._packings[update].unpack(scaled(segments, scale))
+        return tensors
+
+
+def _norm(arrays: Sequence[np.ndarray]) -> float:
+    """Computes the Euclidean norm over all elements of some arrays."""
+    return float(np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in arrays)))

@@ -1,0 +1,96 @@
+"""`Save` and `SaveBest`: the actions that save checkpoints, periodically and where a metric is best."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from distloop.actions.action import Action, Report, Saves
+
+
+class Save(Action):
+    """Saves a checkpoint every `every` steps; the last action of a run."""
+
+    phase = "saving"
+
+    def __init__(self, saves: Saves, every: int):
+        """Stores the run's checkpoints.
+
+        Args:
+            saves: the run's checkpoints.
+            every: steps; 0: only at the end.
+        """
+        self.every = every
+        self._saves = saves
+
+    def __call__(self, report: Report) -> None:
+        """Saves."""
+        self._saves.save(report)
+
+
+class SaveBest(Action):
+    """Keeps the checkpoints where a metric was best, besides the newest; `checkpoints/best.json` lists their steps.
+
+    The metric is compared at every boundary where it was measured. The checkpoint is saved at that boundary, whatever
+    `checkpoint_every` is.
+    """
+
+    every = None
+    phase = "saving"
+    has_fixed_metrics = True
+
+    def __init__(self, metric: str, mode: str = "min", keep: int = 1):
+        """Stores the rule.
+
+        Args:
+            metric: name of a metric in the report, such as "test/accuracy".
+            mode: "min" if smaller is better, "max" if larger is.
+            keep: number of the best checkpoints to keep.
+
+        Raises:
+            ValueError: for another mode, or if `keep` is below 1.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(
+                f"mode={mode!r} was given to SaveBest; say 'min' if smaller is better, 'max' if larger is."
+            )
+        if keep < 1:
+            raise ValueError(f"keep={keep} was given to SaveBest; it keeps 1 at least.")
+        self.metric = metric
+        self.mode = mode
+        self.keep = keep
+        self.best: list[tuple[float, int]] = []  # value and step, the best first
+        self._saves: Saves | None = None
+        self._is_best = False  # whether the step of this boundary is among the best
+
+    def set_saves(self, saves: Saves | None) -> None:
+        """Stores the run's checkpoints, to save with."""
+        self._saves = saves
+
+    def __call__(self, report: Report) -> None:
+        """Compares the metric with the best so far.
+
+        Raises:
+            ValueError: if no metric of that name is ever measured.
+        """
+        report.require(self.metric, "SaveBest", was_seen=bool(self.best))
+        value = report.metrics.get(self.metric)
+        self._is_best = False
+        if value is not None and not math.isnan(value) and all(step != report.step for _, step in self.best):
+            ranked = sorted([*self.best, (value, report.step)], key=lambda pair: pair[0], reverse=self.mode == "max")
+            self._is_best = (value, report.step) in ranked[: self.keep]
+            self.best = ranked[: self.keep]
+        if self._saves is not None:
+            self._saves.keep(self.metric, [step for _, step in self.best])
+
+    def end_boundary(self, report: Report) -> None:
+        """Saves the run if this step is among the best: after all other actions, whose state the checkpoint holds."""
+        if self._is_best and self._saves is not None:
+            self._saves.save(report)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the best values and their steps."""
+        return {"best": self.best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores a state that `get_state` returned."""
+        self.best = [(value, step) for value, step in state["best"]]

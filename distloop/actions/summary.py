@@ -1,0 +1,48 @@
+"""`Summary`: the action that shows media computed from the state."""
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distloop.actions.action import Action, Report
+from distloop.monitoring.media import Media
+
+
+class Summary(Action):
+    """Shows what a function returns for the state: images, sounds, texts, histograms, curves or numbers.
+
+        noise = tf.random.normal([16, LATENT])
+        distloop.Summary("samples", lambda state: distloop.Images(state.model(noise)), every=500)
+
+    A name that begins with the name of an evaluation, as in `test/confusion`, is shown beside that evaluation's charts.
+    """
+
+    def __init__(self, name: str, fn: Callable[[Any], Any], every: int = 0):
+        """Stores the function.
+
+        Args:
+            name: the name to show the result under.
+            fn: takes the `TrainState`, and returns media, a number, or a dict of both by name. The model has the
+                weights that train; `with state.averaged():` puts the averages in their place. Every worker calls it.
+            every: steps; 0: at the end only.
+        """
+        self.name = name
+        self.every = every
+        self._fn = fn
+
+    def __call__(self, report: Report) -> dict[str, float | Media]:
+        """Returns the function's result, with the name before each entry.
+
+        Raises:
+            ValueError: if the result is neither a number nor media.
+        """
+        result = self._fn(report.state)
+        entries = result.items() if isinstance(result, Mapping) else [("", result)]
+        named = {f"{self.name}/{key}" if key else self.name: value for key, value in entries}
+        for name, value in named.items():
+            if not isinstance(value, (Media, numbers.Real)) and not getattr(value, "shape", None) == ():
+                raise ValueError(
+                    f"The function of Summary({self.name!r}) returned a {type(value).__name__} as {name!r}; it returns "
+                    "numbers, or media: distloop.Images(array), Text, Audio, Histogram, PRCurve or ConfusionMatrix."
+                )
+        return {name: value if isinstance(value, Media) else float(value) for name, value in named.items()}

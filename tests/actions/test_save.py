@@ -1,0 +1,76 @@
+"""Which steps are saved: periodically, and where a metric is best; tests/checkpoints/test_store.py has the files."""
+
+import math
+
+import pytest
+
+from distloop.actions.action import Report, Saves, run
+from distloop.actions.save import Save, SaveBest
+
+
+def save_steps(rows, every=100, **settings):
+    """Runs `SaveBest("score", ...)` and `Save` over rows of step and score; returns saved steps and the kept ones."""
+    saved = []
+    saves = Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"])))
+    best = SaveBest("score", **settings)
+    best.set_saves(saves)
+    for step, score in rows:
+        run([best, Save(saves, every)], Report(step, 1000, {"loss": 1.0} | ({"score": score} if score else {}), None))
+    return saved
+
+
+def test_a_step_that_is_best_so_far_is_saved():
+    assert save_steps([(2, 0.5), (4, 0.7), (6, 0.3)]) == [(2, [2]), (6, [6])]
+    assert save_steps([(2, 0.5), (4, 0.7), (6, 0.3)], mode="max") == [(2, [2]), (4, [4])]
+
+
+def test_several_of_the_best_are_kept_the_best_first():
+    assert save_steps([(2, 0.5), (4, 0.7), (6, 0.3)], keep=2) == [(2, [2]), (4, [2, 4]), (6, [6, 2])]
+
+
+def test_a_step_that_is_best_and_due_is_saved_once():
+    assert save_steps([(2, 0.5), (4, 0.3), (6, 0.7)], every=4) == [(2, [2]), (4, [4])]
+
+
+def test_steps_without_a_measurement_or_with_nan_are_no_best():
+    assert save_steps([(2, 0.5), (4, None), (6, math.nan)]) == [(2, [2])]
+
+
+def test_an_equal_value_keeps_the_earlier_step():
+    assert save_steps([(2, 0.5), (4, 0.5)]) == [(2, [2])]
+
+
+def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():
+    log = []
+
+    def count(report):
+        log.append("later action")
+
+    count.every = 1
+    best = SaveBest("score")
+    best.set_saves(Saves(lambda report, best_steps: log.append("save")))
+    run([best, count], Report(2, 10, {"score": 0.5}, None))
+    assert log == ["later action", "save"]
+
+
+def test_without_a_workdir_the_best_steps_are_known_and_nothing_is_saved():
+    best = SaveBest("score")
+    best.set_saves(None)
+    run([best], Report(2, 10, {"score": 0.5}, None))
+    assert best.best == [(0.5, 2)]
+
+
+def test_its_state_goes_through_a_checkpoint():
+    best, again = SaveBest("score"), SaveBest("score")
+    best(Report(2, 10, {"score": 0.5}, None))
+    again.set_state(best.get_state())
+    assert again.best == [(0.5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"mode": "most"}, "mode='most' was given to SaveBest"), ({"keep": 0}, "keep=0 was given to SaveBest")],
+)
+def test_a_rule_that_makes_no_sense_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        SaveBest("loss", **settings)

@@ -1,0 +1,91 @@
+"""When a metric that does not improve ends a run."""
+
+import math
+
+import pytest
+
+from distloop.actions.action import Report, StopTraining
+from distloop.actions.stop_early import StopEarly
+
+
+def report(step=10, until=100, **metrics):
+    return Report(step, until, metrics, state=None)
+
+
+def stopped_at(values, *arguments, **settings):
+    """Returns at which value `StopEarly("m", ...)` stops, or None."""
+    stop = StopEarly("m", *arguments, **settings)
+    for place, value in enumerate(values):
+        try:
+            stop(report(m=value))
+        except StopTraining:
+            return place
+    return None
+
+
+def test_it_stops_after_as_many_measurements_without_a_better_one_as_its_patience():
+    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5]) == 4
+    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 1) == 2
+
+
+def test_a_better_measurement_starts_the_waiting_again():
+    assert stopped_at([3.0, 4.0, 2.0, 4.0, 1.0, 4.0], 2) is None
+
+
+def test_an_equal_measurement_is_no_better():
+    assert stopped_at([1.0, 1.0, 1.0], 2) == 2
+
+
+def test_larger_is_better_if_so_said():
+    assert stopped_at([1.0, 2.0, 3.0, 4.0], 1, mode="max") is None
+    assert stopped_at([4.0, 3.0], 1, mode="max") == 1
+
+
+def test_a_gain_up_to_min_delta_is_no_better():
+    assert stopped_at([1.0, 0.95, 0.9], 2, min_delta=0.2) == 2
+    assert stopped_at([1.0, 0.7, 0.4], 1, min_delta=0.2) is None
+    assert stopped_at([1.0, 1.1, 1.15], 2, mode="max", min_delta=0.2) == 2
+
+
+def test_nan_is_never_better():
+    assert stopped_at([math.nan, math.nan], 2) == 1
+    assert stopped_at([1.0, math.nan, math.nan], 2) == 2
+
+
+def test_boundaries_without_a_measurement_do_not_count():
+    stop = StopEarly("m", 1)
+    stop(report(m=1.0))
+    for _ in range(5):
+        stop(report(loss=2.0))
+    with pytest.raises(StopTraining):
+        stop(report(m=1.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "best"),
+    [
+        ([2.0, 3.0], "min", "2"),
+        ([-2.0, -1.0], "min", "-2"),
+        ([4.0, 3.0], "max", "4"),
+        ([-4.0, -5.0], "max", "-4"),
+    ],
+)
+def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
+    stop = StopEarly("m", 1, mode=mode)
+    stop(report(m=values[0]))
+    with pytest.raises(StopTraining, match=f"^m was no better than {best} for 1 measurement"):
+        stop(report(m=values[1]))
+
+
+def test_it_is_asked_whenever_anything_is_due():
+    assert StopEarly("m").every is None
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mode='biggest' was given to StopEarly; say 'min' .* 'max'"):
+        StopEarly("m", mode="biggest")
+
+
+def test_no_patience_is_refused():
+    with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
+        StopEarly("m", 0)

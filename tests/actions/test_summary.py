@@ -1,0 +1,32 @@
+"""Media and numbers computed from the state."""
+
+import numpy as np
+import pytest
+
+from distloop.actions.action import Report
+from distloop.actions.summary import Summary
+from distloop.monitoring.media import Text
+
+
+def show(result):
+    return Summary("shown", lambda state: result)(Report(10, 100, {}, state="state"))
+
+
+def test_a_result_is_shown_under_the_name():
+    text = Text("a")
+    assert show(text) == {"shown": text}
+    assert show(np.float32(0.5)) == {"shown": 0.5}
+
+
+def test_each_entry_of_a_dict_has_the_name_before_its_own():
+    text = Text("a")
+    assert show({"note": text, "norm": 2}) == {"shown/note": text, "shown/norm": 2.0}
+
+
+def test_the_function_takes_the_state():
+    assert Summary("shown", len)(Report(10, 100, {}, state="state")) == {"shown": 5.0}
+
+
+def test_a_result_that_cannot_be_shown_is_refused():
+    with pytest.raises(ValueError, match=r"'shown'\) returned a ndarray as 'shown'; it returns numbers, or media"):
+        show(np.zeros([3]))

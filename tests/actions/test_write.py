@@ -1,0 +1,127 @@
+"""Handing metrics to writers: buffering of rows, media, and disks that fail."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.actions.action import Report, run
+from distloop.actions.write import Write
+from distloop.monitoring.media import Histogram
+from distloop.monitoring.tensorboard import SummaryWriter
+
+
+def report(step=10, until=100, **metrics):
+    return Report(step, until, metrics, state=None)
+
+
+def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary():
+    class Writer:
+        def __init__(self):
+            self.rows = []
+
+        def write(self, step, metrics, when):
+            self.rows.append((step, metrics))
+
+    def evaluate(report):
+        return {"test/loss": 0.25}
+
+    evaluate.every = 10
+    writers = [Writer(), Writer()]
+    run([evaluate, Write(writers)], report(step=10, loss=0.5))
+    assert [w.rows for w in writers] == [[(10, {"loss": 0.5, "test/loss": 0.25})]] * 2
+
+
+class File:
+    """A writer to a file, which may fail at a step."""
+
+    path = "file"
+
+    def __init__(self, fails_at=None, error=None):
+        self.rows, self.flushed, self.is_closed = [], [], False
+        self._fails_at, self._error = fails_at, error
+
+    def write(self, step, metrics, when):
+        if step == self._fails_at:
+            raise self._error
+        self.rows.append(step)
+
+    def flush(self):
+        self.flushed = self.rows.copy()
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_files_get_rows_together_after_a_while_at_a_flush_and_in_the_end(monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.5)
+    file = File()
+    with Write([file]) as write:
+        for first in (1, 11):  # the second time, too
+            for step in range(first, first + 10):
+                write(report(step))
+            assert file.rows == list(range(1, first))
+            give_up = time.monotonic() + 10
+            while file.flushed != list(range(1, first + 10)) and time.monotonic() < give_up:
+                time.sleep(0.01)
+            assert file.flushed == list(range(1, first + 10))
+        write(report(21))
+        write.flush()
+        assert file.flushed == list(range(1, 22)) and not file.is_closed
+        write(report(22))
+    assert file.rows == list(range(1, 23)) and file.is_closed
+
+
+def test_arrays_that_change_after_they_were_shown_are_written_as_they_were(tmp_path):
+    shown, buffer = [], np.zeros(4)
+
+    class Summaries(SummaryWriter):
+        def show(self, step, media, when=None):
+            shown.append({name: tf.make_ndarray(item.encode()[0]).sum() for name, item in media.items()})
+
+    with Write([Summaries(str(tmp_path), [])]) as write:
+        for step in (1, 2):
+            buffer[:] = step
+            write(replace(report(step), media={"buffer": Histogram(buffer)}))
+            buffer[:] = -1
+    edges = [np.histogram_bin_edges(np.full(4, step), 30) for step in (1.0, 2.0)]
+    assert shown == [{"buffer": pytest.approx(e[:-1].sum() + e[1:].sum() + 4)} for e in edges]
+
+
+def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.001)
+    file = File()
+    with Write([file]) as write:
+        for step in range(1, 2001):
+            write(report(step))
+            if step % 50 == 0:
+                time.sleep(0.0007)
+    assert file.rows == list(range(1, 2001))
+
+
+@pytest.mark.parametrize("where", ["in the end", "at a flush", "by the timer"])
+def test_an_error_in_a_row_is_raised_in_the_main_thread(where, monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.001 if where == "by the timer" else 60)
+    file = File(fails_at=2, error=ValueError("wrong"))
+    with pytest.raises(ValueError, match="wrong"), Write([file]) as write:
+        write(report(1))
+        write(report(2))
+        if where == "at a flush":
+            write.flush()
+        elif where == "by the timer":
+            time.sleep(0.2)
+            write(report(3))
+        assert where == "in the end"
+    assert file.is_closed and 2 not in file.rows
+
+
+def test_a_disk_that_fails_ends_all_files_and_no_more(caplog):
+    files = [File(), File(fails_at=2, error=OSError(28, "No space left on device")), File()]
+    with caplog.at_level("ERROR", "absl"), Write(files) as write:
+        for step in (1, 2, 3):
+            write(report(step))
+    assert [file.rows for file in files] == [[1, 2], [1], [1]] and all(file.is_closed for file in files)
+    (record,) = caplog.records
+    assert "file cannot be written (No space left on device): the run goes on" in record.getMessage()
