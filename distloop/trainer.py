@@ -48,9 +48,11 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.training import overview
-from distloop.training.loop import Diverged, EvalLoop, PredictLoop, TrainLoop, cannot_join
+from distloop.training.evaluation import EvalLoop
+from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.prediction import PredictLoop, PredictStep, cannot_join
 from distloop.training.state import ModelSpec, TrainState
-from distloop.training.step import PredictStep, TrainStep
+from distloop.training.step import TrainStep
 from distloop.variables import count_parameters
 
 _KEPT_PASSES = 8  # datasets that are remembered: to make them ready takes as long as a short pass over them

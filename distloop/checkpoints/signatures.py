@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.training.step import check_outputs
+from distloop.training.prediction import check_outputs
 
 DEFAULT = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
 

@@ -30,7 +30,8 @@ from distloop.data.source import Data, Source
 from distloop.distributed import devices
 from distloop.training import nonfinite
 from distloop.training.state import SEED_STRIDE, TrainState, Update
-from distloop.training.step import READS, TrainStep
+from distloop.training.step import TrainStep
+from distloop.training.variable_writes import READS
 from distloop.variables import named_variables, tensorflow_variable
 
 REPLICAS = 2  # that are compared with one

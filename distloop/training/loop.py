@@ -1,4 +1,4 @@
-"""Owns the order of things: train, evaluate, predict.
+"""Owns the order of training.
 
 A loop runs exactly up to the next boundary, in one `tf.function` over a *tensor* count, so that one trace serves every
 length and no setting has to divide another. The host reads once a boundary, the numbers of several logs where nobody
@@ -8,7 +8,7 @@ but the writers wants them. It does not know flags or files.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +29,11 @@ from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.training import metrics
 from distloop.training.state import TrainState
-from distloop.training.step import EvalStep, PredictStep, TrainStep
+from distloop.training.step import TrainStep
 from distloop.variables import tensorflow_variable
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 _LOOP_SECS = 0.5  # a loop that runs through several logs takes about so long
-_MOST_JOINED = 64  # batches, whose outputs are on the host together
 
 
 class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from before
@@ -66,8 +65,8 @@ class TrainLoop:
         self._state = state
         self._step = step
         self._eager = eager
-        self._run = _compiled(self._logs, eager)
-        self._run_one = _compiled(functools.partial(self._logs, while_loop=_once), eager)
+        self._run = compiled(self._logs, eager)
+        self._run_one = compiled(functools.partial(self._logs, while_loop=_once), eager)
         self._names: list[str] = []  # of the numbers in a row beside sums; known once it was traced
         self._prepared_for: Source | None = None
         self._last_batch: shards.LastBatch | None = None
@@ -221,7 +220,7 @@ class TrainLoop:
             rows.append(_Row(int(done_then) - done, end, end - start, sums[i], own, step_secs, replica_secs[i]))
             done, start = int(done_then), end
         rows[0] = rows[0]._replace(between=between)
-        rows[-1].own.update(_floats(result["keras_metrics"]))
+        rows[-1].own.update(metrics.flatten_results(result["keras_metrics"]))
         if result["failed"]:
             rows[-1] = rows[-1]._replace(failed=result["diagnosis"])
         return rows
@@ -387,151 +386,6 @@ class _Window:
         return numbers
 
 
-class EvalLoop:
-    """Evaluates; traced once for each kind of data."""
-
-    def __init__(self, state: TrainState, *, eager: bool = False):
-        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
-        self._state = state
-        self._step = EvalStep(state)
-        self._run = _compiled(self._pass, eager)
-
-    def evaluate(self, source: Source, limit: int = 0) -> dict[str, float]:
-        """Measures one pass, with the averaged weights where there are some.
-
-        Args:
-            source: data that ends, unless there is a limit.
-            limit: how many batches at most; 0: all.
-
-        Returns:
-            Name -> number, over all examples.
-
-        Raises:
-            ValueError: if the data is empty.
-        """
-        workers.report_phase(self._state.strategy, "evaluating")
-        for metric in self._state.eval_metrics.values():
-            metric.reset_state()
-        with self._state.averaged(), self._state.seeds_kept():
-            try:
-                most = tf.constant(limit or tf.int64.max, tf.int64)
-                result = self._run(source.new_iterator(), source.layout, most)
-            except tf.errors.OpError as error:
-                explained = explain_data_error(error)
-                if explained is None:
-                    raise
-                raise explained from error
-        result = tf.nest.map_structure(lambda t: t.numpy(), result)
-        if not result["batches"]:
-            raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
-        return metrics.means(self._step.names, result["tallies"]) | _floats(result["keras_metrics"])
-
-    def _pass(self, iterator: Any, layout: Layout, most: tf.Tensor) -> dict[str, Any]:
-        def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
-            with tf.device(HOST):
-                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-            more = tf.cond(
-                has_batch,
-                lambda: tallies + self._step(get_batch(), layout),
-                lambda: tf.identity(tallies),
-            )
-            return has_batch, batches + tf.cast(has_batch, tf.int64), more
-
-        with tf.device(HOST):
-            start = (tf.constant(True), tf.constant(0, tf.int64), tf.zeros([1], tf.float64))
-            _, batches, tallies = tf.while_loop(
-                lambda has_more, batches, _: has_more & (batches < most),
-                body,
-                start,
-                shape_invariants=(_SCALAR, _SCALAR, _VECTOR),
-            )
-        if workers.num_workers(self._state.strategy) > 1:  # once, and not for each batch
-            tallies = workers.sum_over_workers(self._state.strategy, tallies)
-        results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
-        return {"batches": batches, "tallies": tallies, "keras_metrics": results}
-
-
-class PredictLoop:
-    """Predicts; traced once for each kind of data."""
-
-    def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
-        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
-        self._state = state
-        self._step = step if eager else tf.function(step, autograph=False)  # several places need not trace it anew
-        self._run = _compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
-        self._run_many = _compiled(self._batches, eager)
-
-    def predict(self, source: Source, *, is_joined: bool = False) -> Iterator[Any]:
-        """Yields the outputs of one pass, in order, with the averaged weights where there are some.
-
-        Args:
-            source: data that ends.
-            is_joined: whether outputs of several batches may come together, which takes less time; else those of each
-                batch by themselves.
-
-        Raises:
-            ValueError: if outputs that are to come together have different shapes.
-        """
-        workers.report_phase(self._state.strategy, "predicting")
-        iterator = source.new_iterator()
-        streams = self._state.read_seeds()
-        # Where workers meet in a step, each batch is a call, which all of them make.
-        run = self._run_many if is_joined and workers.num_workers(self._state.strategy) == 1 else self._run
-        while True:
-            # Between two batches the weights and random streams of training are back: whoever reads slowly may train.
-            with self._state.averaged(), self._state.seeds_kept():
-                self._state.write_seeds(streams)
-                try:
-                    outputs = run(iterator, source.layout)
-                    streams = self._state.read_seeds()
-                except tf.errors.OutOfRangeError:
-                    return
-                except tf.errors.OpError as error:
-                    if "TensorListConcat" in (error.message or ""):
-                        raise cannot_join("their shapes differ") from error
-                    raise explain_data_error(error) or error from error
-            yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
-
-    def _batches(self, iterator: Any, layout: Layout) -> Any:
-        """Predicts for up to `_MOST_JOINED` batches, and joins their outputs."""
-        first = self._step(shards.next_batch(iterator, layout), layout)
-        leaves = tf.nest.flatten(first)
-        if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
-            return first  # no array holds them
-        with tf.device(HOST):
-            arrays = [
-                tf.TensorArray(leaf.dtype, 1, dynamic_size=True, infer_shape=False, clear_after_read=False).write(
-                    0, leaf
-                )
-                for leaf in leaves
-            ]
-
-            def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
-                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-
-                def written() -> list[tf.TensorArray]:
-                    outputs = tf.nest.flatten(self._step(get_batch(), layout))
-                    return [array.write(count, output) for array, output in zip(arrays, outputs, strict=True)]
-
-                return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
-
-            _, _, arrays = tf.while_loop(
-                lambda count, has_more, _: has_more & (count < _MOST_JOINED),
-                body,
-                (tf.constant(1), tf.constant(True), arrays),
-                parallel_iterations=1,
-            )
-            return tf.nest.pack_sequence_as(first, [array.concat() for array in arrays])
-
-
-def cannot_join(reason: object) -> ValueError:
-    """Makes the error for outputs of several batches that do not fit together."""
-    return ValueError(
-        f"Outputs of different batches cannot be joined ({reason}); take them a batch at a time from "
-        "trainer.stream_predictions(dataset)."
-    )
-
-
 def _norm(variables: Sequence[Any]) -> tf.Tensor:
     """Computes the Euclidean norm over all numbers of some variables."""
     halves = [tf.nn.l2_loss(tf.cast(tensorflow_variable(variable), tf.float32)) for variable in variables]
@@ -544,7 +398,7 @@ def _num_timed(strategy: tf.distribute.Strategy) -> int:
     return replicas if replicas > 1 else 0
 
 
-def _compiled(fn: Callable[..., Any], eager: bool) -> Any:
+def compiled(fn: Callable[..., Any], eager: bool) -> Any:
     """Compiles; a function object of its own keeps TensorFlow from counting several trainers' traces as one's."""
     return fn if eager else tf.function(lambda *arguments: fn(*arguments), autograph=False)
 
@@ -557,16 +411,3 @@ def _once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_:
 def _by_update(name: str, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     """Names a value of each update."""
     return {f"{update}/{name}" if update else name: tf.convert_to_tensor(value) for update, value in values.items()}
-
-
-def _floats(results: Mapping[str, Any]) -> dict[str, float]:
-    """Spreads results that are dicts or vectors over names of their own."""
-    numbers: dict[str, float] = {}
-    for name, result in results.items():
-        if isinstance(result, Mapping):
-            numbers |= _floats({f"{name}/{key}": value for key, value in result.items()})
-        elif np.ndim(result):
-            numbers |= {f"{name}/{i}": float(value) for i, value in enumerate(np.ravel(result))}
-        else:
-            numbers[name] = float(result)
-    return numbers

@@ -128,6 +128,19 @@ def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
         return dict(zip(names, (totals / weights).tolist(), strict=True))
 
 
+def flatten_results(results: Mapping[str, Any]) -> dict[str, float]:
+    """Returns results of Keras metrics as floats by name; a dict or a vector becomes `name/key` or `name/0`, ..."""
+    numbers: dict[str, float] = {}
+    for name, result in results.items():
+        if isinstance(result, Mapping):
+            numbers |= flatten_results({f"{name}/{key}": value for key, value in result.items()})
+        elif np.ndim(result):
+            numbers |= {f"{name}/{i}": float(value) for i, value in enumerate(np.ravel(result))}
+        else:
+            numbers[name] = float(result)
+    return numbers
+
+
 def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
     """Checks what `loss_fn` returned, before anything is summed.
 

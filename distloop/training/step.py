@@ -1,4 +1,4 @@
-"""Owns one step: train, evaluate, predict. The only module with a tape.
+"""Owns one step of training. The only module with a tape.
 
 A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
 TensorFlow can take it (a replica's function may hold no branch around what synchronizes):
@@ -30,15 +30,13 @@ from distloop.data import shards
 from distloop.data.shards import Batch
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
-from distloop.errors import require
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
-from distloop.training import metrics, nonfinite
+from distloop.training import metrics, nonfinite, variable_writes
 from distloop.training.state import GradientFn, TrainState, Update
 from distloop.variables import named_variables, tensorflow_variable
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"
-READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 
 
 class Outcome(NamedTuple):
@@ -173,7 +171,7 @@ class TrainStep:
             else:
                 changed = self._changed_by(trace)
                 is_last = trace is self._traces[-1]  # a later update may still fail, and take this one with it
-                before = [] if is_last else self._strategy.run(functools.partial(_read, changed))
+                before = [] if is_last else self._strategy.run(functools.partial(variable_writes.read, changed))
                 tallies = self._apply_or_undo(finite, apply, forward, list(undo))
                 undo += [(trace.written, forward.before), (changed, before)]
             all_tallies.append(tallies)
@@ -230,7 +228,7 @@ class TrainStep:
 
         def undone() -> tf.Tensor:
             for variables, values in undo:
-                self._strategy.run(functools.partial(_assign, variables), args=(values,))
+                self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
             return tf.zeros_like(tallies)
 
         return tf.cond(finite, applied, undone)
@@ -311,10 +309,10 @@ class TrainStep:
         changed = list({id(v): v for v in variables}.values())
 
         def read() -> Any:
-            return self._strategy.run(functools.partial(_read, changed))
+            return self._strategy.run(functools.partial(variable_writes.read, changed))
 
         def write(values: Any) -> None:
-            self._strategy.run(functools.partial(_assign, changed), args=(values,))
+            self._strategy.run(functools.partial(variable_writes.assign, changed), args=(values,))
 
         def advance(trace: _UpdateTrace) -> None:
             examples = self._count_examples(batch, layout)
@@ -374,7 +372,7 @@ class TrainStep:
         return [part for layer in layers for part in layer._flatten_layers()]
 
     def _path_of(self, resource: tf.Tensor) -> str:
-        handle = _outermost(resource)
+        handle = variable_writes.outermost(resource)
         for path, variable in named_variables(self._state.model).items():
             for local in self._strategy.experimental_local_results(tensorflow_variable(variable)):
                 if local.handle is handle:
@@ -393,9 +391,9 @@ class TrainStep:
         written: dict[int, Any] = {}
 
         def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
-            first_op = len(tf.compat.v1.get_default_graph().get_operations())
-            result = self._gradients(trace, rows, row_weights, factor)
-            written.update((id(v), v) for v in _written(candidates, first_op))
+            with variable_writes.recorded_writes(candidates) as writes:
+                result = self._gradients(trace, rows, row_weights, factor)
+            written.update((id(v), v) for v in writes)
             return result
 
         if self._jit_compile:
@@ -668,129 +666,6 @@ class TrainStep:
         return self._strategy.experimental_local_results(value)[0]
 
 
-class EvalStep:
-    """One step of evaluation: the tallies of a batch, and Keras metrics updated. It changes nothing else."""
-
-    def __init__(self, state: TrainState):
-        """Prepares; nothing is traced yet."""
-        self._state = state
-        self._strategy = state.strategy
-        self.names: list[str] = []
-
-    def __call__(self, batch: Batch, layout: shards.Layout) -> tf.Tensor:
-        """Runs one step; in a `tf.function`, outside `strategy.run`.
-
-        Returns:
-            The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`.
-        """
-        replica_fn = gathering.with_most_rows(functools.partial(self._forward, layout), layout.most_rows)
-        tallies = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
-        with tf.device(HOST):
-            return tf.add_n([tf.cast(of_replica, tf.float64) for of_replica in tallies])
-
-    def _forward(self, layout: shards.Layout, batch: Batch) -> tf.Tensor:
-        state = self._state
-        rows, row_weights = shards.take_shard(batch, layout)
-        named: dict[str, metrics.Tally] = {}
-        with _writes_undone(state):
-            fed: set[str] = set()
-            for update in state.spec.updates:
-                prefix = f"{update.name}/" if update.name else ""
-                with gathering.share(row_weights):
-                    outputs = update.loss_fn(rows, False)
-                tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
-                named.update({prefix + name: tally for name, tally in tallies.items()})
-                fed.update(outputs)
-        metrics.check_fed(state.eval_metrics, fed)
-        self.names = list(named)
-        return metrics.flatten(named.values())
-
-
-class PredictStep:
-    """One step of prediction: the outputs for a batch, its rows in order."""
-
-    def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any], keep_dtypes: bool = False):
-        """Prepares; nothing is traced yet.
-
-        Args:
-            state: holds the weights.
-            predict_fn: `batch -> outputs`, `[B, ...]`.
-            keep_dtypes: as for `check_outputs`.
-        """
-        self._state = state
-        self._strategy = state.strategy
-        self._predict_fn = predict_fn
-        self._keep_dtypes = keep_dtypes
-
-    def __call__(self, batch: Batch, layout: shards.Layout) -> Any:
-        """Runs one step; in a `tf.function`, outside `strategy.run`.
-
-        Returns:
-            The outputs of `predict_fn`, `[B, ...]`.
-        """
-        per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
-
-        def joined(value: Any) -> tf.Tensor:
-            pieces = self._strategy.experimental_local_results(value)
-            if workers.num_workers(self._strategy) > 1:
-                return pieces[0]  # all there is, on each replica
-            whole = tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
-            return whole if batch.size is None else whole[: batch.size]
-
-        return tf.nest.map_structure(joined, per_replica)
-
-    def _forward(self, layout: shards.Layout, batch: Batch) -> Any:
-        rows, weights = shards.take_shard(batch, layout)
-        with _writes_undone(self._state):
-            outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
-        if workers.num_workers(self._strategy) == 1:
-            return outputs
-        count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
-        return tf.nest.map_structure(lambda output: _join_outputs(output[:count]), outputs)
-
-
-def _join_outputs(output: Any) -> tf.Tensor:
-    """Joins the rows of all replicas on all workers, in their order; in a replica's context."""
-    if isinstance(output, tf.RaggedTensor) or not (output.dtype.is_numeric or output.dtype.is_bool):
-        raise ValueError(
-            f"predict_fn returned a {'ragged tensor' if isinstance(output, tf.RaggedTensor) else 'string tensor'}, "
-            "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
-        )
-    return gathering.join(output)
-
-
-def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool = False) -> Any:
-    """Checks what `predict_fn` returned, and turns half-precision tensors into float32.
-
-    Args:
-        outputs: any structure of tensors.
-        batch_size: rows of the batch that `predict_fn` was given.
-        keep_dtypes: whether half-precision tensors stay as they are.
-
-    Raises:
-        ValueError: if an output has no leading axis of that size.
-    """
-    outputs = tf.nest.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs)
-    return tf.nest.map_structure(lambda output: _checked_output(output, batch_size, keep_dtypes), outputs)
-
-
-def _checked_output(output: Any, batch_size: tf.Tensor | int, keep_dtypes: bool) -> Any:
-    rows = output.shape[0] if output.shape.rank else None
-    static = batch_size if isinstance(batch_size, int) else None
-    wrong = (
-        f"predict_fn returned a tensor of shape {list(output.shape)}; distloop needs one row of output per row of "
-        f"input, [{static or 'B'}, ...]: return the model's outputs without reducing them."
-    )
-    if output.shape.rank == 0 or (rows is not None and rows != static):
-        raise ValueError(wrong)
-    if output.dtype in (tf.float16, tf.bfloat16) and not keep_dtypes:
-        output = tf.cast(output, tf.float32)
-    if rows is not None:
-        return output
-    require(tf.equal(shards.batch_size(output), batch_size), wrong)
-    return output
-
-
 def tally_outputs(
     outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: Any
 ) -> dict[str, metrics.Tally]:
@@ -867,64 +742,6 @@ def _now(after: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tells the time at which some tensors are there."""
     with tf.control_dependencies(after):
         return tf.timestamp()
-
-
-def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
-def _read(variables: Sequence[Any]) -> list[tf.Tensor]:
-    return [tf.identity(v) for v in variables]
-
-
-@contextlib.contextmanager
-def _writes_undone(state: TrainState) -> Iterator[None]:
-    """Puts back what is written meanwhile, in a replica's context; random streams go on, the loop puts them back."""
-    seeds = {id(v) for v in state.seeds}
-    candidates = [v for v in state.untrained_variables if id(v) not in seeds]
-    before = _read(candidates)
-    first_op = len(tf.compat.v1.get_default_graph().get_operations())
-    yield
-    written = {id(v) for v in _written(candidates, first_op)}
-    for variable, value in zip(candidates, before, strict=True):
-        if id(variable) in written:
-            variable.assign(value)
-
-
-def _written(candidates: Sequence[Any], first_op: int) -> list[Any]:
-    """Finds the variables that operations of the graph being traced may write; in a replica's context.
-
-    Without a graph nobody can know before the step, and a replica alone must not decide: all of them.
-
-    Args:
-        candidates: variables to look for.
-        first_op: how many operations the graph had before those in question.
-
-    Returns:
-        Those whose resource goes into anything but a read.
-    """
-    if tf.executing_eagerly():
-        return list(candidates)
-    graph = tf.compat.v1.get_default_graph()
-    resources = {
-        id(_outermost(tensor))
-        for op in graph.get_operations()[first_op:]
-        if op.type not in READS
-        for tensor in op.inputs
-        if tensor.dtype == tf.resource
-    }
-    return [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
-
-
-def _outermost(tensor: tf.Tensor) -> tf.Tensor:
-    """Follows what a function's graph captured out to the eager tensor it stands for."""
-    while (graph := getattr(tensor, "graph", None)) is not None:
-        outer = next((outer for outer, inner in getattr(graph, "captures", ()) if inner is tensor), None)
-        if outer is None:
-            break
-        tensor = outer
-    return tensor
 
 
 def _is_aggregated(variable: Any) -> bool:

@@ -1,0 +1,128 @@
+"""Evaluation: one step over a batch, and the loop that makes a pass over a dataset.
+
+It changes nothing but the Keras metrics of evaluation: what the forward pass writes is restored. It does not know when
+a run evaluates, or what is done with the numbers.
+"""
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.shards import Batch, Layout
+from distloop.data.source import Source
+from distloop.distributed import gathering, workers
+from distloop.distributed.devices import HOST
+from distloop.errors import explain_data_error
+from distloop.training import metrics
+from distloop.training.loop import compiled
+from distloop.training.state import TrainState
+from distloop.training.step import tally_outputs
+from distloop.training.variable_writes import restored_writes
+
+
+class EvalStep:
+    """One step of evaluation: computes the tallies of a batch and updates Keras metrics; nothing else changes."""
+
+    def __init__(self, state: TrainState):
+        """Prepares; nothing is traced yet."""
+        self._state = state
+        self._strategy = state.strategy
+        self.names: list[str] = []
+
+    def __call__(self, batch: Batch, layout: Layout) -> tf.Tensor:
+        """Runs one step; in a `tf.function`, outside `strategy.run`.
+
+        Returns:
+            The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`.
+        """
+        replica_fn = gathering.with_most_rows(functools.partial(self._forward, layout), layout.most_rows)
+        tallies = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
+        with tf.device(HOST):
+            return tf.add_n([tf.cast(replica_tallies, tf.float64) for replica_tallies in tallies])
+
+    def _forward(self, layout: Layout, batch: Batch) -> tf.Tensor:
+        state = self._state
+        rows, row_weights = shards.take_shard(batch, layout)
+        named: dict[str, metrics.Tally] = {}
+        with restored_writes(state):
+            fed: set[str] = set()
+            for update in state.spec.updates:
+                prefix = f"{update.name}/" if update.name else ""
+                with gathering.share(row_weights):
+                    outputs = update.loss_fn(rows, False)
+                tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
+                named.update({prefix + name: tally for name, tally in tallies.items()})
+                fed.update(outputs)
+        metrics.check_fed(state.eval_metrics, fed)
+        self.names = list(named)
+        return metrics.flatten(named.values())
+
+
+class EvalLoop:
+    """Evaluates datasets; traced once for each kind of data."""
+
+    def __init__(self, state: TrainState, *, eager: bool = False):
+        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
+        self._state = state
+        self._step = EvalStep(state)
+        self._run = compiled(self._pass, eager)
+
+    def evaluate(self, source: Source, limit: int = 0) -> dict[str, float]:
+        """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.
+
+        Args:
+            source: data that ends, unless there is a limit.
+            limit: the largest number of batches; 0: all.
+
+        Returns:
+            Name -> number, over all examples.
+
+        Raises:
+            ValueError: if the data is empty.
+        """
+        workers.report_phase(self._state.strategy, "evaluating")
+        for metric in self._state.eval_metrics.values():
+            metric.reset_state()
+        with self._state.averaged(), self._state.seeds_kept():
+            try:
+                max_batches = tf.constant(limit or tf.int64.max, tf.int64)
+                result = self._run(source.new_iterator(), source.layout, max_batches)
+            except tf.errors.OpError as error:
+                explained = explain_data_error(error)
+                if explained is None:
+                    raise
+                raise explained from error
+        result = tf.nest.map_structure(lambda t: t.numpy(), result)
+        if not result["batches"]:
+            raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
+        means = metrics.means(self._step.names, result["tallies"])
+        return means | metrics.flatten_results(result["keras_metrics"])
+
+    def _pass(self, iterator: Any, layout: Layout, max_batches: tf.Tensor) -> dict[str, Any]:
+        """Sums the tallies of all batches, up to `max_batches`, over all workers."""
+
+        def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
+            with tf.device(HOST):
+                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
+            more = tf.cond(
+                has_batch,
+                lambda: tallies + self._step(get_batch(), layout),
+                lambda: tf.identity(tallies),
+            )
+            return has_batch, batches + tf.cast(has_batch, tf.int64), more
+
+        with tf.device(HOST):
+            # The number of tallies is known once the body is traced: until then, one zero broadcasts to all.
+            start = (tf.constant(True), tf.constant(0, tf.int64), tf.zeros([1], tf.float64))
+            _, batches, tallies = tf.while_loop(
+                lambda has_more, batches, _: has_more & (batches < max_batches),
+                body,
+                start,
+                shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), tf.TensorShape([None])),
+            )
+        if workers.num_workers(self._state.strategy) > 1:  # one sum over workers for the whole pass
+            tallies = workers.sum_over_workers(self._state.strategy, tallies)
+        results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
+        return {"batches": batches, "tallies": tallies, "keras_metrics": results}

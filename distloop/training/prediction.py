@@ -1,0 +1,192 @@
+"""Prediction: one step over a batch, and the loop that yields the outputs for a dataset, its rows in order.
+
+    step = PredictStep(state, predict_fn)
+    for outputs in PredictLoop(state, step).predict(source):   # NumPy arrays, [B, ...]
+        ...
+
+It changes no variable. It does not know where the outputs go.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.shards import Batch, Layout
+from distloop.data.source import Source
+from distloop.distributed import gathering, workers
+from distloop.distributed.devices import HOST
+from distloop.errors import explain_data_error, require
+from distloop.training.loop import compiled
+from distloop.training.state import TrainState
+from distloop.training.variable_writes import restored_writes
+
+_MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same time
+
+
+class PredictStep:
+    """One step of prediction: computes the outputs for a batch, its rows in order."""
+
+    def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any], keep_dtypes: bool = False):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: holds the weights.
+            predict_fn: `batch -> outputs`, `[B, ...]`.
+            keep_dtypes: as for `check_outputs`.
+        """
+        self._state = state
+        self._strategy = state.strategy
+        self._predict_fn = predict_fn
+        self._keep_dtypes = keep_dtypes
+
+    def __call__(self, batch: Batch, layout: Layout) -> Any:
+        """Runs one step; in a `tf.function`, outside `strategy.run`.
+
+        Returns:
+            The outputs of `predict_fn`, `[B, ...]`.
+        """
+        per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
+
+        def joined(value: Any) -> tf.Tensor:
+            pieces = self._strategy.experimental_local_results(value)
+            if workers.num_workers(self._strategy) > 1:
+                return pieces[0]  # each replica holds the rows of all
+            whole = tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
+            return whole if batch.size is None else whole[: batch.size]
+
+        return tf.nest.map_structure(joined, per_replica)
+
+    def _forward(self, layout: Layout, batch: Batch) -> Any:
+        rows, weights = shards.take_shard(batch, layout)
+        with restored_writes(self._state):
+            outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
+        if workers.num_workers(self._strategy) == 1:
+            return outputs
+        count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
+        return tf.nest.map_structure(lambda output: _join_outputs(output[:count]), outputs)
+
+
+class PredictLoop:
+    """Predicts for datasets; traced once for each kind of data."""
+
+    def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
+        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
+        self._state = state
+        self._step = step if eager else tf.function(step, autograph=False)  # one trace for its several callers
+        self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
+        self._run_many = compiled(self._batches, eager)
+
+    def predict(self, source: Source, *, is_joined: bool = False) -> Iterator[Any]:
+        """Yields the outputs of one pass, in order, with the averaged weights if the state has any.
+
+        Args:
+            source: data that ends.
+            is_joined: whether the outputs of several batches may come in one piece, which takes less time; else a
+                piece a batch.
+
+        Raises:
+            ValueError: if outputs that are to be joined have different shapes.
+        """
+        workers.report_phase(self._state.strategy, "predicting")
+        iterator = source.new_iterator()
+        streams = self._state.read_seeds()
+        # Where workers meet in a step, each batch is a call, which all of them make.
+        run = self._run_many if is_joined and workers.num_workers(self._state.strategy) == 1 else self._run
+        while True:
+            # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
+            with self._state.averaged(), self._state.seeds_kept():
+                self._state.write_seeds(streams)
+                try:
+                    outputs = run(iterator, source.layout)
+                    streams = self._state.read_seeds()
+                except tf.errors.OutOfRangeError:
+                    return
+                except tf.errors.OpError as error:
+                    if "TensorListConcat" in (error.message or ""):
+                        raise cannot_join("their shapes differ") from error
+                    raise explain_data_error(error) or error from error
+            yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+    def _batches(self, iterator: Any, layout: Layout) -> Any:
+        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins their outputs."""
+        first = self._step(shards.next_batch(iterator, layout), layout)
+        leaves = tf.nest.flatten(first)
+        if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
+            return first  # a TensorArray holds no ragged tensors
+        with tf.device(HOST):
+            arrays = [
+                tf.TensorArray(leaf.dtype, 1, dynamic_size=True, infer_shape=False, clear_after_read=False).write(
+                    0, leaf
+                )
+                for leaf in leaves
+            ]
+
+            def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
+                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
+
+                def written() -> list[tf.TensorArray]:
+                    outputs = tf.nest.flatten(self._step(get_batch(), layout))
+                    return [array.write(count, output) for array, output in zip(arrays, outputs, strict=True)]
+
+                return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
+
+            _, _, arrays = tf.while_loop(
+                lambda count, has_more, _: has_more & (count < _MAX_JOINED_BATCHES),
+                body,
+                (tf.constant(1), tf.constant(True), arrays),
+                parallel_iterations=1,
+            )
+            return tf.nest.pack_sequence_as(first, [array.concat() for array in arrays])
+
+
+def cannot_join(reason: object) -> ValueError:
+    """Returns the error for outputs of several batches whose shapes do not fit together."""
+    return ValueError(
+        f"Outputs of different batches cannot be joined ({reason}); take them a batch at a time from "
+        "trainer.stream_predictions(dataset)."
+    )
+
+
+def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool = False) -> Any:
+    """Checks what `predict_fn` returned, and casts half-precision tensors to float32.
+
+    Args:
+        outputs: any structure of tensors.
+        batch_size: rows of the batch that `predict_fn` was given.
+        keep_dtypes: whether half-precision tensors stay as they are.
+
+    Raises:
+        ValueError: if an output has no leading axis of that size.
+    """
+    outputs = tf.nest.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs)
+    return tf.nest.map_structure(lambda output: _check_output(output, batch_size, keep_dtypes), outputs)
+
+
+def _check_output(output: Any, batch_size: tf.Tensor | int, keep_dtypes: bool) -> Any:
+    rows = output.shape[0] if output.shape.rank else None
+    static_size = batch_size if isinstance(batch_size, int) else None
+    message = (
+        f"predict_fn returned a tensor of shape {list(output.shape)}; distloop needs one row of output per row of "
+        f"input, [{static_size or 'B'}, ...]: return the model's outputs without reducing them."
+    )
+    if output.shape.rank == 0 or (rows is not None and rows != static_size):
+        raise ValueError(message)
+    if output.dtype in (tf.float16, tf.bfloat16) and not keep_dtypes:
+        output = tf.cast(output, tf.float32)
+    if rows is not None:
+        return output
+    require(tf.equal(shards.batch_size(output), batch_size), message)
+    return output
+
+
+def _join_outputs(output: Any) -> tf.Tensor:
+    """Returns the rows of all replicas on all workers, in their order; call in replica context."""
+    if isinstance(output, tf.RaggedTensor) or not (output.dtype.is_numeric or output.dtype.is_bool):
+        raise ValueError(
+            f"predict_fn returned a {'ragged tensor' if isinstance(output, tf.RaggedTensor) else 'string tensor'}, "
+            "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
+        )
+    return gathering.join(output)
