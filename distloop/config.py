@@ -157,12 +157,6 @@ class Config:
     init_rename: str = setting(
         "", "Which names of init_from to take, and what to call them here: PATTERN=>REPLACEMENT, as in re.sub."
     )
-    input_position: str = setting(
-        "count",
-        "How a checkpoint holds the place in the data; count: reads it again up to there; iterator: TensorFlow's own "
-        "state, at once, but epochs to come may be shuffled otherwise.",
-        choices=("count", "iterator"),
-    )
     console: str = setting(
         "auto",
         "What is printed; auto: a live display on a terminal, else lines; lines: lines, always; quiet: warnings and "

@@ -53,7 +53,6 @@ OTHER_VALUES = {
     "resume": False,
     "init_from": "runs/a=b",
     "init_rename": r"^a/(.*)=>b/\1 $",
-    "input_position": "iterator",
     "console": "quiet",
     "max_secs": 1.5,
     "start_timeout": 20.0,

@@ -122,18 +122,13 @@ class Progress:
 
         Returns:
             The log window to go on with, as `TrainLoop.save_window` gave it; None: a new one.
-
-        Raises:
-            ValueError: if the data's position is to be saved and cannot be.
         """
         self._source, self._loop, self._until = source, loop, until
         self._actions = {f"{type(action).__name__}/{i}": action for i, action in enumerate(actions)}
         saved, self._saved, self.is_new = self._saved, None, False
         if saved is None:
-            if self._checkpoints is not None:
-                source.save_position(self._config.input_position == "count")  # says now if it cannot
             return None
-        source.restore_position(saved.values, saved.notes["input"])
+        source.restore_position(saved.notes["input"])
         for name, action in self._actions.items():
             if name in saved.notes["actions"]:
                 member(action, "set_state")(saved.notes["actions"][name])
@@ -161,10 +156,9 @@ class Progress:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         workers.report_phase(self._state.strategy, "saving")
         kept = self._checkpoints.best_steps | dict(best_steps or {})  # those of an earlier run stay
-        position, position_notes = self._source.save_position(self._config.input_position == "count")
         states = {name: member(action, "get_state")() for name, action in self._actions.items()}
         notes = {
-            "input": position_notes,
+            "input": self._source.save_position(),
             "window": self._loop.save_window(),
             "actions": {name: state for name, state in states.items() if state is not None},
             "stop_reason": report.stop_reason if report is not None else None,
@@ -173,7 +167,7 @@ class Progress:
             "config": dataclasses.asdict(self._config),
             "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         }
-        values = self._state.snapshot() | position
+        values = self._state.snapshot()
         if self._is_chief:
             self._checkpoints.save(int(self._state.step), values, notes, kept)
 

@@ -27,9 +27,6 @@ Data: TypeAlias = (
     tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
 )
 
-ITERATOR = "input/iterator"  # the name of its state in a checkpoint
-_FAIL_ON_EXTERNAL_STATE = 2  # tf.data's policies; 0 warns
-
 
 class Source:
     """Data of the user, repeated or not, with one iterator and the number of batches it gave."""
@@ -199,56 +196,19 @@ class Source:
                 self._whole = self._pipeline()
             return iterate(self._whole)
 
-    def save_position(self, by_count: bool) -> tuple[dict[str, tf.Tensor], dict[str, Any]]:
-        """Tells where the iterator is.
+    def save_position(self) -> dict[str, Any]:
+        """Returns the place of the iterator, as JSON can hold it: the number of batches taken, and those to skip.
 
-        Args:
-            by_count: as a number of batches alone. TensorFlow's own state is there at once, but where the pipeline
-                prefetches and shuffles each epoch anew, some of the epochs to come were in another order (12 to 22 of
-                38 restores; 4 with symbolic checkpoints, at four times the cost of a batch).
-
-        Returns:
-            The iterator's state, and what JSON can hold.
-
-        Raises:
-            ValueError: if the pipeline's state cannot be saved, as where a Python function makes the data.
+        TensorFlow's own state of an iterator is no alternative: where a pipeline prefetches and shuffles each epoch
+        anew, later epochs came in another order in 12 to 22 of 38 restores.
         """
-        notes = {
-            "batches": self.batches_taken,
-            "skipped": sorted(self.skipped_batches),
-            "padded_to": self._least if self.layout.is_padded else 0,
-        }
-        if by_count or self.layout.is_split:
-            return {}, notes
-        try:
-            state = tf.raw_ops.SerializeIterator(
-                resource_handle=self.iterator()._iterator_resource, external_state_policy=_FAIL_ON_EXTERNAL_STATE
-            )
-        except tf.errors.OpError as error:
-            what = (error.message or "").partition("\n")[0][:150].rstrip(" .:")
-            raise ValueError(
-                f"input_position=iterator was given, but this dataset's state cannot be saved ({what}): set "
-                "input_position=count, which reads it again up to the place, or make it without Python functions."
-            ) from error
-        return {ITERATOR: state}, notes
+        return {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
 
-    def restore_position(self, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
+    def restore_position(self, position: Mapping[str, Any]) -> None:
         """Goes to where `save_position` was called, in the same data, on any number of replicas."""
         self._may_go_back |= self._iterator is not None and not self.layout.is_split
-        self.batches_taken = notes["batches"]
-        self.skipped_batches = set(notes["skipped"])
-        padded_to = self._least if self.layout.is_padded else 0
-        if ITERATOR in values and notes["padded_to"] == padded_to:
-            self._iterator = self.new_iterator()
-            try:
-                tf.raw_ops.DeserializeIterator(
-                    resource_handle=self._iterator._iterator_resource, serialized=values[ITERATOR]
-                )
-                return
-            except tf.errors.OpError as error:
-                logging.warning(
-                    "The position in the dataset does not fit this one (%s).", (error.message or "").partition("\n")[0]
-                )
+        self.batches_taken = position["batches"]
+        self.skipped_batches = set(position["skipped"])
         if self.batches_taken:
             logging.info("Reading the dataset up to batch %d.", self.batches_taken)
         if self.layout.is_split:
