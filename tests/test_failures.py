@@ -48,8 +48,9 @@ PROGRAM = """
     first = None  # step of this run
 
     if befalls == "killed while joining":
-        meet = distloop.distributed.heartbeat.Peers.meet
-        distloop.distributed.heartbeat.Peers.meet = lambda *given: (meet(*given), os.kill(os.getpid(), signal.SIGKILL))
+        Heartbeat = distloop.distributed.heartbeat.Heartbeat
+        meet = Heartbeat.meet
+        Heartbeat.meet = lambda *given: (meet(*given), os.kill(os.getpid(), signal.SIGKILL))
 
     def model_fn():
         if befalls == "model_fn":

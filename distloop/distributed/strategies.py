@@ -17,7 +17,8 @@ import tensorflow as tf
 from distloop.config import Config, facts
 from distloop.distributed import devices, environment, tensorflow_internals, workers
 from distloop.distributed.environment import Cluster
-from distloop.distributed.heartbeat import JOINING, Peers
+from distloop.distributed.heartbeat import Heartbeat
+from distloop.distributed.liveness import JOINING
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
 _SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it
@@ -183,7 +184,7 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
     elif config.communication == "nccl":
         raise ValueError("communication=nccl was given, which is for GPUs, but the workers run on CPUs: use auto.")
     versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(cluster.addresses)}
-    heartbeat = Peers(cluster.addresses, cluster.index, versions | facts(config))
+    heartbeat = Heartbeat(cluster.addresses, cluster.index, versions | facts(config))
     try:
         heartbeat.meet(config.start_timeout)
         heartbeat.watch(config.hang_timeout, config.start_timeout)
@@ -195,7 +196,7 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
     return strategy
 
 
-def _join(cluster: Cluster, config: Config, heartbeat: Peers) -> tf.distribute.Strategy:
+def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribute.Strategy:
     device_type = devices.choose_device_type(config)
     # No timeout_seconds: TensorFlow starts a thread for each collective that sleeps for so long, 14,000 of them after
     # 25 seconds of a small model. The heartbeat notices a hanging worker instead.

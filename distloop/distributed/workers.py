@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.distributed import tensorflow_internals
-from distloop.distributed.heartbeat import GATHERING, Peers
+from distloop.distributed.heartbeat import Heartbeat
+from distloop.distributed.liveness import GATHERING
 
 _HEARTBEAT = "_distloop_heartbeat"  # the attribute of a strategy that holds its heartbeat
 
@@ -39,14 +40,14 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
     return worker_index(strategy) == 0
 
 
-def attach_heartbeat(strategy: tf.distribute.Strategy, heartbeat: Peers) -> None:
+def attach_heartbeat(strategy: tf.distribute.Strategy, heartbeat: Heartbeat) -> None:
     """Lets `heartbeat_of` return this heartbeat for the strategy."""
     setattr(strategy, _HEARTBEAT, heartbeat)
 
 
-def heartbeat_of(strategy: tf.distribute.Strategy) -> Peers | None:
+def heartbeat_of(strategy: tf.distribute.Strategy) -> Heartbeat | None:
     """Returns the heartbeat between the workers; None on a single worker, or if the user created the strategy."""
-    heartbeat: Peers | None = getattr(strategy, _HEARTBEAT, None)
+    heartbeat: Heartbeat | None = getattr(strategy, _HEARTBEAT, None)
     return heartbeat
 
 

@@ -169,7 +169,7 @@ def test_signals_at_once_are_one():
 def test_a_second_signal_ends_the_process_at_once():
     program = """
         import os, signal, time
-        from distloop.interrupts import Interrupts
+        from distloop.distributed.preemption import Interrupts
         with Interrupts() as interrupts:
             print("not flushed", end="")
             for _ in range(2):

@@ -1,0 +1,257 @@
+"""Liveness: which worker failed, decided from the last heartbeat of each and the time; no sockets, threads or clocks.
+
+    table = table.receive(1, beat)
+    judge(table, progress, Timeouts(hang_secs=600), now)     # None, or Verdict("worker 1 failed at step 7 ...")
+
+It does not know how heartbeats travel or how a process ends (`heartbeat`), nor TensorFlow.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# The phases in which a worker needs all the others, and should not stand still.
+JOINING, TRAINING, GATHERING = "joining", "training", "waiting for all"
+
+SILENT_SECS = 3.0  # six heartbeats lost: worth a mention if something is wrong
+GONE_SECS = 1.5  # three lost, and the host answers that no process listens on the port
+LEFT_SECS = 10.0  # the last operations of a worker that left may end this much later here
+
+
+class Beat(NamedTuple):
+    """One heartbeat of a worker."""
+
+    run: str  # a random name of its process, another one after a restart
+    state: str  # "alive"; "failed"; "ended", because another worker failed; "left", at the end of its program
+    phase: str
+    step: int
+    error: str
+    has_met: bool
+    heard: Mapping[str, str]  # the runs that it hears, by worker; empty once all have met
+    facts: Mapping[str, str]  # settings that must be the same on all workers; empty once all have met
+    received_at: float  # seconds on this worker's monotonic clock
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What this worker knows of the others; immutable, so that every thread reads a consistent one."""
+
+    addresses: tuple[str, ...]  # host:port of every worker, the chief first
+    index: int  # of this worker
+    run: str  # of this worker
+    facts: Mapping[str, str]  # of this worker
+    beats: Mapping[int, Beat] = dataclasses.field(default_factory=dict)  # the last one of each other worker
+    refused: frozenset[int] = frozenset()  # workers on whose port no process listened since their last heartbeat
+    restarted: frozenset[int] = frozenset()
+    has_met: bool = False  # every worker hears every other one
+    has_duplicate: bool = False  # another process claims this worker's index
+    awake_since: float = -1e9  # before, this process was suspended and could not hear
+
+    @property
+    def others(self) -> list[int]:
+        """The indices of the other workers."""
+        return [i for i in range(len(self.addresses)) if i != self.index]
+
+    def replace(self, **changes: Any) -> "Table":
+        """Returns the table with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def have_all_met(self) -> bool:
+        """Returns True if every worker reports that it hears all others."""
+        everyone = [self.has_met, *(beat.has_met for beat in self.beats.values())]
+        return all(everyone) and len(everyone) == len(self.addresses)
+
+    def receive(self, i: int, beat: Beat) -> "Table":
+        """Returns the table after a heartbeat of worker `i`."""
+        if i == self.index:
+            return self.replace(has_duplicate=self.has_duplicate or beat.run != self.run)
+        if i not in self.others:
+            return self
+        last = self.beats.get(i)
+        if self.has_met and last is not None and last.run != beat.run:
+            return self.replace(restarted=self.restarted | {i})
+        if last is not None and last.run == beat.run and not beat.heard:
+            beat = beat._replace(facts=last.facts, heard=last.heard)
+        return self.replace(beats={**self.beats, i: beat}, refused=self.refused - {i})
+
+    def silent_secs(self, i: int, now: float) -> float:
+        """Returns the seconds since the last heartbeat of worker `i`, during which this process was awake."""
+        received_at = self.beats[i].received_at if i in self.beats else 0.0
+        return now - max(received_at, self.awake_since)
+
+    def is_silent(self, i: int, now: float) -> bool:
+        """Returns True if heartbeats of worker `i` are missing."""
+        return i not in self.beats or self.silent_secs(i, now) > SILENT_SECS
+
+    def is_gone(self, i: int, now: float) -> bool:
+        """Returns True if the process of worker `i` has ended: its host answers, but the process does not."""
+        return i in self.refused and self.silent_secs(i, now) > GONE_SECS
+
+    def describe(self, i: int, now: float) -> str:
+        """Returns the last known place of worker `i`, as in `worker 1 (b:4000) is at step 7 (training)`."""
+        beat, silent_secs = self.beats[i], self.silent_secs(i, now)
+        verb = "is"
+        if beat.state == "left":
+            verb = "left"
+        elif silent_secs > SILENT_SECS:
+            verb = f"has been silent for {silent_secs:.0f} seconds, last heard"
+        return f"worker {i} ({self.addresses[i]}) {verb} at step {beat.step} ({beat.phase})"
+
+    def describe_others(self, now: float) -> str:
+        """Returns the last known place of every other worker."""
+        return "; ".join(self.describe(i, now) for i in self.others)
+
+    def name(self, workers: Sequence[int]) -> str:
+        """Returns workers with their addresses, as in `workers 1 (b:4000), 2 (c:4000)`."""
+        names = ", ".join(f"{i} ({self.addresses[i]})" for i in workers)
+        return f"worker{'s' if len(workers) > 1 else ''} {names}"
+
+
+class Timeouts(NamedTuple):
+    """How long a run may stand still, in seconds; 0: without limit."""
+
+    hang_secs: float = 0.0  # Config.hang_timeout
+    join_secs: float = 0.0  # Config.start_timeout
+
+
+class Progress(NamedTuple):
+    """Where this worker is, and since when it has made no progress."""
+
+    step: int
+    phase: str
+    since: float
+
+    def advance(self, step: int, phase: str, now: float) -> "Progress":
+        """Returns the progress at `now`; phases in which a worker needs no other one count as progress."""
+        stands_still = (step, phase) == (self.step, self.phase) and phase in (JOINING, TRAINING, GATHERING)
+        return self if stands_still else Progress(step, phase, now)
+
+
+class Verdict(NamedTuple):
+    """Why this worker has to end."""
+
+    reason: str
+    is_hang: bool = False  # if so, the stacks of its threads are of interest
+
+
+def judge(table: Table, progress: Progress, timeouts: Timeouts, now: float) -> Verdict | None:
+    """Returns why this worker has to end; None if the run goes on.
+
+    Args:
+        table: the last heartbeat of each worker.
+        progress: of this worker.
+        timeouts: limits for silence and for standing still.
+        now: the time on the clock of `Beat.received_at`.
+    """
+    if reason := find_failure(table, now):
+        return Verdict(reason)
+    if reason := find_silence(table, timeouts.hang_secs, now):
+        return Verdict(reason, is_hang=True)
+    still_secs = now - progress.since
+    left = [i for i, beat in sorted(table.beats.items()) if beat.state == "left"]
+    if left and still_secs > LEFT_SECS:
+        return Verdict(f"{table.describe(left[0], now)}, before the run was over")
+    if progress.phase == JOINING and 0 < timeouts.join_secs < still_secs:
+        return Verdict(
+            f"TensorFlow has not joined the workers for start_timeout={timeouts.join_secs:g} seconds, though they hear "
+            f"each other ({table.describe_others(now)}): are their TCP ports open, too?",
+            is_hang=True,
+        )
+    if progress.phase != JOINING and 0 < timeouts.hang_secs < still_secs:
+        return Verdict(
+            f"no step has ended for hang_timeout={timeouts.hang_secs:g} seconds; worker {table.index} is at step "
+            f"{progress.step} ({progress.phase}), {table.describe_others(now)}",
+            is_hang=True,
+        )
+    return None
+
+
+def find_failure(table: Table, now: float) -> str:
+    """Returns a sentence about the first worker that failed, died or was restarted; "" if none did."""
+    for i, beat in sorted(table.beats.items()):
+        if beat.state == "failed":
+            return f"worker {i} failed at step {beat.step} ({beat.phase}): {beat.error}"
+    for i, beat in sorted(table.beats.items()):
+        if beat.state == "alive" and table.is_gone(i, now):
+            return (
+                f"the process of worker {i} ({table.addresses[i]}) is gone without a word, last heard at step "
+                f"{beat.step} ({beat.phase}): was it killed, or out of memory? Its own output may tell"
+            )
+        if beat.state == "alive" and i in table.restarted and table.is_silent(i, now):
+            return f"{table.describe(i, now)}, and was started again"
+    return ""
+
+
+def find_silence(table: Table, limit_secs: float, now: float) -> str:
+    """Returns the reason why another worker ended, or which worker is silent for too long; "" if none.
+
+    Args:
+        table: the last heartbeat of each worker.
+        limit_secs: longest silence allowed; 0: any.
+        now: the time on the clock of `Beat.received_at`.
+    """
+    for _, beat in sorted(table.beats.items()):
+        if beat.state == "ended":
+            return beat.error
+    for i, beat in sorted(table.beats.items()):
+        if beat.state == "alive" and 0 < limit_secs < table.silent_secs(i, now):
+            return table.describe(i, now)
+    return ""
+
+
+def find_running(table: Table, now: float) -> list[int]:
+    """Returns the other workers that can be heard and have not reached the end of their program."""
+    audible = [i for i in table.beats if not table.is_silent(i, now) and not table.is_gone(i, now)]
+    return [i for i in audible if table.beats[i].state == "alive"]
+
+
+def find_unmet(table: Table, now: float) -> list[int]:
+    """Returns the workers that were not heard or do not hear all others.
+
+    A worker with other facts counts as met once it hears this one: both can then refuse each other.
+    """
+    return [i for i in table.others if not _is_met(table, i, now)]
+
+
+def _is_met(table: Table, i: int, now: float) -> bool:
+    if table.is_silent(i, now):
+        return False
+    beat = table.beats[i]
+    if beat.facts != table.facts:
+        return beat.heard.get(str(table.index)) == table.run
+    runs = {str(j): other.run for j, other in table.beats.items() if j != i} | {str(table.index): table.run}
+    return len(runs) == len(table.others) and all(beat.heard.get(j) == run for j, run in runs.items())
+
+
+def explain_unmet(table: Table, timeout_secs: float, now: float) -> str:
+    """Returns an error message that names the workers that did not come or do not hear all others."""
+    if silent := [i for i in table.others if table.is_silent(i, now)]:
+        problem = f"{table.name(silent)} did not come within {timeout_secs:g} seconds"
+    else:
+        problem = f"{table.name(find_unmet(table, now))} did not hear all others within {timeout_secs:g} seconds"
+    return (
+        f"{problem}, and worker {table.index} waits no longer: look at their output, and whether each can reach the "
+        "addresses of all by UDP and TCP, or set a longer start_timeout."
+    )
+
+
+def find_failed_at_start(table: Table) -> list[int]:
+    """Returns the workers that failed after they heard this one; a failure from an earlier run does not count."""
+    heard_by = [i for i, beat in sorted(table.beats.items()) if beat.heard.get(str(table.index)) == table.run]
+    return [i for i in heard_by if table.beats[i].state == "failed"]
+
+
+def check_facts(table: Table, i: int) -> None:
+    """Checks that worker `i` was started as this one.
+
+    Raises:
+        ValueError: if a fact differs.
+    """
+    facts = table.beats[i].facts
+    for name in sorted({*table.facts, *facts}):
+        here, remote = table.facts.get(name), facts.get(name)
+        if here != remote:
+            raise ValueError(
+                f"Workers were started differently: {name} is {here} on worker {table.index} and {remote} on worker "
+                f"{i}; start all with the same command."
+            )
