@@ -38,7 +38,6 @@ from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
 from distloop.diagnostics.audit import Audit, audit
 from distloop.distributed import devices, strategies, workers
-from distloop.distributed.pipeline import check_microbatches, check_stages
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
 from distloop.monitoring.console import Console, say, show_parts, show_split
 from distloop.monitoring.json_writer import JsonWriter
@@ -104,7 +103,7 @@ class Trainer:
                 config.average_decay,
                 is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             )
-        check_stages(self.state.staged, config.num_stages)
+        self.state.placement.require_stages(config.num_stages)
         self._is_chief = workers.is_chief(self.strategy)
         self._progress = Progress(self.state, config)
         if (others := workers.heartbeat_of(self.strategy)) is not None:
@@ -184,8 +183,8 @@ class Trainer:
         source = self._train_source
         split = source.split()
         batch_size = split[0] if split is not None else None
-        if self.state.staged and batch_size is not None:
-            check_microbatches(settings.microbatches, batch_size)
+        if batch_size is not None:
+            self.state.placement.check_microbatches(settings.microbatches, batch_size)
         until = self._until(source, steps, epochs)
         if settings.fast_dev_run:
             until = self.step + 1
@@ -229,13 +228,11 @@ class Trainer:
         forward = self._forward[1]
         flops_per_example = overview.flops_per_example(forward, batch_size)
         step_flops = flops_per_example and flops_per_example * (batch_size or 0)
-        # Stages run at the same time, however small they are.
-        executor_flops = None if self.state.staged else step_flops
-        executor = strategies.choose_executor(self.strategy, settings.executor, executor_flops)
+        executor = self.state.placement.choose_executor(self.strategy, settings.executor, step_flops)
         profile = Profile(settings.profile, os.path.join(settings.workdir, "summaries", "train"))
         to_do: list[Action] = [
             Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
-            *([PipelineUsage(self.state.staged, profile)] if self.state.staged else []),
+            PipelineUsage(self.state.placement.devices, profile),
             *evaluations,
             *actions,
             *([self._watched] if self._watched is not None else []),
@@ -665,8 +662,7 @@ class Trainer:
             batch_size, sizes = split
             of_worker = " on each worker" if source.layout.is_sharded else ""
             lines.append(f"batch {batch_size}{of_worker}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
-        for network in self.state.staged:
-            lines.append(f"stages {network.describe()}")
+        lines += self.state.placement.describe()
         if settings.microbatches > 1:
             lines.append(f"microbatches {settings.microbatches}")
         if settings.workdir and not settings.fast_dev_run:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from distloop.actions.action import Action, Report
-from distloop.distributed.pipeline import Stages
 from distloop.monitoring import device_usage, memory
 from distloop.monitoring.profiler import Profile
 
@@ -20,16 +19,16 @@ class PipelineUsage(Action):
     phase = "logging"
     only_writes = True
 
-    def __init__(self, networks: Sequence[Stages], profile: Profile):
-        """Stores the devices of the stages, and the profile."""
-        self._devices = [device for network in networks for device in network.devices]
+    def __init__(self, devices: Sequence[str], profile: Profile):
+        """Stores the device of each stage, none if the model is no pipeline, and the profile."""
+        self._devices = devices
         self._profile = profile
         self._was_read = False
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the metrics; stages that share a device have the same."""
         used = {}
-        if self._profile.is_written and not self._was_read:
+        if self._devices and self._profile.is_written and not self._was_read:
             self._was_read = True
             used = device_usage.read_usage(self._profile.directory)
         taken = report.state.bytes_by_device() if used else {}

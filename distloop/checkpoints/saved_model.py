@@ -5,7 +5,6 @@
 The SavedModel is written with the averaged weights if there are any, read back and compared before it takes its name.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,9 +51,8 @@ def write_saved_model(
     specs_read.setdefault(signatures.DEFAULT, specs_read[first])
     module = tf.Module()
     module.variables_served = [*state.model_variables()]
-    with contextlib.ExitStack() as stack, writing(path, state.strategy) as temporary, state.averaged(), quiet_logging():
-        for network in state.staged:
-            stack.enter_context(network.unplaced())  # the server has other devices
+    # The server has other devices.
+    with state.placement.unplaced(), writing(path, state.strategy) as temporary, state.averaged(), quiet_logging():
         tf.saved_model.save(module, temporary, signatures=functions)
         served = tf.saved_model.load(temporary).signatures
         for name, function in functions.items():

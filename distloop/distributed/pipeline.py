@@ -371,33 +371,6 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
     return found
 
 
-def check_stages(staged: Sequence[Stages], num_stages: int) -> None:
-    """Checks that a model is spread as the settings say.
-
-    Raises:
-        ValueError: if `num_stages` devices were asked for, and the model takes another number.
-    """
-    if num_stages > 1 and num_stages not in [len(network) for network in staged]:
-        made = f"a network of {len(staged[0])} stages" if staged else "no network of several stages"
-        raise ValueError(
-            f"num_stages={num_stages} was given, but model_fn made {made}: call distloop.split(model, {num_stages}) in "
-            "it, or leave num_stages out."
-        )
-
-
-def check_microbatches(microbatches: int, batch_size: int) -> None:
-    """Checks that no microbatch is empty.
-
-    Raises:
-        ValueError: if there are more microbatches than rows in a batch.
-    """
-    if microbatches > batch_size:
-        raise ValueError(
-            f"microbatches={microbatches} was given for batches of {batch_size} rows, so stages would work on empty "
-            f"ones: give microbatches={batch_size} or fewer, or larger batches."
-        )
-
-
 def find_stages(model: Any) -> list[Stages]:
     """Finds the networks of several stages in a model.
 
@@ -412,7 +385,7 @@ def find_stages(model: Any) -> list[Stages]:
     elif isinstance(model, (list, tuple)):
         children = model
     elif isinstance(model, tf.Module) and not isinstance(model, keras.Layer):
-        children = vars(model).values()
+        children = [child for name, child in vars(model).items() if name not in model._TF_MODULE_IGNORED_PROPERTIES]
     return [found for child in children for found in find_stages(child)]
 
 

@@ -111,12 +111,7 @@ def describe_model(state: TrainState) -> str:
         for variable in variables:
             trained.setdefault(id(variable), []).append(name or "yes")
     named = named_variables(state.model)
-    devices = {
-        id(variable): device
-        for network in state.staged
-        for stage, device in enumerate(network.devices)
-        for variable in network.variables_of(stage)
-    }
+    devices = state.placement.variable_devices
     counts = {path: int(np.prod(variable.shape)) for path, variable in named.items()}
     rows = [
         (

@@ -25,7 +25,8 @@ from absl import logging
 
 from distloop.distributed import devices, workers
 from distloop.distributed.devices import HOST
-from distloop.distributed.pipeline import Stages, find_stages
+from distloop.distributed.pipeline import Stages
+from distloop.distributed.placement import make_placement
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
@@ -177,7 +178,7 @@ class TrainState(tf.Module):
         optimizers: by update; a `LossScaleOptimizer` where the loss is scaled.
         loss_watch: what the losses of the updates usually are, where somebody asks.
         average: the moving average of the weights, or None.
-        staged: the networks in the model that are spread over several devices.
+        placement: the devices of the model, where it is a pipeline.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class TrainState(tf.Module):
         self._created = created
         self._initial_rates: dict[str, float] = {}
         self.is_built = False
-        self.staged = find_stages(spec.model)
+        self.placement = make_placement(spec.model)
         self.train_metrics = dict(spec.metrics or {})
         with strategy.scope(), _recorded(created):
             self.eval_metrics = {name: _clone_metric(name, metric) for name, metric in self.train_metrics.items()}
@@ -300,8 +301,7 @@ class TrainState(tf.Module):
             keras_hooks.fuse_large_updates(plain)
             if update.learning_rates:
                 keras_hooks.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
-            if self.staged:
-                keras_hooks.update_on_variable_devices(self.plain_optimizers[update.name])
+            self.placement.adapt_optimizer(plain)
             if isinstance(rate := self.plain_optimizers[update.name]._learning_rate, keras.Variable):
                 self._initial_rates[update.name] = float(rate.numpy())
         layers = list(_layers(self.spec.model))

@@ -30,6 +30,7 @@ from distloop.data import shards
 from distloop.data.shards import Batch
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
+from distloop.distributed.placement import Placement
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import metrics, nonfinite, variable_writes
@@ -70,9 +71,7 @@ class _UpdateTrace:
         self.optimizer = state.plain_optimizers[update.name]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.variables = list(state.variables_of_update[update.name])
-        # What is spread over several devices stays where it is.
-        devices = [tensorflow_variable(v).device for v in self.variables] if state.staged else None
-        self.packing = gradients.Packing(self.variables, devices)
+        self.packing = gradients.Packing(self.variables, state.placement.gradient_devices(self.variables))
         self.reached: list[bool] = []  # by variable: whether the loss depends on it
         self.names: list[str] = []  # what the tallies hold, without the update's own name
         self.fed: set[str] = set()  # Keras metrics that its loss_fn returns something for
@@ -401,20 +400,11 @@ class TrainStep:
             # for each replica, which reads that replica's variables.
             compute = tf.function(compute, autograph=False, jit_compile=True)
 
-        # The loss is computed where a network that is spread over several devices ends.
-        end = self._state.staged[-1].devices[-1] if self._state.staged else ""
-
         def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
-            with tf.device(end):
-                return compute(*shards.take_shard(batch, layout, self._microbatches, index), factor)
+            return compute(*shards.take_shard(batch, layout, self._microbatches, index), factor)
 
         with _without_meeting(self._microbatches, self._jit_compile):
-            if self._microbatches == 1:
-                segments, tallies = microbatch(0)
-            elif self._state.staged:
-                segments, tallies = self._sum_in_flow(trace, microbatch)
-            else:
-                segments, tallies = self._sum_over_microbatches(trace, microbatch)
+            segments, tallies = self._state.placement.sum_microbatches(trace.packing, self._microbatches, microbatch)
         trace.written = [v for v in candidates if id(v) in written]
         after = {id(v): tf.identity(v) for v in trace.written}
         drifting = self._drifting(trace.written) if replicas > 1 else []
@@ -530,55 +520,14 @@ class TrainStep:
             tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
             loss = tallies["loss"]
             objective = loss.total
-            regularization = _regularization(state.layers_of_update[trace.update.name], bool(state.staged))
+            regularization = _regularization(state.layers_of_update[trace.update.name], state.placement)
             if regularization is not None:
                 # Weighted like a value of every example, so that the one division makes it count once.
                 tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
                 objective += tallies[REGULARIZATION].total
             if factor is not None:
                 objective *= factor
-            # In stages, each operation of the backward pass runs beside the one it belongs to, which a tape cannot do.
-            is_staged = bool(state.staged) and not tf.executing_eagerly()
-            staged_gradients = tf.gradients(objective, tensors) if is_staged else None
-        return set(outputs), staged_gradients or tape.gradient(objective, tensors), tallies
-
-    def _sum_over_microbatches(
-        self, trace: _UpdateTrace, microbatch: Callable[[tf.Tensor], tuple[list[tf.Tensor], tf.Tensor]]
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Adds up gradients and tallies; one microbatch's activations live at a time."""
-
-        def body(index: tf.Tensor, segments: list[tf.Tensor], tallies: tf.Tensor) -> Any:
-            more_segments, more_tallies = microbatch(index)
-            return index + 1, [a + b for a, b in zip(segments, more_segments, strict=True)], tallies + more_tallies
-
-        packing = trace.packing
-        segments = [tf.zeros(s, dtype) for s, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
-        # How many tallies there are is known once the body was traced: until then one zero stands for all.
-        shapes = (tf.TensorShape([]), packing.shapes, tf.TensorShape([None]))
-        _, segments, tallies = tf.while_loop(
-            lambda index, *_: index < self._microbatches,
-            body,
-            (tf.constant(0), segments, tf.zeros([1])),
-            shape_invariants=shapes,
-            parallel_iterations=1,
-        )
-        return segments, tf.ensure_shape(tallies, [2 * len(trace.names)])
-
-    def _sum_in_flow(
-        self, trace: _UpdateTrace, microbatch: Callable[[int], tuple[list[tf.Tensor], tf.Tensor]]
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Adds up gradients and tallies of microbatches that flow through the stages of a network, all in one graph."""
-        finished: list[list[tf.Tensor]] = []
-        with contextlib.ExitStack() as stack:
-            for network in self._state.staged:
-                stack.enter_context(network.ordered(finished))
-            segments, tallies = microbatch(0)
-            for index in range(1, self._microbatches):
-                # Who waits for the sum keeps TensorFlow from adding up later, and holding what is to be added.
-                finished.append(segments)
-                more_segments, more_tallies = microbatch(index)
-                segments, tallies = trace.packing.add(segments, more_segments), tallies + more_tallies
-        return segments, tallies
+        return set(outputs), state.placement.differentiate(tape, objective, tensors), tallies
 
     def _settle(self, trace: _UpdateTrace, finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
         """Keeps what the forward pass wrote, equal on all replicas, or puts back what stood there."""
@@ -718,12 +667,11 @@ def _likely_cause(step: int, *, is_loss_finite: bool, has_paths: bool) -> str:
     return "often the weights grew too large, or this batch holds such numbers, or loss_fn takes a log of 0"
 
 
-def _regularization(layers: Sequence[Any], is_staged: bool) -> tf.Tensor | None:
-    """Adds up the losses that Keras models carry, such as L2 terms; of stages, each on its device."""
+def _regularization(layers: Sequence[Any], placement: Placement) -> tf.Tensor | None:
+    """Returns the sum of the losses that Keras layers carry, such as L2 terms; None if there are none."""
     losses = []
     for layer in layers:
-        place = tf.device(tensorflow_variable(layer.variables[0]).device) if is_staged else contextlib.nullcontext()
-        with place:
+        with placement.layer_scope(layer):
             losses += layer.losses
     return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
 

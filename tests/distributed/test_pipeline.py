@@ -466,27 +466,6 @@ def test_stages_under_a_strategy_that_copies_the_network_are_refused():
     )
 
 
-def test_a_model_that_is_not_spread_as_asked_is_refused():
-    refused(
-        lambda: distloop.Trainer(classifier(), settings(3)),
-        "num_stages=3 was given, but model_fn made no network of several stages",
-        "distloop.split(model, 3)",
-    )
-    refused(
-        lambda: distloop.Trainer(classifier(num_stages=2), settings(3)),
-        "num_stages=3 was given, but model_fn made a network of 2 stages",
-    )
-
-
-def test_empty_microbatches_are_refused():
-    trainer = distloop.Trainer(classifier(num_stages=2), settings(2, microbatches=17))
-    refused(
-        lambda: trainer.fit(batches(), steps=1),
-        "microbatches=17 was given for batches of 16 rows",
-        "give microbatches=16 or fewer",
-    )
-
-
 @pytest.mark.parametrize(
     "others", [dict(strategy="mirrored"), dict(num_devices=3), dict(jit_compile=True), dict(executor="serial")]
 )

@@ -1,0 +1,133 @@
+"""Placement: the plain version leaves everything to TensorFlow, a pipeline places it on its stages."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.config import Config
+from distloop.distributed import strategies
+from distloop.distributed.placement import PipelinePlacement, Placement, make_placement
+from distloop.optimizers.gradients import Packing
+from tests.test_bad_input import refused
+
+PLACEMENTS = pytest.mark.parametrize("kind", ["plain", "pipeline"])
+
+
+def layers():
+    return [keras.layers.Dense(4, name=f"dense_{i}") for i in range(2)]
+
+
+def network(num_stages=2):
+    return distloop.split(keras.Sequential([keras.Input((3,)), *layers()]), num_stages)
+
+
+def placement(kind):
+    return make_placement(network(2 if kind == "pipeline" else 1))
+
+
+def test_a_model_of_one_stage_has_the_plain_placement():
+    assert type(make_placement(network(1))) is Placement
+    assert type(make_placement({"a": network(1), "b": layers()})) is Placement
+
+
+def test_networks_of_several_stages_are_found_at_any_depth():
+    module = tf.Module()
+    module.parts = [network(), {"inner": network(1)}]
+    found = make_placement({"a": module, "b": network()})
+    assert isinstance(found, PipelinePlacement)
+    assert found.devices == ["CPU:0", "CPU:1"] * 2
+    assert len(found.describe()) == 2
+
+
+def test_the_plain_placement_places_nothing():
+    plain = Placement()
+    assert plain.devices == plain.describe() == [] and plain.variable_devices == {}
+    assert plain.gradient_devices(network().whole.variables) is None
+
+
+def test_a_pipeline_names_the_device_of_each_variable():
+    model = network()
+    devices = make_placement(model).variable_devices
+    assert [devices[id(v)] for v in model.whole.variables] == ["CPU:0"] * 2 + ["CPU:1"] * 2
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_gradients_and_tallies_are_summed_over_microbatches(kind, count, is_eager):
+    variable = tf.Variable([0.0, 0.0])
+    packing = Packing([variable])
+
+    def compute(index):
+        value = tf.cast(index + 1, tf.float32)
+        return packing.pack([value * tf.constant([1.0, 2.0])]), tf.stack([value, 1.0])
+
+    made = placement(kind)
+
+    def sums():
+        return made.sum_microbatches(packing, count, compute)
+
+    (segment,), tallies = sums() if is_eager else tf.function(sums, autograph=False)()
+    total = count * (count + 1) / 2
+    assert segment.numpy().tolist() == [total, 2 * total]
+    assert tallies.numpy().tolist() == [total, count]
+
+
+@PLACEMENTS
+def test_gradients_are_those_of_a_tape(kind):
+    variable, other, made = tf.Variable(3.0), tf.Variable(1.0), placement(kind)
+
+    @tf.function(autograph=False)
+    def gradients():
+        with tf.GradientTape() as tape:
+            objective = variable * variable
+        first, second = made.differentiate(tape, objective, [variable, other])
+        assert second is None
+        return first
+
+    assert float(gradients()) == 6.0
+
+
+def test_a_small_step_of_a_pipeline_keeps_the_parallel_executor():
+    strategy = tf.distribute.get_strategy()
+    assert placement("plain").choose_executor(strategy, "auto", 1.0) == strategies.SERIAL_EXECUTOR
+    assert placement("pipeline").choose_executor(strategy, "auto", 1.0) == strategies.PARALLEL_EXECUTOR
+
+
+def test_a_model_with_another_number_of_stages_is_refused():
+    for right in (1, 2):
+        placement("pipeline").require_stages(right)
+    placement("plain").require_stages(1)
+    refused(
+        lambda: placement("plain").require_stages(3),
+        "num_stages=3 was given, but model_fn made no network of several stages",
+        "distloop.split(model, 3)",
+    )
+    refused(
+        lambda: placement("pipeline").require_stages(3),
+        "num_stages=3 was given, but model_fn made a network of 2 stages",
+    )
+
+
+def test_the_trainer_checks_the_number_of_stages_and_the_microbatches():
+    config = Config(device="cpu", strategy="none", console="quiet", log_every=0, num_stages=2, microbatches=17)
+
+    def model_fn(num_stages):
+        model = network(num_stages)
+        return distloop.ModelSpec(
+            model, keras.optimizers.SGD(), lambda batch, training: {"loss": model(batch, training=training)}
+        )
+
+    refused(lambda: distloop.Trainer(lambda: model_fn(1), config), "num_stages=2 was given")
+    trainer = distloop.Trainer(lambda: model_fn(2), config)
+    refused(
+        lambda: trainer.fit(tf.data.Dataset.from_tensors(tf.ones([16, 3])), steps=1),
+        "microbatches=17 was given for batches of 16 rows",
+        "give microbatches=16 or fewer",
+    )
+
+
+def test_empty_microbatches_are_a_pipeline_s_concern_alone():
+    placement("plain").check_microbatches(17, 16)
+    refused(lambda: placement("pipeline").check_microbatches(17, 16), "microbatches=17 was given")
