@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from distloop.actions.save import SaveBest
     from distloop.actions.stop_early import StopEarly
     from distloop.actions.summary import Summary
-    from distloop.config import Config, define_flags
+    from distloop.config import Config
     from distloop.data.arrays import make_dataset
     from distloop.diagnostics.tuning import BatchTest, RateTest, autotune_batch, find_learning_rate
     from distloop.distributed.gathering import gather_rows
     from distloop.distributed.pipeline import split, stages
     from distloop.distributed.strategies import prepare
+    from distloop.flags import define_flags
     from distloop.monitoring.media import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
     from distloop.monitoring.records import read_metrics
     from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
@@ -93,7 +94,7 @@ _MODULES = {
     "Trainer": "trainer",
     "Update": "training.state",
     "autotune_batch": "diagnostics.tuning",
-    "define_flags": "config",
+    "define_flags": "flags",
     "find_learning_rate": "diagnostics.tuning",
     "from_callback": "actions.keras_callback",
     "from_keras": "training.keras_model",

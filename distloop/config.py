@@ -1,274 +1,253 @@
-"""Owns *what can be set*: `Config`, its flags, `config.json` and `flags.txt`; without TensorFlow.
+"""Config: every setting of a run with its default, help text and allowed values; without TensorFlow.
 
-It does not know what a setting does; each field's help says what that is.
+It does not know what a setting does, nor its flag; `flags.py` defines those.
 
-    config.define_flags(steps=2_000, batch_size=64)     # when a module is imported: flags, and this program's defaults
-    settings = config.Config.from_flags()               # in main: defaults, then the command line
-    config.write(settings, settings.workdir)
+    config = Config(steps=2_000, batch_size=64)
+    config = Config.from_flags()                # in main, after `define_flags()`: defaults, then the command line
 """
 
 import dataclasses
 import difflib
-import json
 import math
 import numbers
 import os
-import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from absl import flags
 
-from distloop.atomic_files import replacing
-
 T = TypeVar("T", str, int, float, bool)
 
-# `--help` lists a flag under the module that defines it: let that be the experiment that calls `define_flags`.
-flags.disclaim_key_flags()
+# The headings of `--help` and of the settings page, in order.
+RUN = "The run"
+DEVICES = "Devices and workers"
+OPTIMIZATION = "Optimization"
+NUMERICS = "Precision and speed"
+CHECKPOINTS = "Evaluation and checkpoints"
+MONITORING = "Watching a run"
+FAILURES = "Failures"
+TRYOUT = "Trying things out"
 
 
-def setting(default: T, help: str, *, choices: tuple[T, ...] = (), minimum: float = 0, below: float = math.inf) -> T:
-    """Makes a field of `Config`.
+def setting(
+    group: str, default: T, help: str, *, choices: tuple[T, ...] = (), minimum: float = 0, below: float = math.inf
+) -> T:
+    """Creates a field of `Config`.
 
     Args:
+        group: the heading that `--help` shows it under.
         default: its default.
         help: what it does, for `--help`.
-        choices: every value allowed; empty: any.
-        minimum: the least number allowed.
-        below: numbers from here on are not allowed.
+        choices: the allowed values; empty: any.
+        minimum: the smallest allowed number.
+        below: the upper bound of allowed numbers, exclusive.
 
     Returns:
         A `dataclasses.Field`, typed as its default because that is how dataclasses read it.
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "below": below}
+    metadata = {"group": group, "help": help, "choices": choices, "minimum": minimum, "below": below}
     field: Any = dataclasses.field(default=default, metadata=metadata)
     return field
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Holds every setting of a run; one that exists has been checked.
+    """All settings of a run; checked when it is created.
 
-    Whole floats and NumPy numbers are taken where a whole number is due, paths where a string is; `~` in `workdir` is
+    Integer fields also take floats without a fraction and NumPy numbers, string fields also paths. `~` in `workdir` is
     expanded.
 
     Raises:
-        ValueError: if a value has the wrong type, is none of the choices, is out of range, or contradicts another.
+        ValueError: if a value has the wrong type, is not among the choices, is out of range, or contradicts another.
     """
 
-    workdir: str = setting("", "Local directory for everything that the run writes; empty: nothing is written.")
+    workdir: str = setting(RUN, "", "Local directory for all files of the run; empty: nothing is written.")
+    steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give either steps or epochs.")
+    epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
+    batch_size: int = setting(RUN, 256, "Examples per step, over all replicas.", minimum=1)
+    seed: int = setting(RUN, 0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
+    max_secs: float = setting(RUN, 0.0, "Save and exit with code 75 after this many seconds; 0: no limit.")
+
     strategy: str = setting(
+        DEVICES,
         "auto",
-        "How to distribute; auto: multi_worker where the environment tells of several workers (TF_CONFIG, Slurm), "
-        "mirrored with several devices, else none.",
+        "How to distribute; auto: multi_worker if the environment describes several workers (TF_CONFIG, Slurm), "
+        "mirrored on several devices, else none.",
         choices=("auto", "none", "mirrored", "multi_worker"),
     )
-    device: str = setting("auto", "What to run on; auto: gpu if any, else cpu.", choices=("auto", "cpu", "gpu"))
-    num_devices: int = setting(0, "Devices per worker; 0: all. With device=cpu, that many virtual CPUs.")
+    device: str = setting(
+        DEVICES, "auto", "Device type; auto: gpu if there is one, else cpu.", choices=("auto", "cpu", "gpu")
+    )
+    num_devices: int = setting(
+        DEVICES, 0, "Devices per worker; 0: all. With device=cpu: the number of virtual CPUs to create."
+    )
     num_stages: int = setting(
+        DEVICES,
         1,
-        "Devices per worker that one network is spread over, one stage on each, by distloop.split(model, num_stages).",
+        "Pipeline stages of a network, one per device of a worker, made by distloop.split(model, num_stages).",
         minimum=1,
     )
-    inter_op_threads: int = setting(0, "Threads that run operations side by side; 0: TensorFlow's choice.")
-    intra_op_threads: int = setting(0, "Threads within one operation; 0: all cores, shared by virtual CPUs.")
     communication: str = setting(
+        DEVICES,
         "auto",
-        "What adds up between workers; auto: nccl between GPUs, ring between CPUs.",
+        "All-reduce implementation between workers; auto: nccl for GPUs, ring for CPUs.",
         choices=("auto", "ring", "nccl"),
     )
-    bytes_per_pack: int = setting(0, "Gradients travel between workers in packs of so many bytes; 0: all in one.")
+    bytes_per_pack: int = setting(DEVICES, 0, "Gradients travel between workers in packs of so many bytes; 0: in one.")
+    inter_op_threads: int = setting(DEVICES, 0, "Threads that run operations in parallel; 0: TensorFlow's default.")
+    intra_op_threads: int = setting(
+        DEVICES, 0, "Threads within one operation; 0: one per core, divided among virtual CPUs."
+    )
+
+    microbatches: int = setting(
+        OPTIMIZATION, 1, "Parts in which each replica computes its batch, to save memory.", minimum=1
+    )
+    clip_norm: float = setting(
+        OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: no clipping."
+    )
+    average_decay: float = setting(
+        OPTIMIZATION, 0.0, "Decay per step of the moving average of the weights; 0: no average.", below=1
+    )
+
     precision: str = setting(
+        NUMERICS,
         "float32",
-        "What layers compute in; weights stay float32. mixed_float16 scales the loss.",
+        "Compute type of layers; weights stay float32. mixed_float16 uses loss scaling.",
         choices=("float32", "mixed_float16", "mixed_bfloat16"),
     )
-    steps: int = setting(0, "Train until this global step; 0: unset. Not together with epochs.")
-    epochs: int = setting(0, "Train until this many passes over the dataset; 0: unset. Not together with steps.")
-    batch_size: int = setting(256, "Examples per step, over all replicas.", minimum=1)
-    limit_train_batches: int = setting(0, "Train on the first so many batches of each pass over the data; 0: on all.")
-    limit_eval_batches: int = setting(0, "Measure on the first so many batches of an evaluation's dataset; 0: on all.")
-    overfit_batches: int = setting(
-        0, "Train on the first so many batches again and again, as they were in the first pass; 0: on all."
+    deterministic: bool = setting(NUMERICS, False, "Use deterministic operations only; slower.")
+    jit_compile: bool = setting(
+        NUMERICS, False, "Compile the forward and backward pass with XLA; pays off for large layers only."
     )
-    autotune_batch: bool = setting(
-        False, "Let fit look for the fastest batch size that fits, print what it found, and end the program."
-    )
-    microbatches: int = setting(1, "Parts to cut each replica's share of a batch into, to save memory.", minimum=1)
-    clip_norm: float = setting(0.0, "Clip the gradients of an update to this global norm; 0: no clipping.")
-    average_decay: float = setting(0.0, "Decay of the moving average of the weights; 0: no average.", below=1)
-    on_nonfinite: str = setting(
-        "raise", "What to do when a gradient is inf or NaN: stop, or skip the step.", choices=("raise", "skip")
-    )
-    on_divergence: str = setting(
-        "none",
-        "What to do when a loss is not finite, or jumps; rollback: go back to the last checkpoint and on without the "
-        "batch. Needs a workdir.",
-        choices=("none", "rollback"),
-    )
-    loss_jump: float = setting(
-        10.0,
-        "With on_divergence=rollback: a loss jumps when it exceeds its mean over the last 100 steps by this many times "
-        "its deviation and the mean's size together.",
-    )
-    max_rollbacks: int = setting(3, "How often a run may go back without coming further.", minimum=1)
-    locate_nonfinite: bool = setting(
-        False, "Where a loss or gradient that is not finite is an error, find the operation it came from; slower."
-    )
-    jit_compile: bool = setting(False, "Compile the forward and backward pass with XLA; pays on large layers only.")
     executor: str = setting(
+        NUMERICS,
         "auto",
-        "How the operations of a training step run; serial: one after another, which spares small steps the change of "
-        "threads; parallel: each as soon as it can; auto: serial for small steps of one replica on a CPU.",
+        "How a train step runs its operations; serial: one by one, faster for small steps; parallel: on several "
+        "threads; auto: serial for small steps of one replica on a CPU.",
         choices=("auto", "parallel", "serial"),
     )
-    eager: bool = setting(
-        False, "Run steps, evaluations and predictions as plain Python, for breakpoints and prints; slow. One worker."
+    steps_per_loop: int = setting(
+        NUMERICS, 1000, "The most steps that run before control returns to the host; 0: no limit."
     )
-    fast_dev_run: bool = setting(
-        False, "Let fit try everything once, a step each, in a temporary directory; the workdir is not touched."
+
+    eval_every: int = setting(CHECKPOINTS, 0, "Steps between two evaluations; 0: only at the end.")
+    eval_first: bool = setting(CHECKPOINTS, False, "Also evaluate before the first step.")
+    checkpoint_every: int = setting(
+        CHECKPOINTS, 0, "Steps between two checkpoints; 0: only at the end. Needs a workdir."
     )
-    steps_per_loop: int = setting(1000, "At most this many steps between two looks at the host; 0: no bound.")
-    log_every: int = setting(100, "Steps between two logs; 0: only at the end.")
+    keep_checkpoints: int = setting(CHECKPOINTS, 3, "Number of newest checkpoints to keep.", minimum=1)
+    resume: bool = setting(CHECKPOINTS, True, "Resume from the newest checkpoint in the workdir, if there is one.")
+    init_from: str = setting(
+        CHECKPOINTS,
+        "",
+        "Start a new run from the weights in this workdir, checkpoint, .keras or .weights.h5 file; empty: from the "
+        "model's initial weights.",
+    )
+    init_rename: str = setting(
+        CHECKPOINTS, "", "Select and rename weights of init_from: PATTERN=>REPLACEMENT, as in re.sub."
+    )
+
+    console: str = setting(
+        MONITORING,
+        "auto",
+        "What is printed; auto: a live display on a terminal, otherwise lines; quiet: warnings and errors only.",
+        choices=("auto", "lines", "quiet"),
+    )
+    log_every: int = setting(MONITORING, 100, "Steps between two logs; 0: only at the end.")
     histograms_every: int = setting(
-        0, "Steps between two histograms of weights and gradients, with norms; 0: none. Needs a workdir."
+        MONITORING, 0, "Steps between two histograms of weights and gradients; 0: none. Needs a workdir."
     )
     graph: str = setting(
+        MONITORING,
         "auto",
-        "Whether TensorBoard gets the graph of loss_fn; auto: of small models, where it costs little.",
+        "Write the graph of loss_fn for TensorBoard; auto: for small models only, where it is cheap.",
         choices=("auto", "always", "never"),
     )
     profile: str = setting(
-        "", "Which steps to profile for TensorBoard; 100:110: those after 100, up to 110. Needs a workdir."
+        MONITORING, "", "Steps to profile for TensorBoard; 100:110: steps 101 to 110. Needs a workdir."
     )
     peak_flops: float = setting(
+        MONITORING,
         0.0,
-        "What one device can do, in floating-point operations a second, to tell model_flops_utilization; 0: that of "
-        "known GPUs.",
+        "Peak floating-point operations per second of one device, for model_flops_utilization; 0: the data sheet's, "
+        "for known GPUs.",
     )
-    eval_every: int = setting(0, "Steps between two evaluations; 0: only at the end.")
-    eval_first: bool = setting(False, "Evaluate before the first step, too.")
-    checkpoint_every: int = setting(0, "Steps between two checkpoints; 0: only at the end. Needs a workdir.")
-    keep_checkpoints: int = setting(3, "How many of the newest checkpoints are kept.", minimum=1)
-    resume: bool = setting(True, "Go on from the newest checkpoint in workdir, if there is one.")
-    init_from: str = setting(
-        "", "Start from the weights in this workdir, checkpoint, .keras or .weights.h5 file; not where a run goes on."
+
+    on_nonfinite: str = setting(
+        FAILURES,
+        "raise",
+        "What happens if a gradient is inf or NaN: the run stops, or the step is skipped.",
+        choices=("raise", "skip"),
     )
-    init_rename: str = setting(
-        "", "Which names of init_from to take, and what to call them here: PATTERN=>REPLACEMENT, as in re.sub."
+    locate_nonfinite: bool = setting(
+        FAILURES, False, "Name the operation that produced the first inf or NaN of a failed step; slower."
     )
-    console: str = setting(
-        "auto",
-        "What is printed; auto: a live display on a terminal, else lines; lines: lines, always; quiet: warnings and "
-        "errors alone.",
-        choices=("auto", "lines", "quiet"),
+    on_divergence: str = setting(
+        FAILURES,
+        "none",
+        "What happens if a loss is not finite or jumps; rollback: return to the last checkpoint and leave the batch "
+        "out. Needs a workdir.",
+        choices=("none", "rollback"),
     )
-    max_secs: float = setting(0.0, "After so many seconds save and leave, with exit code 75; 0: never.")
-    start_timeout: float = setting(300.0, "How long workers wait for each other at the start, in seconds.", minimum=1)
+    loss_jump: float = setting(
+        FAILURES,
+        10.0,
+        "With on_divergence=rollback: a loss jumps if it exceeds its mean over the last 100 steps by this many times "
+        "(standard deviation + absolute mean).",
+    )
+    max_rollbacks: int = setting(FAILURES, 3, "Rollbacks without progress before the run fails.", minimum=1)
+    start_timeout: float = setting(FAILURES, 300.0, "Seconds that workers wait for each other at the start.", minimum=1)
     hang_timeout: float = setting(
-        600.0, "How long, in seconds, a worker may be silent or a step take before the others give up; 0: for ever."
+        FAILURES,
+        600.0,
+        "Seconds without a heartbeat of a worker, or within one step, after which the others give up; 0: no limit.",
     )
+
     audit: bool = setting(
-        False,
-        "Look for mistakes in the program and its data, tell them and leave: exit code 1 if there are any, else 0.",
+        TRYOUT, False, "Check the program and its data for mistakes, then exit: code 1 if there are any, else 0."
     )
-    seed: int = setting(0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
-    deterministic: bool = setting(False, "Use deterministic operations only; slower.")
+    fast_dev_run: bool = setting(
+        TRYOUT, False, "Try each part of a run for one step, in a temporary directory; the workdir is not changed."
+    )
+    eager: bool = setting(
+        TRYOUT, False, "Run steps as plain Python, for breakpoints and prints; slow. One worker only."
+    )
+    overfit_batches: int = setting(
+        TRYOUT, 0, "Train only on the first batches, unchanged in every epoch: this many; 0: on all."
+    )
+    limit_train_batches: int = setting(TRYOUT, 0, "Train on this many batches per pass over the dataset; 0: all.")
+    limit_eval_batches: int = setting(TRYOUT, 0, "Evaluate on this many batches of each dataset; 0: all.")
+    autotune_batch: bool = setting(
+        TRYOUT, False, "Search for the fastest batch size that fits into memory, print the result and exit."
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
-        if "://" in self.workdir:
-            raise ValueError(
-                f"workdir={self.workdir!r} is a remote address; distloop writes to local directories: mount it, or "
-                "copy the files afterwards."
-            )
-        object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # a shell leaves --workdir=~/x as it is
-        if self.steps and self.epochs:
-            raise ValueError(
-                f"steps={self.steps} and epochs={self.epochs} were both given; a run has one length: set either to 0."
-            )
-        if self.locate_nonfinite and self.on_nonfinite == "skip":
-            raise ValueError(
-                "locate_nonfinite=True and on_nonfinite=skip contradict each other; nothing looks at a step that is "
-                "skipped: give on_nonfinite=raise to look, or locate_nonfinite=False to skip."
-            )
-        if self.overfit_batches and self.limit_train_batches:
-            raise ValueError(
-                f"overfit_batches={self.overfit_batches} and limit_train_batches={self.limit_train_batches} were both "
-                "given; each says which batches to train on: set either to 0."
-            )
-        for name in ("jit_compile", "locate_nonfinite"):
-            if self.eager and getattr(self, name):
-                raise ValueError(
-                    f"eager=True and {name}=True contradict each other; eager runs the step without the graph that "
-                    f"{name} needs: set either to False."
-                )
-        if self.on_divergence == "rollback" and not self.workdir:
-            raise ValueError(
-                "on_divergence=rollback was given without a workdir, so there is no checkpoint to go back to: give a "
-                "workdir too."
-            )
-        if self.init_rename and not self.init_from:
-            raise ValueError(
-                f"init_rename={self.init_rename!r} was given without init_from, whose names it is for: add it."
-            )
-        if self.max_secs and not self.workdir:
-            raise ValueError(
-                f"max_secs={self.max_secs:g} was given without a workdir, so the run would be lost: give a workdir too."
-            )
-        if profile_window(self.profile) != (0, 0) and not self.workdir:
-            raise ValueError(
-                f"profile={self.profile!r} was given without a workdir, so the profile would be lost: give a workdir "
-                "too."
-            )
-        if self.strategy == "mirrored" and self.num_stages > 1:
-            raise ValueError(
-                f"strategy=mirrored and num_stages={self.num_stages} contradict each other; mirroring copies the whole "
-                "network to each device: give strategy=none for stages on the devices of this machine."
-            )
-        if self.num_devices and 1 < self.num_stages != self.num_devices:
-            raise ValueError(
-                f"num_stages={self.num_stages} and num_devices={self.num_devices} were given; each stage takes one "
-                f"device: leave num_devices out, or give num_devices={self.num_stages}."
-            )
-        if self.num_stages > 1 and self.executor == "serial":
-            raise ValueError(
-                f"executor=serial and num_stages={self.num_stages} contradict each other; stages would wait for each "
-                "other: give executor=auto."
-            )
-        if self.num_stages > 1 and self.jit_compile:
-            raise ValueError(
-                f"jit_compile=True and num_stages={self.num_stages} were given, but XLA compiles for one device: leave "
-                "either out."
-            )
-        if self.strategy == "none" and self.num_devices > 1 and self.num_stages == 1:
-            raise ValueError(
-                f"strategy=none and num_devices={self.num_devices} contradict each other; without a strategy there is "
-                "one device: give strategy=mirrored or num_devices=1."
-            )
+        object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # shells leave --workdir=~/x unexpanded
+        profile_window(self.profile)
+        for is_wrong, message in _CONTRADICTIONS:
+            if is_wrong(self):
+                raise ValueError(message.format(config=self))
 
     @classmethod
     def from_flags(cls, **overrides: Any) -> "Config":
-        """Reads the flags: `define_flags`' defaults, then what the command line gave, then `overrides`.
+        """Returns the settings from the flags: `define_flags`' defaults, then the command line, then `overrides`.
 
-        What comes later wins; the later one of `steps` and `epochs` sets the other to 0. Before flags are parsed, and
-        for fields without a flag, defaults are used, so that it works in a notebook.
+        Later ones take precedence; the later one of `steps` and `epochs` sets the other to 0. Before flags are parsed,
+        and for fields without a flag, defaults are used, so it works in a notebook.
 
         Args:
-            **overrides: values that go before the command line.
-
-        Returns:
-            The settings of the run.
+            **overrides: values that take precedence over the command line.
 
         Raises:
-            ValueError: if a name is no field, a value is not allowed, or values contradict each other.
+            ValueError: if a name is not a field, a value is not allowed, or values contradict each other.
         """
-        _check_names(overrides)
-        found: dict[str, Any] = {name: flags.FLAGS[name] for name in _fields() if name in flags.FLAGS}
-        given = {name: flag.value for name, flag in found.items() if flag.present or not flag.using_default_value}
-        values = {name: flag.value for name, flag in found.items()}
-        for later in (given, overrides):
+        check_names(overrides)
+        defined: dict[str, Any] = {name: flags.FLAGS[name] for name in fields() if name in flags.FLAGS}
+        present = {name: flag.value for name, flag in defined.items() if flag.present or not flag.using_default_value}
+        values = {name: flag.value for name, flag in defined.items()}
+        for later in (present, overrides):
             for name, other in (("steps", "epochs"), ("epochs", "steps")):
                 if later.get(name) and other not in later:
                     values[other] = 0
@@ -276,14 +255,87 @@ class Config:
         return cls(**values)
 
 
-def profile_window(text: str) -> tuple[int, int]:
-    """Reads `Config.profile`.
+# Each row: a condition that is an error, and its message.
+_CONTRADICTIONS: list[tuple[Callable[[Config], Any], str]] = [
+    (
+        lambda config: "://" in config.workdir,
+        "workdir={config.workdir!r} is a remote address; distloop writes to local directories: mount it, or copy the "
+        "files afterwards.",
+    ),
+    (
+        lambda config: config.steps and config.epochs,
+        "steps={config.steps} and epochs={config.epochs} were both given; a run has one length: set either to 0.",
+    ),
+    (
+        lambda config: config.locate_nonfinite and config.on_nonfinite == "skip",
+        "locate_nonfinite=True and on_nonfinite=skip contradict each other; a skipped step is not diagnosed: give "
+        "on_nonfinite=raise to locate, or locate_nonfinite=False to skip.",
+    ),
+    (
+        lambda config: config.overfit_batches and config.limit_train_batches,
+        "overfit_batches={config.overfit_batches} and limit_train_batches={config.limit_train_batches} were both "
+        "given; each selects the batches to train on: set either to 0.",
+    ),
+    (
+        lambda config: config.eager and config.jit_compile,
+        "eager=True and jit_compile=True contradict each other; eager runs the step without the graph that jit_compile "
+        "needs: set either to False.",
+    ),
+    (
+        lambda config: config.eager and config.locate_nonfinite,
+        "eager=True and locate_nonfinite=True contradict each other; eager runs the step without the graph that "
+        "locate_nonfinite needs: set either to False.",
+    ),
+    (
+        lambda config: config.on_divergence == "rollback" and not config.workdir,
+        "on_divergence=rollback was given without a workdir, so there is no checkpoint to go back to: give a workdir "
+        "too.",
+    ),
+    (
+        lambda config: config.init_rename and not config.init_from,
+        "init_rename={config.init_rename!r} was given without init_from, whose names it is for: add it.",
+    ),
+    (
+        lambda config: config.max_secs and not config.workdir,
+        "max_secs={config.max_secs:g} was given without a workdir, so the run would be lost: give a workdir too.",
+    ),
+    (
+        lambda config: config.profile and not config.workdir,
+        "profile={config.profile!r} was given without a workdir, so the profile would be lost: give a workdir too.",
+    ),
+    (
+        lambda config: config.strategy == "mirrored" and config.num_stages > 1,
+        "strategy=mirrored and num_stages={config.num_stages} contradict each other; mirroring copies the whole "
+        "network to each device: give strategy=none for stages on the devices of this machine.",
+    ),
+    (
+        lambda config: config.num_devices and 1 < config.num_stages != config.num_devices,
+        "num_stages={config.num_stages} and num_devices={config.num_devices} were given; each stage takes one device: "
+        "leave num_devices out, or give num_devices={config.num_stages}.",
+    ),
+    (
+        lambda config: config.num_stages > 1 and config.executor == "serial",
+        "executor=serial and num_stages={config.num_stages} contradict each other; stages would wait for each other: "
+        "give executor=auto.",
+    ),
+    (
+        lambda config: config.num_stages > 1 and config.jit_compile,
+        "jit_compile=True and num_stages={config.num_stages} were given, but XLA compiles for one device: leave either "
+        "out.",
+    ),
+    (
+        lambda config: config.strategy == "none" and config.num_devices > 1 and config.num_stages == 1,
+        "strategy=none and num_devices={config.num_devices} contradict each other; without a strategy there is one "
+        "device: give strategy=mirrored or num_devices=1.",
+    ),
+]
 
-    Returns:
-        How many steps are done when the profile begins and when it ends; 0 and 0 where there is none.
+
+def profile_window(text: str) -> tuple[int, int]:
+    """Returns the steps done when the profile of `Config.profile` begins and when it ends; 0 and 0: there is none.
 
     Raises:
-        ValueError: if it does not say that.
+        ValueError: if the text is not two numbers, the smaller one first.
     """
     if not text:
         return 0, 0
@@ -296,103 +348,25 @@ def profile_window(text: str) -> tuple[int, int]:
     return int(start), int(stop)
 
 
-def define_flags(**new_defaults: Any) -> None:
-    """Defines a flag for every field of `Config`, with this program's defaults.
-
-    Call it when a module is imported, before flags are parsed. Called again, the last call holds: fields that it does
-    not name go back to `Config`'s defaults. What the command line gave stays.
-
-    Args:
-        **new_defaults: defaults by field, in place of `Config`'s.
-
-    Raises:
-        ValueError: if a name is no field, a value is not allowed, values contradict each other, or another module has
-            defined a flag of that name and another type.
-    """
-    _check_names(new_defaults)
-    defaults = Config(**new_defaults)
-    clashes = [name for name, field in _fields().items() if not _may_define(field)]
-    if clashes:
-        owner = flags.FLAGS.find_module_defining_flag(clashes[0])
-        raise ValueError(
-            f"The flag --{clashes[0]} is already defined by {owner}, with another type; distloop defines a flag of "
-            "that name: rename the other one."
-        )
-    for name, field in _fields().items():
-        if name in flags.FLAGS:
-            flags.FLAGS.set_default(name, getattr(defaults, name))
-        else:
-            _define_flag(field, getattr(defaults, name))
-
-
-def write(config: Config, workdir: str) -> None:
-    """Writes `config.json` (every field) and `flags.txt` (for `--flagfile`), each file whole or not at all.
-
-    `flags.txt` holds the fields' values, every flag that the command line gave, and the flags of the main module and
-    its package. Where no command line was parsed, it holds the fields alone.
-
-    Args:
-        config: the settings of the run; they go before the flags' values.
-        workdir: made if it is missing; empty: nothing is written.
-
-    Raises:
-        ValueError: if the directory cannot be made or written.
-    """
-    if not workdir:
-        return
-    try:
-        os.makedirs(workdir, exist_ok=True)
-        config_json = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-        flags_txt = "".join(line + "\n" for line in _flag_lines(config))
-        for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
-            with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise ValueError(
-            f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
-            "leave workdir empty to write nothing."
-        ) from error
-
-
-def facts(config: Config) -> dict[str, str]:
-    """Tells, by name, what must be alike on all workers: every setting, and the flags that `flags.txt` would hold."""
-    lines = [line.partition("=") for line in _flag_lines(config) if line.startswith("--")]
-    return {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()} | {
-        name: value for name, _, value in lines
-    }
-
-
-def hyperparameters(config: Config) -> dict[str, bool | float | str]:
-    """Tells, by name, what tells runs apart: settings that differ from their defaults, and the program's own flags."""
-    fields = _fields()
-    found = {name: getattr(config, name) for name, field in fields.items() if getattr(config, name) != field.default}
-    for fact in facts(config):
-        # A flag that is a boolean and false is written as --noname.
-        name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
-        if name is not None and name not in fields:
-            value = flags.FLAGS[name].value
-            found[name] = value if isinstance(value, bool | int | float) else str(value)
-    return {name: value for name, value in found.items() if name != "workdir"}
-
-
-def _fields() -> dict[str, dataclasses.Field[Any]]:
+def fields() -> dict[str, dataclasses.Field[Any]]:
+    """Returns the fields of `Config` by name, in order of their groups."""
     return {field.name: field for field in dataclasses.fields(Config)}
 
 
-def _check_names(names: Collection[str]) -> None:
-    """Raises ValueError at the first name that is no field of `Config`."""
+def check_names(names: Collection[str]) -> None:
+    """Raises ValueError at the first name that is not a field of `Config`."""
     for name in names:
-        if name not in _fields():
-            close = " or ".join(difflib.get_close_matches(name, _fields()))
-            hint = f"did you mean {close}?" if close else f"give one of {', '.join(_fields())}."
+        if name not in fields():
+            close = " or ".join(difflib.get_close_matches(name, fields()))
+            hint = f"did you mean {close}?" if close else f"give one of {', '.join(fields())}."
             raise ValueError(f"{name!r} is no setting of distloop: {hint}")
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Returns `value` as the field's own type.
+    """Returns `value` as the field's type.
 
     Raises:
-        ValueError: if the field does not take it.
+        ValueError: if the value is not allowed.
     """
     converted = _converted(field.type, value)
     choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
@@ -406,7 +380,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """Returns `value` as a `kind`, or None where that would be a guess."""
+    """Returns `value` as a `kind`, or None if the conversion would be a guess."""
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is str:
@@ -419,7 +393,7 @@ def _converted(kind: Any, value: Any) -> Any:
 
 
 def _allowed(field: dataclasses.Field[Any]) -> str:
-    """Says in words what a field takes."""
+    """Returns the allowed values of a field, in words."""
     if field.metadata["choices"]:
         return "one of " + ", ".join(field.metadata["choices"])
     if field.type not in (int, float):
@@ -427,59 +401,3 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     minimum, below = field.metadata["minimum"], field.metadata["below"]
     words = f"a {'whole ' if field.type is int else ''}number, {minimum} or more"
     return words if below == math.inf else f"{words} and below {below}"
-
-
-def _flag_type(field: dataclasses.Field[Any]) -> str:
-    """Returns what absl calls the type of the field's flag."""
-    if field.metadata["choices"]:
-        return "string enum"
-    return {str: "string", int: "int", float: "float", bool: "bool"}[field.type]  # type: ignore[index]
-
-
-def _may_define(field: dataclasses.Field[Any]) -> bool:
-    """Says whether the field's flag is free, or already there with the type and choices that it would have."""
-    if field.name not in flags.FLAGS:
-        return True
-    flag = flags.FLAGS[field.name]
-    choices = tuple(getattr(flag.parser, "enum_values", ()))
-    return flag.flag_type() == _flag_type(field) and choices == field.metadata["choices"]
-
-
-def _define_flag(field: dataclasses.Field[Any], default: Any) -> None:
-    name, help, minimum = field.name, field.metadata["help"], field.metadata["minimum"]
-    if field.metadata["choices"]:
-        flags.DEFINE_enum(name, default, field.metadata["choices"], help)
-    elif field.type is bool:
-        flags.DEFINE_bool(name, default, help)
-    elif field.type is int:
-        flags.DEFINE_integer(name, default, help, lower_bound=minimum)
-    elif field.type is float:
-        flags.DEFINE_float(name, default, help, lower_bound=minimum)
-    else:
-        flags.DEFINE_string(name, default, help)
-
-
-def _flag_lines(config: Config) -> list[str]:
-    """Returns the lines of `flags.txt`, one `--name=value` each."""
-    is_parsed = flags.FLAGS.is_parsed()
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
-    lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}")]
-    if not is_parsed:
-        return lines
-    # Flags of other modules stand at their defaults unless given; a module that is imported only later in the run would
-    # make its flags unknown to the command that reads this file.
-    package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
-    for module, module_flags in sorted(flags.FLAGS.flags_by_module_dict().items()):
-        is_own = module == sys.argv[0] or bool(package) and module.partition(".")[0] == package
-        for flag in module_flags:
-            if flag.name not in values and flag.value is not None and (is_own or flag.present):
-                lines += _lines(flag.name, flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}")
-    return lines
-
-
-def _lines(name: str, text: str) -> list[str]:
-    """Splits a flag's text into lines: none or several for one that may be given several times."""
-    lines = text.splitlines()
-    if all(line.startswith(f"--{name}=") for line in lines):
-        return lines
-    return [f"# --{name} holds a line break, which a flag file cannot: give it by hand"]

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop import flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
 from distloop.actions.evaluate import Evaluate
@@ -32,7 +33,6 @@ from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
-from distloop.config import write as write_config
 from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
@@ -214,7 +214,7 @@ class Trainer:
         if self.step >= until or reason:
             return {}
         if self._is_chief:
-            write_config(settings, settings.workdir)
+            flags.write(settings, settings.workdir)
         for line in self._describe(source):
             self._say(line)
         if workers.num_workers(self.strategy) > 1 and settings.console != "quiet":

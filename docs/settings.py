@@ -1,12 +1,11 @@
-"""Writes settings.md from the help texts of `distloop.Config`.
+"""Writes settings.md from the help texts in `distloop/config.py`.
 
 python docs/settings.py                                # or: make docs
 """
 
-import dataclasses
 import pathlib
 
-from distloop import config
+from distloop import flags
 
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 
@@ -20,66 +19,20 @@ precedence: what `fit` is given, then the command line, then the program's defau
 defaults on this page. `config.json` in the workdir holds the values of a run.
 """
 
-GROUPS = {
-    "Devices": ["strategy", "device", "num_devices", "num_stages", "inter_op_threads", "intra_op_threads"],
-    "Length and data": ["steps", "epochs", "batch_size", "microbatches"],
-    "Optimization": ["clip_norm", "average_decay"],
-    "Numbers": ["precision", "jit_compile", "executor", "seed", "deterministic"],
-    "Errors": [
-        "on_nonfinite",
-        "locate_nonfinite",
-        "on_divergence",
-        "loss_jump",
-        "max_rollbacks",
-        "start_timeout",
-        "hang_timeout",
-        "max_secs",
-    ],
-    "Files and monitoring": [
-        "workdir",
-        "console",
-        "log_every",
-        "steps_per_loop",
-        "eval_every",
-        "eval_first",
-        "histograms_every",
-        "graph",
-        "profile",
-        "peak_flops",
-    ],
-    "Checkpoints": ["checkpoint_every", "keep_checkpoints", "resume", "init_from", "init_rename"],
-    "Trying things out": [
-        "audit",
-        "fast_dev_run",
-        "eager",
-        "overfit_batches",
-        "limit_train_batches",
-        "limit_eval_batches",
-        "autotune_batch",
-    ],
-}
 
-
-def groups() -> dict[str, list[dataclasses.Field]]:
-    """Returns the fields of `Config` by the heading that they stand under."""
-    fields = {field.name: field for field in dataclasses.fields(config.Config)}
-    named = {heading: [fields.pop(name) for name in names] for heading, names in GROUPS.items()}
-    return {**named, "Others": list(fields.values())} if fields else named
-
-
-def row(field: dataclasses.Field) -> str:
+def row(setting: flags.Setting) -> str:
     """Returns a setting's line of the table."""
-    choices = ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
-    text = field.metadata["help"] + (f" One of {choices}." if choices else "")
-    default = f"`{field.default}`" if field.default != "" else "empty"
-    return f"| `{field.name}` | {default} | {text} |\n".replace("^", "\\^")
+    choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+    text = setting.help + (f" One of {choices}." if choices else "")
+    default = f"`{setting.default}`" if setting.default != "" else "empty"
+    return f"| `{setting.name}` | {default} | {text} |\n".replace("^", "\\^")
 
 
 def render() -> str:
     """Returns the page."""
     tables = [
-        f"\n## {heading}\n\n| setting | default | what it does |\n|---|---|---|\n" + "".join(map(row, fields))
-        for heading, fields in groups().items()
+        f"\n## {heading}\n\n| setting | default | what it does |\n|---|---|---|\n" + "".join(map(row, settings))
+        for heading, settings in flags.groups().items()
     ]
     return HEAD + "".join(tables)
 

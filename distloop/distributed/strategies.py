@@ -14,11 +14,12 @@ import threading
 import keras
 import tensorflow as tf
 
-from distloop.config import Config, facts
+from distloop.config import Config
 from distloop.distributed import devices, environment, tensorflow_internals, workers
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
+from distloop.flags import facts
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
 _SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it

@@ -18,7 +18,7 @@ import tensorboard
 import tensorflow as tf
 from absl import logging
 
-from distloop import config
+from distloop import flags
 from distloop.config import Config
 from distloop.distributed import strategies, workers
 from distloop.monitoring import flops, records
@@ -57,7 +57,7 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forwar
     graph = None
     if forward is not None and (settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0)):
         graph = drawable(forward)
-    writer.begin(config.hyperparameters(settings), texts, make_layout(settings), graph)
+    writer.begin(flags.hyperparameters(settings), texts, make_layout(settings), graph)
 
 
 def make_layout(settings: Config) -> Layout:
@@ -101,7 +101,7 @@ def describe_config(settings: Config) -> str:
 
 def describe_flags(settings: Config) -> str:
     """Lists the flags that repeat the run, as `flags.txt` does."""
-    return _table(["flag", "value"], config.facts(settings).items())
+    return _table(["flag", "value"], flags.facts(settings).items())
 
 
 def describe_model(state: TrainState) -> str:

@@ -1,0 +1,225 @@
+"""Flags: one per field of `Config`, their `--help` by group, and `flags.txt`; without TensorFlow.
+
+    flags.define_flags(steps=2_000, batch_size=64)     # when a module is imported: flags, and this program's defaults
+    config = Config.from_flags()                       # in main
+    flags.write(config, config.workdir)                # config.json, and flags.txt for --flagfile
+
+It does not know what a setting does; `config.py` has the help texts.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from distloop.atomic_files import replacing
+from distloop.config import Config, check_names, fields
+
+_HELP_WIDTH = 80
+
+# absl lists a flag under the module that defines it; with this, under the module that calls `define_flags`.
+flags.disclaim_key_flags()
+
+
+class Setting(NamedTuple):
+    """A field of `Config` as `--help` and the settings page show it.
+
+    Attributes:
+        name: its name.
+        type: str, int, float or bool.
+        default: its default.
+        choices: the allowed values; empty: any.
+        help: what it does.
+    """
+
+    name: str
+    type: type
+    default: Any
+    choices: tuple[Any, ...]
+    help: str
+
+
+def groups() -> dict[str, list[Setting]]:
+    """Returns the settings by the heading of their group, in order."""
+    grouped: dict[str, list[Setting]] = {}
+    for name, field in fields().items():
+        kind: Any = field.type
+        item = Setting(name, kind, field.default, field.metadata["choices"], field.metadata["help"])
+        grouped.setdefault(field.metadata["group"], []).append(item)
+    return grouped
+
+
+def define_flags(**new_defaults: Any) -> None:
+    """Defines a flag for every field of `Config`, with this program's defaults.
+
+    Call it when a module is imported, before flags are parsed. If it is called again, the last call holds: fields that
+    the call does not name return to `Config`'s defaults. Values from the command line stay.
+
+    Args:
+        **new_defaults: defaults by field, instead of `Config`'s.
+
+    Raises:
+        ValueError: if a name is not a field, a value is not allowed, values contradict each other, or another module
+            has defined a flag with the same name and another type.
+    """
+    check_names(new_defaults)
+    defaults = Config(**new_defaults)
+    clashes = [name for name, field in fields().items() if not _may_define(field)]
+    if clashes:
+        owner = flags.FLAGS.find_module_defining_flag(clashes[0])
+        raise ValueError(
+            f"The flag --{clashes[0]} is already defined by {owner}, with another type; distloop defines a flag of "
+            "that name: rename the other one."
+        )
+    for name, field in fields().items():
+        if name in flags.FLAGS:
+            flags.FLAGS.set_default(name, getattr(defaults, name))
+        else:
+            _define_flag(field, getattr(defaults, name))
+    # absl sorts flags by name and has no setting for it; an attribute of the instance takes precedence over the method.
+    flags.FLAGS.__dict__["main_module_help"] = help_text
+
+
+def help_text() -> str:
+    """Returns the text of `--help`: the program's own flags, then distloop's settings by group."""
+    settings = fields()
+    own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in settings]
+    own_settings = [
+        Setting(flag.name, _type_of(flag), flag.default, tuple(getattr(flag.parser, "enum_values", ())), flag.help)
+        for flag in sorted(own, key=lambda flag: flag.name)
+    ]
+    sections = {"This program": own_settings}
+    for heading, group in groups().items():
+        sections[heading] = [item._replace(default=flags.FLAGS[item.name].default) for item in group]
+    return "\n".join(
+        f"\n{heading}:\n" + "\n".join(map(_describe, section)) for heading, section in sections.items() if section
+    )
+
+
+def write(config: Config, workdir: str) -> None:
+    """Writes `config.json` (every field) and `flags.txt` (for `--flagfile`), each file whole or not at all.
+
+    `flags.txt` holds the fields' values, every flag of the command line, and the flags of the main module and its
+    package. If no command line was parsed, it holds the fields alone.
+
+    Args:
+        config: the settings of the run; they take precedence over the flags' values.
+        workdir: created if it is missing; empty: nothing is written.
+
+    Raises:
+        ValueError: if the directory cannot be created or written.
+    """
+    if not workdir:
+        return
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        config_json = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+        flags_txt = "".join(line + "\n" for line in _flag_lines(config))
+        for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
+            with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ValueError(
+            f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
+            "leave workdir empty to write nothing."
+        ) from error
+
+
+def facts(config: Config) -> dict[str, str]:
+    """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`."""
+    lines = [line.partition("=") for line in _flag_lines(config) if line.startswith("--")]
+    return {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()} | {
+        name: value for name, _, value in lines
+    }
+
+
+def hyperparameters(config: Config) -> dict[str, bool | float | str]:
+    """Returns, by name, the values that tell runs apart: settings that are not at their default, and own flags."""
+    settings = fields()
+    values = {name: getattr(config, name) for name, field in settings.items() if getattr(config, name) != field.default}
+    for fact in facts(config):
+        # A boolean flag that is false is written as --noname.
+        name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
+        if name is not None and name not in settings:
+            value = flags.FLAGS[name].value
+            values[name] = value if isinstance(value, bool | int | float) else str(value)
+    return {name: value for name, value in values.items() if name != "workdir"}
+
+
+def _flag_type(field: dataclasses.Field[Any]) -> str:
+    """Returns absl's name for the type of the field's flag."""
+    if field.metadata["choices"]:
+        return "string enum"
+    return {str: "string", int: "int", float: "float", bool: "bool"}[field.type]  # type: ignore[index]
+
+
+def _type_of(flag: flags.Flag[Any]) -> type:
+    """Returns the Python type of a flag's value, `str` for lists and others."""
+    return {"int": int, "float": float, "bool": bool}.get(flag.flag_type(), str)
+
+
+def _may_define(field: dataclasses.Field[Any]) -> bool:
+    """Returns True if the field's flag is not defined, or defined with the field's type and choices."""
+    if field.name not in flags.FLAGS:
+        return True
+    flag = flags.FLAGS[field.name]
+    choices = tuple(getattr(flag.parser, "enum_values", ()))
+    return flag.flag_type() == _flag_type(field) and choices == field.metadata["choices"]
+
+
+def _define_flag(field: dataclasses.Field[Any], default: Any) -> None:
+    name, help, minimum = field.name, field.metadata["help"], field.metadata["minimum"]
+    if field.metadata["choices"]:
+        flags.DEFINE_enum(name, default, field.metadata["choices"], help)
+    elif field.type is bool:
+        flags.DEFINE_bool(name, default, help)
+    elif field.type is int:
+        flags.DEFINE_integer(name, default, help, lower_bound=minimum)
+    elif field.type is float:
+        flags.DEFINE_float(name, default, help, lower_bound=minimum)
+    else:
+        flags.DEFINE_string(name, default, help)
+
+
+def _describe(setting: Setting) -> str:
+    """Returns the lines of `--help` for a setting: its form and default, then what it does."""
+    value = "{" + ",".join(map(str, setting.choices)) + "}" if setting.choices else _PLACEHOLDERS.get(setting.type, "")
+    name = f"  --[no]{setting.name}" if setting.type is bool else f"  --{setting.name}={value}"
+    default = f"{setting.default:g}" if isinstance(setting.default, float) else setting.default
+    default = "empty" if default in ("", None) else default
+    head = textwrap.wrap(f"{name}  (default: {default})", _HELP_WIDTH, subsequent_indent=" " * 6)
+    body = textwrap.wrap(setting.help or "", _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join([*head, *body])
+
+
+_PLACEHOLDERS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def _flag_lines(config: Config) -> list[str]:
+    """Returns the lines of `flags.txt`, one `--name=value` each."""
+    is_parsed = flags.FLAGS.is_parsed()
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
+    lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}")]
+    if not is_parsed:
+        return lines
+    # Flags of other modules are written only if the command line has them: a module that is imported later in the run
+    # would make its flags unknown to the command that reads this file.
+    package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
+    for module, module_flags in sorted(flags.FLAGS.flags_by_module_dict().items()):
+        is_own = module == sys.argv[0] or bool(package) and module.partition(".")[0] == package
+        for flag in module_flags:
+            if flag.name not in values and flag.value is not None and (is_own or flag.present):
+                lines += _lines(flag.name, flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}")
+    return lines
+
+
+def _lines(name: str, text: str) -> list[str]:
+    """Splits the text of a flag into lines: one, or for a flag that may be repeated none or several."""
+    lines = text.splitlines()
+    if all(line.startswith(f"--{name}=") for line in lines):
+        return lines
+    return [f"# --{name} holds a line break, which a flag file cannot: give it by hand"]

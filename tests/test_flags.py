@@ -1,0 +1,336 @@
+"""Tests the flags of a Config: defaults and precedence, --help, config.json and flags.txt."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from absl import flags as absl_flags
+
+from distloop import config, flags
+from distloop.config import Config
+
+NAMES = [field.name for field in dataclasses.fields(Config)]
+OTHER_VALUES = {
+    "workdir": "/tmp/run=1 of 2",
+    "strategy": "mirrored",
+    "device": "cpu",
+    "num_devices": 3,
+    "inter_op_threads": 17,
+    "intra_op_threads": 18,
+    "communication": "ring",
+    "bytes_per_pack": 65536,
+    "precision": "mixed_bfloat16",
+    "steps": 7,
+    "batch_size": 12,
+    "limit_train_batches": 15,
+    "limit_eval_batches": 16,
+    "autotune_batch": True,
+    "microbatches": 4,
+    "clip_norm": 1e-7,
+    "average_decay": 0.1 + 0.2,
+    "on_nonfinite": "skip",
+    "executor": "serial",
+    "on_divergence": "rollback",
+    "loss_jump": 2.5,
+    "max_rollbacks": 2,
+    "jit_compile": True,
+    "steps_per_loop": 5,
+    "log_every": 6,
+    "histograms_every": 14,
+    "graph": "always",
+    "profile": "100:110",
+    "peak_flops": 312e12,
+    "eval_every": 8,
+    "eval_first": True,
+    "fast_dev_run": True,
+    "checkpoint_every": 11,
+    "keep_checkpoints": 4,
+    "resume": False,
+    "init_from": "runs/a=b",
+    "init_rename": r"^a/(.*)=>b/\1 $",
+    "console": "quiet",
+    "max_secs": 1.5,
+    "start_timeout": 20.0,
+    "hang_timeout": 30.5,
+    "audit": True,
+    "seed": 9,
+    "deterministic": True,
+}
+
+
+@pytest.fixture
+def fresh_flags(monkeypatch):
+    """Replaces the process's flags by an empty set, which is returned."""
+    values = absl_flags.FlagValues()
+    monkeypatch.setattr(absl_flags, "FLAGS", values)
+    for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_enum"):
+        define = getattr(absl_flags, name)
+        monkeypatch.setattr(absl_flags, name, lambda *a, define=define, **k: define(*a, **{"flag_values": values} | k))
+    return values
+
+
+def parse(values, *arguments):
+    values(["program", *arguments])
+    return Config.from_flags()
+
+
+# --help.
+
+
+def test_the_help_shows_the_programs_flags_and_every_setting_once_under_its_heading(fresh_flags):
+    flags.define_flags(batch_size=64)
+    absl_flags.DEFINE_float("learning_rate", 1e-3, "Step size.", module_name=sys.argv[0])
+    text = fresh_flags.main_module_help()
+    headings = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["This program", *flags.groups()]
+    shown = re.findall(r"^  --(?:\[no\])?(\w+)", text, re.M)
+    assert shown == ["learning_rate", *NAMES]
+    assert "  --learning_rate=X  (default: 0.001)\n      Step size." in text
+    assert "  --batch_size=N  (default: 64)" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_groups_hold_every_setting_in_the_order_of_the_fields():
+    assert [setting.name for group in flags.groups().values() for setting in group] == NAMES
+    (device,) = [setting for setting in flags.groups()["Devices and workers"] if setting.name == "device"]
+    assert (device.type, device.default, device.choices) == (str, "auto", ("auto", "cpu", "gpu"))
+
+
+# Flags.
+
+
+def test_every_field_is_a_flag_with_its_default(fresh_flags):
+    flags.define_flags()
+    assert parse(fresh_flags) == Config()
+    assert set(NAMES) <= set(fresh_flags)
+
+
+def test_define_flags_sets_defaults_and_the_command_line_goes_before_them(fresh_flags):
+    flags.define_flags(batch_size=64, seed=5, deterministic=True)
+    parsed = parse(fresh_flags, "--batch_size=32", "--nodeterministic")
+    assert (parsed.batch_size, parsed.seed, parsed.deterministic) == (32, 5, False)
+
+
+def test_overrides_go_before_the_command_line(fresh_flags):
+    flags.define_flags()
+    fresh_flags(["program", "--batch_size=32"])
+    assert Config.from_flags(batch_size=16).batch_size == 16
+
+
+def test_the_last_define_flags_holds(fresh_flags):
+    flags.define_flags(steps=2_000, batch_size=64)
+    flags.define_flags(epochs=3)
+    assert parse(fresh_flags) == Config(epochs=3)
+
+
+def test_define_flags_after_parsing_leaves_what_the_command_line_gave(fresh_flags):
+    flags.define_flags()
+    fresh_flags(["program", "--seed=5"])
+    flags.define_flags(seed=1, batch_size=2)
+    assert Config.from_flags() == Config(seed=5, batch_size=2)
+
+
+def test_defaults_are_used_before_flags_are_parsed(fresh_flags):
+    flags.define_flags(steps=20)
+    assert Config.from_flags() == Config(steps=20)
+
+
+def test_from_flags_works_where_no_flag_is_defined(fresh_flags):
+    assert Config.from_flags(steps=20) == Config(steps=20)
+
+
+def test_a_flag_set_by_the_program_goes_before_defaults(fresh_flags):
+    flags.define_flags(steps=2_000)
+    fresh_flags(["program"])
+    fresh_flags.epochs = 3
+    assert Config.from_flags() == Config(epochs=3)
+
+
+@pytest.mark.parametrize(("default", "argument"), [("steps", "epochs"), ("epochs", "steps")])
+def test_the_command_lines_length_replaces_the_default_one(fresh_flags, default, argument):
+    flags.define_flags(**{default: 2_000})
+    assert parse(fresh_flags, f"--{argument}=3") == Config(**{argument: 3})
+
+
+def test_a_length_of_zero_replaces_nothing(fresh_flags):
+    flags.define_flags(steps=2_000)
+    assert parse(fresh_flags, "--epochs=0").steps == 2_000
+
+
+def test_an_override_of_epochs_replaces_the_command_lines_steps(fresh_flags):
+    flags.define_flags()
+    fresh_flags(["program", "--steps=2000"])
+    assert Config.from_flags(epochs=3) == Config(epochs=3)
+
+
+def test_steps_and_epochs_from_one_place_are_an_error(fresh_flags):
+    with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
+        flags.define_flags(steps=5, epochs=3)
+    flags.define_flags()
+    with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
+        parse(fresh_flags, "--steps=5", "--epochs=3")
+    with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
+        Config.from_flags(steps=5, epochs=3)
+
+
+@pytest.mark.parametrize("call", [flags.define_flags, Config.from_flags])
+def test_an_unknown_name_is_told_with_the_names_close_to_it(fresh_flags, call):
+    with pytest.raises(ValueError, match="'batchsize' is no setting of distloop: did you mean batch_size"):
+        call(batchsize=3)
+    with pytest.raises(ValueError, match="'xyz' is no setting of distloop: give one of workdir, steps"):
+        call(xyz=3)
+
+
+def test_a_wrong_default_fails_and_defines_nothing(fresh_flags):
+    with pytest.raises(ValueError, match="batch_size=0 is not allowed"):
+        flags.define_flags(batch_size=0)
+    assert not set(NAMES) & set(fresh_flags)
+
+
+def test_the_command_line_refuses_a_wrong_value(fresh_flags):
+    flags.define_flags()
+    for argument in ("--precision=float61", "--steps=-1", "--batch_size=0"):
+        with pytest.raises(absl_flags.IllegalFlagValueError, match=argument.strip("-").partition("=")[0]):
+            fresh_flags(["program", argument])
+
+
+def test_a_flag_of_another_type_is_told_in_one_sentence(fresh_flags):
+    absl_flags.DEFINE_string("steps", "many", "Not ours.")
+    with pytest.raises(ValueError, match="The flag --steps is already defined by .*, with another type"):
+        flags.define_flags()
+    assert "epochs" not in fresh_flags
+
+
+def test_a_flag_of_the_same_type_is_shared(fresh_flags):
+    absl_flags.DEFINE_integer("seed", 17, "Not ours.")
+    flags.define_flags(seed=3)
+    assert parse(fresh_flags) == Config(seed=3)
+
+
+# Files.
+
+
+def test_config_json_holds_every_field(tmp_path):
+    given = Config(**OTHER_VALUES)
+    flags.write(given, str(tmp_path / "a" / "b"))
+    assert Config(**json.loads((tmp_path / "a" / "b" / "config.json").read_text())) == given
+
+
+def test_flags_txt_gives_every_field_back(fresh_flags, tmp_path):
+    flags.define_flags(epochs=2)
+    given = Config(**OTHER_VALUES)
+    excluded = {"epochs", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
+    assert set(OTHER_VALUES) == set(NAMES) - excluded
+    flags.write(given, str(tmp_path))
+    assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given
+
+
+def test_flags_txt_holds_the_config_where_flags_differ(fresh_flags, tmp_path):
+    flags.define_flags()
+    fresh_flags(["program", "--seed=5"])
+    flags.write(Config(seed=6), str(tmp_path))
+    lines = (tmp_path / "flags.txt").read_text().splitlines()
+    assert [line for line in lines if line.startswith("--seed")] == ["--seed=6"]
+
+
+def test_flags_txt_holds_the_fields_alone_where_nothing_was_parsed(fresh_flags, tmp_path):
+    absl_flags.DEFINE_float("learning_rate", 0.1, "Not ours.")
+    flags.write(Config(), str(tmp_path))
+    lines = (tmp_path / "flags.txt").read_text().splitlines()
+    assert [line.partition("=")[0] for line in lines] == [f"--{name}" for name in NAMES]
+
+
+def test_a_value_with_a_line_break_is_left_to_the_user(fresh_flags, tmp_path):
+    flags.define_flags()
+    absl_flags.DEFINE_string("prompt", "", "Not ours.")
+    fresh_flags(["program", "--prompt=a\nb"])
+    flags.write(Config(), str(tmp_path))
+    assert "# --prompt holds a line break" in (tmp_path / "flags.txt").read_text()
+    assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == Config()
+
+
+def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags.write(Config(), "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_write_leaves_its_two_files_and_nothing_else(tmp_path):
+    flags.write(Config(), str(tmp_path))
+    flags.write(Config(), str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "flags.txt"]
+
+
+def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+    flags.write(Config(seed=1), str(tmp_path))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ValueError, match=r"workdir='.*' cannot be written \(No space left on device\)"):
+        flags.write(Config(seed=2), str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "flags.txt"]
+
+
+def test_a_workdir_that_cannot_be_made_fails_in_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"workdir='.*/file/run' cannot be written \(Not a directory\): give a directory"
+    ):
+        flags.write(Config(), str(tmp_path / "file" / "run"))
+
+
+PROGRAM = """
+import json, sys, types
+sys.modules["distloop"] = types.ModuleType("distloop")  # config and flags alone, without TensorFlow
+sys.modules["distloop"].__path__ = [{package!r}]
+import absl.flags
+from absl import app
+from distloop import config, flags
+flags.define_flags(steps=2000, batch_size=64)
+absl.flags.DEFINE_float("learning_rate", 1e-3, "Step size.")
+absl.flags.DEFINE_multi_string("layers", ["a b", "c"], "Layers.")
+absl.flags.DEFINE_bool("fast", True, "Whether to hurry.")
+absl.flags.DEFINE_list("words", ["x"], "Words.")
+absl.flags.DEFINE_string("unset", None, "Left out.")
+def main(_):
+    settings = config.Config.from_flags()
+    flags.write(settings, settings.workdir)
+    values = {{f.name: f.value for f in absl.flags.FLAGS.get_flags_for_module("__main__")}} | vars(settings)
+    print(json.dumps([values, absl.flags.FLAGS.verbosity, "tensorflow" in sys.modules]))
+app.run(main)
+"""
+
+
+def test_flagfile_repeats_a_run(tmp_path):
+    package = os.path.dirname(config.__file__)
+    (tmp_path / "program.py").write_text(PROGRAM.format(package=package))
+
+    def run(*arguments):
+        command = [sys.executable, str(tmp_path / "program.py"), *arguments]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+
+    run_flags = (
+        "--epochs=3",
+        "--learning_rate=0.1",
+        "--nofast",
+        "--words=",
+        "--layers=d",
+        "--layers=e",
+        "--verbosity=1",
+    )
+    first = run(f"--workdir={tmp_path}/run", *run_flags)
+    again = run(f"--flagfile={tmp_path}/run/flags.txt")
+    assert first == again
+    values, verbosity, has_tensorflow = first
+    assert (values["learning_rate"], values["fast"], values["words"], values["layers"]) == (0.1, False, [], ["d", "e"])
+    assert (values["steps"], values["epochs"]) == (0, 3)
+    assert verbosity == 1  # no flag of the program, but given
+    assert not has_tensorflow
+    assert "--unset" not in (tmp_path / "run" / "flags.txt").read_text()
