@@ -64,7 +64,9 @@ class Config:
     workdir: str = setting(RUN, "", "Local directory for all files of the run; empty: nothing is written.")
     steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give either steps or epochs.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
-    batch_size: int = setting(RUN, 256, "Examples per step, over all replicas.", minimum=1)
+    batch_size: int = setting(
+        RUN, 256, "Examples per step, over all replicas, of arrays given to fit; a dataset has its own.", minimum=1
+    )
     seed: int = setting(RUN, 0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
     max_secs: float = setting(RUN, 0.0, "Save and exit with code 75 after this many seconds; 0: no limit.")
 

@@ -33,6 +33,7 @@ from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
+from distloop.data.arrays import are_arrays, as_dataset
 from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
@@ -149,7 +150,9 @@ class Trainer:
         SIGTERM, Ctrl-C and `max_secs` end the process with code 75 when the loop in flight has ended and is saved.
 
         Args:
-            train: a dataset of global batches, a function of `tf.distribute.InputContext`, or a `DistributedDataset`.
+            train: a dataset of global batches, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or
+                NumPy arrays `[N, ...]`, alone or in a dict, tuple or list: batches of `Config.batch_size` examples,
+                shuffled with `Config.seed`; `evals` and other methods take them in order.
             steps: the global step to end with; goes before the config's steps and epochs.
             epochs: instead of `steps`: how many passes over the dataset, counted from step 0.
             evals: name -> data to evaluate on each `eval_every` steps and at the end.
@@ -179,6 +182,8 @@ class Trainer:
                 may_go_back=settings.on_divergence == "rollback",
                 limit=settings.overfit_batches or settings.limit_train_batches,
                 is_cached=bool(settings.overfit_batches),
+                batch_size=settings.batch_size,
+                shuffle_seed=settings.seed,
             )
         source = self._train_source
         split = source.split()
@@ -390,6 +395,7 @@ class Trainer:
             raise ValueError(
                 "audit was called on several workers; one process shows the same: call it there, without TF_CONFIG."
             )
+        dataset = as_dataset(dataset, self.config.batch_size, self.config.seed)
         self._build(Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy))
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
 
@@ -590,12 +596,14 @@ class Trainer:
 
     def _pass_over(self, data: Data, may_be_endless: bool = False) -> Source:
         """Makes of data what can be read from its beginning, or finds what was made of it before."""
-        source = next((s for s in self._passes if s.data is data), None) or Source(data, self.strategy, repeat=False)
+        source = next((s for s in self._passes if s.data is data), None)
+        source = source or Source(data, self.strategy, repeat=False, batch_size=self.config.batch_size)
         if source.is_endless and not may_be_endless:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
             )
-        self._passes = [source, *(s for s in self._passes if s is not source)][:_KEPT_PASSES]
+        if not are_arrays(data):  # whose copy is as large as they are, and which may change in place
+            self._passes = [source, *(s for s in self._passes if s is not source)][:_KEPT_PASSES]
         return source
 
     def _eval_source(self, data: Data) -> Source:
@@ -610,7 +618,7 @@ class Trainer:
         Raises:
             ValueError: if the data breaks a rule, or a layer stays without variables.
         """
-        self._build(Source(dataset, self.strategy, repeat=False))
+        self._build(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
 
     def _build(self, source: Source) -> None:
         self._element_spec = source.element_spec

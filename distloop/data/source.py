@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
 from distloop.data.info import batch_size_told, cardinality, require_batched
 from distloop.data.iterators import iterate
@@ -24,7 +25,10 @@ from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
 
 Data: TypeAlias = (
-    tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset] | tf.distribute.DistributedDataset
+    tf.data.Dataset
+    | Callable[[tf.distribute.InputContext], tf.data.Dataset]
+    | tf.distribute.DistributedDataset
+    | Arrays
 )
 
 
@@ -41,6 +45,8 @@ class Source:
         may_go_back: bool = False,
         limit: int = 0,
         is_cached: bool = False,
+        batch_size: int = 1,
+        shuffle_seed: int | None = None,
     ):
         """Checks the data and plans the pipeline; reads nothing yet.
 
@@ -54,6 +60,8 @@ class Source:
                 time it is shuffled alike.
             limit: how many batches a pass has at most; 0: all.
             is_cached: whether each pass gives the batches of the first one again.
+            batch_size: of arrays, the examples in a global batch.
+            shuffle_seed: of arrays, the seed of the order, which changes each epoch; None: the order given.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
@@ -65,6 +73,7 @@ class Source:
         self._repeat = repeat
         self._iterator: Any = None
         self._whole: tf.data.Dataset | None = None  # the pipeline from the beginning, once it was built
+        data = as_dataset(data, batch_size, shuffle_seed)
         is_sharded = False
         if callable(data) and not isinstance(data, tf.data.Dataset):
             num_workers, index = workers.num_workers(strategy), workers.worker_index(strategy)
@@ -73,9 +82,10 @@ class Source:
         is_split = isinstance(data, tf.distribute.DistributedDataset)
         if not isinstance(data, tf.data.Dataset) and not is_split:
             raise ValueError(
-                f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, or a "
-                "function of tf.distribute.InputContext that returns one: distloop.make_dataset(arrays, batch_size) "
-                "makes one from NumPy arrays."
+                f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
+                "function of tf.distribute.InputContext that returns one, or NumPy arrays, [N, ...], alone or in a "
+                "dict, tuple or list: turn lists of numbers into arrays with np.asarray, or make a dataset with "
+                "distloop.make_dataset(arrays, batch_size)."
             )
         if limit and is_split:
             raise ValueError(

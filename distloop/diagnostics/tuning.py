@@ -21,6 +21,7 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.config import Config
 from distloop.data import shards
+from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
@@ -115,6 +116,7 @@ def find_learning_rate(
     trainer.build(dataset)
     factor = (highest / lowest) ** (1 / (steps - 1))
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
+    dataset = as_dataset(dataset, settings.batch_size, settings.seed)
     source = Source(dataset, state.strategy, microbatches=settings.microbatches, may_go_back=True)
     with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
         with contextlib.suppress(_Exploded, Diverged):
@@ -187,7 +189,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
             "it on one of them, and take its rows for each replica."
         )
     trainer.build(dataset)
-    first = Source(dataset, state.strategy, repeat=False)
+    first = Source(dataset, state.strategy, repeat=False, batch_size=settings.batch_size)
     rows, is_split = first.first_rows(), first.layout.is_split
     size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     measure = _Meter(state, settings, rows)

@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.arrays import make_dataset
+import distloop
+from distloop.data.arrays import are_arrays, as_dataset, make_dataset
 from distloop.data.source import Source
-from tests.problems import batch_taker, mirrored, of_unknown_length
+from tests.problems import (
+    assert_equal,
+    batch_taker,
+    classification,
+    classifier,
+    everything,
+    mirrored,
+    of_unknown_length,
+    on,
+)
 
 
 def flat(dataset):
@@ -116,3 +126,118 @@ def test_arrays_without_rows_are_refused(arrays):
 def test_all_of_a_dataset_of_unknown_length_cannot_be_shuffled():
     with pytest.raises(ValueError, match="shuffle=True was given with a dataset of unknown length; give the number"):
         make_dataset(of_unknown_length(tf.data.Dataset.range(9)), 2, shuffle=True)
+
+
+# Arrays in place of a dataset.
+
+
+def test_a_dataset_stays_as_it_is():
+    dataset = tf.data.Dataset.range(4).batch(2)
+    assert as_dataset(dataset, 3, 0) is dataset
+
+
+def test_arrays_are_batched_in_order_without_a_seed():
+    batches = list(as_dataset({"x": np.arange(5)}, 2).as_numpy_iterator())
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_seed_shuffles_arrays_in_another_order_each_epoch():
+    dataset = as_dataset(np.arange(20), 4, 7)
+    first, second = flat(dataset), flat(dataset)
+    assert sorted(first) == sorted(second) == list(range(20)) and first != second
+    assert first == flat(make_dataset(np.arange(20), 4, shuffle=True, seed=7))
+
+
+def test_a_list_of_arrays_gives_batches_that_are_tuples():
+    (batch,) = as_dataset([np.zeros([3, 2]), np.ones([3])], 4)
+    assert isinstance(batch, tuple) and [part.shape for part in batch] == [(3, 2), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (np.zeros(3), True),
+        ((np.zeros(3), {"y": np.zeros(3)}), True),
+        ([1, 2], False),
+        ((np.zeros(3), [1, 2, 3]), False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_arrays_are_told_from_other_data(data, expected):
+    assert are_arrays(data) == expected
+
+
+def run(data, workdir="", steps=9, replicas=2, **settings):
+    """Trains in batches of 16 and returns the trainer."""
+    settings = {"seed": 5, "batch_size": 16, "workdir": os.fspath(workdir), "console": "quiet", **settings}
+    trainer = distloop.Trainer(classifier(dropout=0.2), on(replicas, **settings))
+    trainer.fit(data, steps=steps)
+    return trainer
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_arrays_train_as_a_shuffled_dataset_of_them_does(replicas):
+    rows = classification(67)  # the last batch has 3 rows
+    found = run(rows, replicas=replicas)
+    expected = run(make_dataset(rows, 16, shuffle=True, seed=5), replicas=replicas)
+    assert_equal(everything(found), everything(expected))
+
+
+def test_epochs_of_arrays_include_the_odd_last_batch():
+    trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
+    trainer.fit(classification(67), epochs=2)
+    assert trainer.step == 10
+
+
+def test_a_second_fit_on_the_same_arrays_goes_on(tmp_path):
+    rows = classification(67)
+    trainer = run(rows, steps=7)
+    trainer.fit(rows, steps=9)
+    expected = run(rows, steps=9)
+    assert_equal(everything(trainer), everything(expected))
+
+
+def test_a_run_on_arrays_resumes_where_it_stopped(tmp_path):
+    rows = classification(67)
+    run(rows, tmp_path, steps=7)
+    assert_equal(everything(run(rows, tmp_path, steps=12)), everything(run(rows, steps=12)))
+
+
+def test_arrays_are_evaluated_and_predicted_in_their_order():
+    rows = classification(67)
+    trainer = run(rows, steps=1, eval_every=1)
+    dataset = make_dataset(rows, 16)
+    assert trainer.evaluate(rows) == trainer.evaluate(dataset)
+    np.testing.assert_array_equal(trainer.predict(rows), trainer.predict(dataset))
+    assert [len(part) for part in trainer.stream_predictions(rows)] == [16, 16, 16, 16, 3]
+    assert trainer.fit(rows, steps=2, evals={"test": rows})["test/loss"] == trainer.evaluate(rows)["loss"]
+
+
+def test_arrays_that_were_changed_in_place_are_predicted_anew():
+    rows = classification(16)
+    trainer = distloop.Trainer(classifier(), on(1))
+    first = trainer.predict(rows)
+    rows["x"] += 1
+    assert not np.array_equal(trainer.predict(rows), first)
+
+
+def test_arrays_are_audited_and_build_a_model():
+    rows = classification(67)
+    trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
+    trainer.build(rows)
+    assert trainer.audit(rows).findings == trainer.audit(make_dataset(rows, 16, shuffle=True)).findings
+
+
+def test_lists_of_numbers_are_refused():
+    trainer = distloop.Trainer(classifier(), on(1))
+    with pytest.raises(
+        ValueError, match="is a dict; distloop takes .* turn lists of numbers into arrays with np.asarray"
+    ):
+        trainer.fit({"x": [[0.0] * 8] * 4, "label": [0, 1, 2, 3]}, steps=1)
+
+
+def test_arrays_of_different_lengths_are_refused_by_fit():
+    trainer = distloop.Trainer(classifier(), on(1))
+    with pytest.raises(ValueError, match=r"Arrays of \[4, 5\] rows were given"):
+        trainer.fit({"x": np.zeros([4, 8], np.float32), "label": np.zeros([5], np.int64)}, steps=1)
