@@ -1,1 +1,1 @@
-"""Experiments: one file, one idea; each imports distloop from the top, and any may be deleted."""
+"""Experiments: one file is one idea. Each imports only the public names of distloop, and any may be deleted."""

@@ -1,9 +1,9 @@
-"""The real data of the experiments, as tf.data datasets of global batches.
+"""Real data for the experiments, as tf.data datasets of global batches.
 
-Every function takes the split ("train" or "test"), the global batch size, `shuffle` (whether each pass has a new
-order; by default "train" is shuffled and "test" is not) and the `seed` of the shuffling. It returns one pass of batches
-{"image": float32 [B, H, W, C] in 0..1, "label": int32 [B]} (but for `diabetes` and `python_source`);
-the last batch holds what is left, no row is dropped.
+Every function takes the split ("train" or "test"), the global batch size, `shuffle` (whether each pass has a new order;
+by default only "train" is shuffled) and the `seed` of the shuffling. It returns one pass of batches {"image": float32
+[B, H, W, C] in 0..1, "label": int32 [B]}, except for `diabetes` and `python_source`. No row is dropped, so the last
+batch may be smaller.
 
     train, test = datasets.digits("train", 256), datasets.digits("test", 256)
 """
@@ -25,9 +25,9 @@ import distloop
 
 
 def digits(split: str, batch_size: int, *, shuffle: bool | None = None, seed: int = 0) -> tf.data.Dataset:
-    """Makes a dataset of the UCI handwritten digits that scikit-learn carries: 1437 to train, 360 to test, 8 x 8 x 1.
+    """Returns the UCI handwritten digits that come with scikit-learn: 1437 to train, 360 to test, 8 x 8 x 1.
 
-    The split never changes; both parts hold the same share of every digit.
+    The split never changes; every digit has the same fraction in both parts.
 
     Raises:
         ValueError: the split is neither "train" nor "test".
@@ -41,10 +41,10 @@ def digits(split: str, batch_size: int, *, shuffle: bool | None = None, seed: in
 
 
 def diabetes(split: str, batch_size: int, *, shuffle: bool | None = None, seed: int = 0) -> tf.data.Dataset:
-    """Makes a dataset of 442 patients that scikit-learn carries: 353 to train, 89 to test.
+    """Returns the diabetes data that comes with scikit-learn: 353 patients to train, 89 to test.
 
-    Batches hold ten measurements, "features": float32 [B, 10], and the disease's progress, "target": float32 [B], both
-    with mean 0 and variance 1 over the patients to train on.
+    Batches hold ten measurements, "features": float32 [B, 10], and the progress of the disease, "target": float32 [B].
+    Both have mean 0 and variance 1 over the training patients.
 
     Raises:
         ValueError: the split is neither "train" nor "test".
@@ -63,12 +63,12 @@ def diabetes(split: str, batch_size: int, *, shuffle: bool | None = None, seed: 
 def python_source(
     split: str, batch_size: int, length: int, *, shuffle: bool | None = None, seed: int = 0
 ) -> tf.data.Dataset:
-    """Makes a dataset of windows of the bytes of `python_files`.
+    """Returns windows of the bytes of `python_files`.
 
     Batches hold "bytes": uint8 [B, length + 1], and "weight": float32 [B, length], which is 1 where byte t + 1 of a
-    window counts as a target. Each byte of a file counts once; before the first stands a 0, and the last window of a
-    file is filled with zeros that do not count. Windows of "test" overlap by half, so that a byte which counts has half
-    a window before it, or its file's beginning.
+    window counts as a target. Each byte of a file counts once. A 0 precedes the first byte, and the last window of a
+    file is padded with zeros of weight 0. Windows of "test" overlap by half, so every byte that counts has half a
+    window of context or more, or all that its file has.
 
     Raises:
         ValueError: the split is neither "train" nor "test".
@@ -81,9 +81,10 @@ def python_source(
 
 @functools.cache
 def python_files(split: str) -> list[bytes]:
-    """Reads the files of Python's standard library, without its tests: 11 MB to train on, 0.2 MB to test.
+    """Returns the source files of Python's standard library, without its tests: 11 MB to train on, 0.2 MB to test.
 
-    One module or package in twenty is held out whole, by a checksum of its name, so that no package is on both sides.
+    One top-level module or package in twenty is for testing, chosen by a checksum of its name, so that no package is in
+    both splits.
 
     Raises:
         ValueError: the split is neither "train" nor "test".
@@ -91,7 +92,7 @@ def python_files(split: str) -> list[bytes]:
     _check_split(split)
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
-    left_out = {"site-packages", "test", "tests", "idle_test", "pydoc_data"}  # the last is no source, but help texts
+    left_out = {"site-packages", "test", "tests", "idle_test", "pydoc_data"}  # pydoc_data holds help texts, not source
     return [
         path.read_bytes()
         for name, path in paths.items()
@@ -100,11 +101,11 @@ def python_files(split: str) -> list[bytes]:
 
 
 def mnist(split: str, batch_size: int, *, shuffle: bool | None = None, seed: int = 0) -> tf.data.Dataset:
-    """Makes a dataset of MNIST: 60,000 digits to train, 10,000 to test, 28 x 28 x 1.
+    """Returns MNIST: 60,000 digits to train, 10,000 to test, 28 x 28 x 1.
 
     Raises:
         ValueError: the split is neither "train" nor "test".
-        RuntimeError: the data is not on this machine and cannot be fetched.
+        RuntimeError: the data is not on this machine and cannot be downloaded.
     """
     _check_split(split)
     images, labels = _load("MNIST", split, keras.datasets.mnist.load_data, "mnist.npz")
@@ -112,11 +113,11 @@ def mnist(split: str, batch_size: int, *, shuffle: bool | None = None, seed: int
 
 
 def cifar10(split: str, batch_size: int, *, shuffle: bool | None = None, seed: int = 0) -> tf.data.Dataset:
-    """Makes a dataset of CIFAR-10: 50,000 photographs of ten things to train, 10,000 to test, 32 x 32 x 3.
+    """Returns CIFAR-10: 50,000 photographs in ten classes to train, 10,000 to test, 32 x 32 x 3.
 
     Raises:
         ValueError: the split is neither "train" nor "test".
-        RuntimeError: the data is not on this machine and cannot be fetched.
+        RuntimeError: the data is not on this machine and cannot be downloaded.
     """
     _check_split(split)
     archive = "cifar-10-python.tar.gz under the name cifar-10-batches-py-target_archive"
@@ -125,23 +126,23 @@ def cifar10(split: str, batch_size: int, *, shuffle: bool | None = None, seed: i
 
 
 def _check_split(split: str) -> None:
-    """Refuses an unknown split before anything is loaded."""
+    """Raises ValueError for an unknown split."""
     if split not in ("train", "test"):
         raise ValueError(f'split is {split!r}; use "train" or "test".')
 
 
 def _is_shuffled(split: str, shuffle: bool | None) -> bool:
-    """Tells whether to shuffle: as asked, else "train" only."""
+    """Returns `shuffle`, or its default for the split."""
     return split == "train" if shuffle is None else shuffle
 
 
 def _is_held_out(module: str) -> bool:
-    """Tells whether a module of the standard library is tested on."""
+    """Returns whether a module of the standard library belongs to the test split."""
     return zlib.crc32(module.encode()) % 20 == 0
 
 
 def _cut(file: bytes, length: int, stride: int) -> dict[str, np.ndarray]:
-    """Cuts a file into windows, one each `stride` bytes; a byte counts in the first window that has it as a target."""
+    """Cuts a file into windows, `stride` bytes apart; a byte counts in the first window that has it as a target."""
     count = max(1, -(-(len(file) - length) // stride) + 1)
     padded = np.zeros((count - 1) * stride + length + 1, np.uint8)
     padded[1 : len(file) + 1] = np.frombuffer(file, np.uint8)
@@ -155,7 +156,7 @@ def _cut(file: bytes, length: int, stride: int) -> dict[str, np.ndarray]:
 
 
 def _load(name: str, split: str, load_fn: Callable[[], Any], file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Loads one split with a function of keras.datasets, which downloads what is not on this machine."""
+    """Loads one split with a function of keras.datasets, which downloads missing data."""
     try:
         train, test = load_fn()
     except Exception as error:  # Keras raises a plain Exception when the download fails
@@ -169,7 +170,7 @@ def _load(name: str, split: str, load_fn: Callable[[], Any], file: str) -> tuple
 def _make_dataset(
     images: np.ndarray, white: int, labels: np.ndarray, batch_size: int, shuffle: bool, seed: int
 ) -> tf.data.Dataset:
-    """Makes a dataset of batches from images in memory, uint8 [N, H, W, C], in which `white` becomes 1."""
+    """Returns a dataset of batches from images in memory, uint8 [N, H, W, C]; `white` becomes 1.0."""
     rows = {"image": images, "label": labels.reshape(-1).astype(np.int32)}
     dataset = distloop.make_dataset(rows, batch_size, shuffle=shuffle, seed=seed)
     return dataset.map(lambda batch: {**batch, "image": tf.cast(batch["image"], tf.float32) / white})

@@ -1,11 +1,11 @@
-"""Handwritten digits with a small convnet: the first experiment, from which the others are diffs.
+"""Handwritten digits with a small convnet: the first experiment; the others are variations of it.
 
     python -m experiments.digits --workdir=runs/digits --device=cpu --num_devices=2
 
-The UCI digits that scikit-learn carries: 1,797 images of 8 x 8, one in five held out.
+The UCI digits that come with scikit-learn: 1,797 images of 8 x 8, one in five held out.
 
-Seen on 2 virtual CPUs (2 cores): test accuracy 0.997, loss 0.022 after 500 steps, 9 s of training, 16 s in all; on 1
-and 4 replicas 0.997 too.
+Measured on 2 virtual CPUs (2 cores): test accuracy 0.997, loss 0.022 after 500 steps, 9 s of training, 16 s in total;
+0.997 on 1 and 4 replicas too.
 """
 
 import os
@@ -22,7 +22,7 @@ LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of
 
 
 def block(filters):
-    # Synchronized: the statistics are those of the global batch, so any number of replicas trains to the same weights.
+    # Synchronized: statistics of the global batch, so any number of replicas trains to the same weights.
     return [
         keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
         keras.layers.BatchNormalization(momentum=0.9, synchronized=True),

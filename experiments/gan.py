@@ -1,15 +1,15 @@
-"""Digits drawn by a GAN: two models, two optimizers, two updates in one step, and a gradient penalty.
+"""A GAN that draws digits: two models, two optimizers, two updates in one step, and a gradient penalty.
 
     python -m experiments.gan --workdir=runs/gan --device=cpu --num_devices=2
 
-The discriminator's update runs first, the generator's sees the discriminator that it left. The noise is part of the
-dataset and nothing else is drawn, so the weights are the same on any number of replicas. Samples come from the average
-of the generator's weights; TensorBoard shows each 500 steps what it makes of the same noise, and how far the samples
-are from the training images: the Frechet distance of their pixels (Heusel et al. 2017, arXiv:1706.08500, section 3).
+The discriminator is updated first; the generator's update sees the new discriminator. The noise is part of the dataset
+and nothing else is random, so the weights are the same on any number of replicas. Samples come from the generator's
+averaged weights. Every 500 steps TensorBoard shows samples from the same noise, and how far they are from the training
+images: the Frechet distance of their pixels (Heusel et al. 2017, arXiv:1706.08500, section 3).
 
-Seen on 2 virtual CPUs (2 cores, beside other work): digits that can be read after 3,000 steps, about 2 minutes of
-training; their Frechet distance is 0.127 (0.50 after 500 steps), that of the real test images 0.103. A classifier takes
-at least 8 % of the samples for each of the ten digits. The discriminator's loss ends at 1.38, where chance is 1.39.
+Measured on 2 virtual CPUs (2 cores, beside other work): legible digits after 3,000 steps, about 2 minutes of training.
+Their Frechet distance is 0.127 (0.50 after 500 steps); that of the real test images is 0.103. A classifier assigns at
+least 8 % of the samples to each of the ten digits. The discriminator's loss ends at 1.38; chance is 1.39.
 """
 
 import keras
@@ -22,14 +22,14 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=3_000, batch_size=128, average_decay=0.995, log_every=500)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-4, "Adam's step size, of both models.")
-PENALTY = flags.DEFINE_float("penalty", 1.0, "Factor of the squared slope of the discriminator at real images.")
-LATENT = 32  # numbers that the generator draws from
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-4, "Learning rate of Adam, for both models.")
+PENALTY = flags.DEFINE_float("penalty", 1.0, "Factor of the squared input gradient of the discriminator.")
+LATENT = 32  # size of the noise vector
 FIXED_NOISE = np.random.default_rng(0).normal(size=(1_000, LATENT)).astype(np.float32)
 
 
 def with_noise(dataset):
-    """Adds "noise" to each batch, [B, LATENT], other noise in each pass."""
+    """Adds "noise" to each batch, [B, LATENT], new noise in each pass."""
 
     def add(batch, seed):
         shape = [tf.shape(batch["image"])[0], LATENT]
@@ -75,7 +75,7 @@ def model_fn():
         with tf.GradientTape() as tape:
             tape.watch(batch["image"])
             real = discriminator(batch["image"], training=training)[:, 0]  # [B]
-        slope = tape.gradient(real, batch["image"])  # [B, 8, 8, 1]: a row's score depends on that row alone
+        slope = tape.gradient(real, batch["image"])  # [B, 8, 8, 1]: a row's score depends only on that row
         penalty = PENALTY.value / 2 * tf.reduce_sum(slope**2, [1, 2, 3])  # R1: Mescheder et al. 2018, arXiv:1801.04406
         fake = discriminator(generator(batch["noise"], training=training), training=training)[:, 0]  # [B]
         return {
@@ -104,7 +104,7 @@ def make_optimizer():
 
 
 def frechet_distance(images, others):
-    """Measures how far two normal distributions, fitted to the pixels of two sets of images, are from each other."""
+    """Returns the Frechet distance of two normal distributions, fitted to the pixels of two sets of images."""
     (mean, covariance), (other_mean, other_covariance) = (
         (np.mean(pixels, 0), np.cov(pixels.T)) for pixels in (images.reshape(-1, 64), others.reshape(-1, 64))
     )
@@ -131,7 +131,7 @@ def main(_):
         print("  ".join("".join(" .:-=+*#%@"[int(9 * pixel)] * 2 for pixel in row) for row in rows))
     classifier = SVC().fit(real["image"].reshape(-1, 64), real["label"])
     counts = np.bincount(classifier.predict(samples.reshape(-1, 64)), minlength=10)
-    print(f"each digit's share of the samples, as a classifier sees them: {counts.min() / len(samples):.2f} at least")
+    print(f"a classifier assigns at least {counts.min() / len(samples):.2f} of the samples to each digit")
     distances = [frechet_distance(images, real["image"]) for images in (samples, test["image"])]
     print(f"Frechet distance to the training images {distances[0]:.3f}  of the test images {distances[1]:.3f}")
 

@@ -1,14 +1,14 @@
-"""A language model: a small GPT that reads the source text of Python's standard library, byte by byte.
+"""A language model: a small GPT on the bytes of Python's standard library.
 
     python -m experiments.language_model --workdir=runs/language_model --device=cpu --num_devices=2 \
         --precision=mixed_bfloat16
 
-Each byte of a file is a target once, by weights per token: the last window of a file is padded, and windows of the
-held-out files overlap. TensorBoard shows under Text what the model writes each 1,000 steps.
+Weights per token make each byte of a file count once: the last window of a file is padded, and windows of the held-out
+files overlap. Every 1,000 steps TensorBoard shows a sample under Text.
 
-Seen on 2 virtual CPUs (2 cores, beside other work), Python 3.11: 1.494 bits per byte of the held-out files after 6,000
-steps, one pass over the text, about half an hour; 1.918 after 2,000, about 8 minutes. Byte n-grams, counted on the same
-text (`ngrams.py`), need 1.955. Runs of 40 steps, of 32 windows each, ended at a loss of 2.867 in float32 and bfloat16.
+Measured on 2 virtual CPUs (2 cores, beside other work), Python 3.11: 1.494 bits per byte of the held-out files after
+6,000 steps, one pass over the text, about half an hour; 1.918 after 2,000 steps, about 8 minutes. Byte n-grams of the
+same text (`ngrams.py`) need 1.955. 40 steps of 32 windows each ended at a loss of 2.867, in float32 and in bfloat16.
 """
 
 import keras
@@ -21,16 +21,16 @@ from experiments import datasets, ngrams
 
 distloop.define_flags(steps=6_000, batch_size=16, eval_every=1_000, log_every=200, clip_norm=1.0)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of AdamW, reached after a warm-up.")
-CONTEXT = flags.DEFINE_integer("context", 128, "Bytes that the model sees at most.")
-WIDTH = flags.DEFINE_integer("width", 128, "Numbers that stand for a byte between two blocks.")
-BLOCKS = flags.DEFINE_integer("blocks", 4, "Blocks of attention and multilayer perceptron.")
-HEADS = flags.DEFINE_integer("heads", 4, "Heads of an attention.")
+CONTEXT = flags.DEFINE_integer("context", 128, "Bytes of context.")
+WIDTH = flags.DEFINE_integer("width", 128, "Width of the residual stream.")
+BLOCKS = flags.DEFINE_integer("blocks", 4, "Number of transformer blocks.")
+HEADS = flags.DEFINE_integer("heads", 4, "Attention heads per block.")
 PROMPT = b"def "
 
 
 @keras.saving.register_keras_serializable(package="experiments")
 class Positions(keras.layers.Layer):
-    """Adds a learned vector for each position."""
+    """Adds a learned embedding of each position."""
 
     def build(self, shape):  # [B, T, D]
         self.positions = self.add_weight(shape=shape[1:], initializer=keras.initializers.RandomNormal(0.0, 0.02))
@@ -64,7 +64,7 @@ def make_head():
 
 
 def make_modules():
-    """Makes the model's parts, each of which takes what the one before it gives."""
+    """Returns the parts of the model, in the order in which they are called."""
     return [make_embedding(), *(make_block(f"block_{i}") for i in range(BLOCKS.value)), make_head()]
 
 
@@ -86,15 +86,15 @@ def model_fn():
 
 
 def write(state, count=200, temperature=0.8):
-    """Lets the model write on from the prompt."""
+    """Returns text that the model samples after the prompt."""
     text, rng = PROMPT, np.random.default_rng(0)
     compute = tf.function(lambda window: state.model(window, training=False), autograph=False)
     for _ in range(count):
         seen = (b"\0" + text)[-CONTEXT.value :]
-        window = np.frombuffer(seen.ljust(CONTEXT.value, b"\0"), np.uint8)[None]  # causal: what follows is not seen
+        window = np.frombuffer(seen.ljust(CONTEXT.value, b"\0"), np.uint8)[None]  # causal: padding has no effect
         logits = compute(tf.constant(window, tf.int32))[0, len(seen) - 1]  # [256]
         scores = np.asarray(logits, np.float64) / temperature
-        text += bytes([np.argmax(scores + rng.gumbel(size=256))])  # a draw from their softmax
+        text += bytes([np.argmax(scores + rng.gumbel(size=256))])  # a sample from the softmax
     return distloop.Text(f"```python\n{text.decode(errors='replace')}\n```")
 
 

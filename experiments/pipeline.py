@@ -1,9 +1,9 @@
-"""The language model in stages, one on each device, through which the microbatches of a step flow.
+"""The language model as a pipeline: one stage on each device, several microbatches per step.
 
     python -m experiments.pipeline --num_stages=4 --microbatches=4 --device=cpu --width=64 --context=64 --steps=200
 
-Four stages end at the loss of one device, `--num_stages=1 --microbatches=1 --num_devices=1`: 2.523172 both, mean of the
-last 50 steps, 3.520 test bits per byte (4 virtual CPUs on 2 cores). With `--recompute`, a stage keeps no activations
+Four stages reach the same loss as one device (`--num_stages=1 --microbatches=1 --num_devices=1`): 2.523172, mean of the
+last 50 steps, and 3.520 test bits per byte (4 virtual CPUs on 2 cores). With `--recompute`, stages keep no activations
 for the backward pass.
 """
 
@@ -15,7 +15,7 @@ import distloop
 from experiments import datasets, language_model
 
 distloop.define_flags(steps=300, batch_size=16, log_every=50, clip_norm=1.0, num_stages=2, microbatches=4)
-RECOMPUTE = flags.DEFINE_bool("recompute", False, "Compute activations again in the backward pass, to save memory.")
+RECOMPUTE = flags.DEFINE_bool("recompute", False, "Recompute activations in the backward pass, to save memory.")
 
 
 def model_fn():

@@ -1,11 +1,11 @@
-"""Regression with a plain `tf.Module`: no Keras model, variables of one's own.
+"""Regression with a plain `tf.Module` in place of a Keras model.
 
     python -m experiments.regression --workdir=runs/regression --device=cpu --num_devices=2
 
-Ten measurements of 442 patients, and how their diabetes progressed; one in five held out. A tanh layer of 16 with an
-average of the weights. `r2` is the share of the target's variance that is explained.
+Ten measurements of 442 patients predict the progress of their diabetes; one patient in five is held out. One tanh layer
+of 16 units, with a moving average of the weights. `r2` is the fraction of the target's variance that is explained.
 
-Seen on 2 virtual CPUs (2 cores): test r2 0.300, mean absolute error 0.581 after 600 steps, 6 s in all.
+Measured on 2 virtual CPUs (2 cores): test r2 0.300, mean absolute error 0.581 after 600 steps, 6 s in total.
 """
 
 import keras
@@ -17,7 +17,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=600, batch_size=64, eval_every=200, average_decay=0.99)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Adam's step size.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Learning rate of AdamW.")
 HIDDEN = flags.DEFINE_integer("hidden", 16, "Units of the hidden layer.")
 
 

@@ -1,15 +1,15 @@
-"""A sweep: an experiment run with every combination of some flags, or some drawn by chance, and the runs compared.
+"""A sweep: runs an experiment with combinations of flags, all or a random sample, and compares the runs.
 
     python -m experiments.sweep --workdir=runs/sweep --parallel=2 \
         --try=learning_rate=1e-3,3e-3,1e-2 --try=hidden=8,16,32 -- \
         -m experiments.regression --device=cpu --eval_every=100
 
-What stands after `--` is the program and the flags that all runs have. Each run has a workdir of its own, called after
-what is tried; a sweep that was stopped goes on where its runs were. `tensorboard --logdir runs/sweep` compares them
-under HParams, and `distloop.report` does so at the end.
+After `--` come the program and the flags that all runs share. Each run has its own workdir, named after its flags, so a
+sweep that was stopped resumes every run. `tensorboard --logdir runs/sweep` compares them under HParams, and
+`distloop.report` prints a comparison at the end.
 
-Seen on 2 cores beside other work: 9 runs, two at a time, in about 7 minutes, nearly all of it the start of processes;
-at the end 16 units with a learning rate of 3e-3 have the least test loss, 0.586; at 1e-2 all overfit.
+Measured on 2 cores beside other work: 9 runs, two at a time, in about 7 minutes, nearly all of it process start-up. 16
+units with a learning rate of 3e-3 have the smallest test loss, 0.586; at 1e-2 all runs overfit.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from absl import app, flags
 
-WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "Under which each run has its workdir.")
-TRY = flags.DEFINE_multi_string("try", [], "NAME=VALUE,VALUE,...: a flag of the program, and what to try.")
-DRAWS = flags.DEFINE_integer("draws", 0, "How many of the combinations to draw by chance; 0: all of them.")
-PARALLEL = flags.DEFINE_integer("parallel", 1, "How many runs train at the same time.", lower_bound=1)
+WORKDIR = flags.DEFINE_string("workdir", "runs/sweep", "Parent directory of the runs' workdirs.")
+TRY = flags.DEFINE_multi_string("try", [], "NAME=VALUE,VALUE,...: a flag of the program, and the values to try.")
+DRAWS = flags.DEFINE_integer("draws", 0, "How many combinations to draw at random; 0: all of them.")
+PARALLEL = flags.DEFINE_integer("parallel", 1, "Runs at the same time.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
 
 
 def make_combinations():
-    """Lists what each run is to try, as flags."""
+    """Returns a list of NAME=VALUE for each run."""
     names, choices = zip(*(text.split("=", 1) for text in TRY.value), strict=True)
     values = itertools.product(*(text.split(",") for text in choices))
     combinations = [[f"{name}={value}" for name, value in zip(names, row, strict=True)] for row in values]
@@ -39,7 +39,7 @@ def make_combinations():
 
 
 def train(program, combination):
-    """Runs the program to its end; returns its exit code."""
+    """Runs the program and returns its exit code."""
     workdir = os.path.join(WORKDIR.value, ",".join(combination))
     os.makedirs(workdir, exist_ok=True)
     command = [sys.executable, *program, f"--workdir={workdir}", *(f"--{flag}" for flag in combination)]

@@ -2,12 +2,12 @@
 
     python -m experiments.wide_mlp --workdir=runs/wide_mlp --device=cpu --num_devices=2 --keep_checkpoints=1
 
-Its 8,000 inputs are random Fourier features of the 64 pixels (Rahimi and Recht 2007): cosines of random projections,
-of which a linear model is nearly a machine with a Gaussian kernel. So many parameters for so little data are no
-recommendation; they show what a step with large matrices costs: its time goes to products of matrices, its memory to
-weights and the optimizer's slots.
+Its 8,000 inputs are random Fourier features of the 64 pixels (Rahimi and Recht 2007): cosines of random projections, on
+which a linear model approximates a Gaussian-kernel machine. So many parameters for so little data are not a
+recommendation. They show what a step with large matrices costs: its time goes to matrix products, its memory to weights
+and optimizer slots.
 
-Seen on 2 virtual CPUs (2 cores, beside other work): test accuracy 0.986 after 80 steps, 7 epochs, about 3 minutes.
+Measured on 2 virtual CPUs (2 cores, beside other work): test accuracy 0.986 after 80 steps, 7 epochs, about 3 minutes.
 `--features=80 --units=40,20,5,3` makes it small.
 """
 
@@ -21,13 +21,13 @@ from experiments import datasets
 
 distloop.define_flags(steps=80, batch_size=128, log_every=20, eval_every=40, clip_norm=1.0)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-4, "The peak step size of Adam, reached after a warm-up.")
-FEATURES = flags.DEFINE_integer("features", 8_000, "Numbers that an image becomes.")
+FEATURES = flags.DEFINE_integer("features", 8_000, "Number of random features per image.")
 UNITS = flags.DEFINE_list("units", "4000,2000,500,300", "Units of each hidden layer.")
-BANDWIDTH = 2.0  # of the kernel: images that are much further apart than this have nothing in common
+BANDWIDTH = 2.0  # of the kernel: images much further apart than this are unrelated
 
 
 def make_features(dataset):
-    """Turns images into features in -1..1, [B, FEATURES], and labels into 1 where a digit is odd."""
+    """Returns the dataset with random features in -1..1, [B, FEATURES], and a label of 1 for odd digits."""
     rng = np.random.default_rng(0)
     projection = tf.constant(rng.normal(scale=1 / BANDWIDTH, size=(64, FEATURES.value)), tf.float32)
     phase = tf.constant(rng.uniform(0, 2 * np.pi, FEATURES.value), tf.float32)
