@@ -1,1 +1,1 @@
-"""Benchmarks: how fast distloop is, next to loops written by hand, Keras and Orbit."""
+"""Benchmarks: distloop next to loops written by hand, Keras and Orbit."""

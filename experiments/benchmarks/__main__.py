@@ -3,7 +3,8 @@
     make bench                                                                # everything; half an hour on 2 cores
     make bench FLAGS="--workloads=tiny --replicas=1,2 --only=training"        # a part, printed
 
-Every workload and place is measured in a fresh process, in which the systems take turns. This one knows no TensorFlow.
+Every workload and place is measured in a fresh process, in which the systems take turns. This process does not import
+TensorFlow.
 """
 
 import datetime
@@ -20,10 +21,10 @@ from experiments.benchmarks import goals, page, processes, with_orbit
 
 WORKLOADS = list(dict.fromkeys(name for name, _ in goals.STEPS))
 SYSTEMS = list(page.TITLES)
-STARTED = [("tiny", 1), ("lm", 2)]  # workloads and replicas whose start is measured
+STARTED = [("tiny", 1), ("lm", 2)]  # workloads and replicas whose start-up is measured
 START_ROUNDS = 4
-LONGER_TURNS = {"lm": 2, "mlp41m": 5}  # their steps are long, too
-MORE_ROUNDS = {"conv": 3, "lm": 2}  # nearly all of these steps is the same in all systems: a few percent are to be seen
+LONGER_TURNS = {"lm": 2, "mlp41m": 5}  # their steps are long
+MORE_ROUNDS = {"conv": 3, "lm": 2}  # systems differ by a few percent only
 KERAS_FAILS = "fit fails under MultiWorkerMirroredStrategy"
 KERAS50_FAILS = "steps_per_execution above 1 crashes under MirroredStrategy"
 KERAS50_TAKES_LONG = "50 steps of mlp41m are longer than all turns together"
@@ -33,13 +34,13 @@ _WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Which models.")
 _REPLICAS = flags.DEFINE_list("replicas", ["1", "2", "4"], "Numbers of replicas.")
 _SYSTEMS = flags.DEFINE_list("systems", SYSTEMS, "Which systems.")
 _ONLY = flags.DEFINE_list("only", list(page.PARTS), "Which parts.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns each system gets.", lower_bound=1)
-_TURN_SECS = flags.DEFINE_float("turn_secs", 0.4, "How long a turn lasts, about.", lower_bound=0)
-_WRITE = flags.DEFINE_bool("write", False, f"Write {PAGE.name} though only a part is measured.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns per system.", lower_bound=1)
+_TURN_SECS = flags.DEFINE_float("turn_secs", 0.4, "Approximate seconds per turn.", lower_bound=0)
+_WRITE = flags.DEFINE_bool("write", False, f"Write {PAGE.name} even if only a part is measured.")
 
 
 def describe() -> str:
-    """Tells when and on what this is measured."""
+    """Returns a line with the date, versions and machine of the measurements."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras", "numpy")]
     return (
         f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}, {os.cpu_count()} CPU "
@@ -48,14 +49,14 @@ def describe() -> str:
 
 
 def measure(workers: int = 0, **spec: object) -> dict:
-    """Measures a cell; returns it with what was found."""
+    """Measures a cell in a fresh process and returns it with its results."""
     begun = time.monotonic()
     spec = {"rounds": _ROUNDS.value, "turn_secs": _TURN_SECS.value, **spec}
     return say({**spec, **processes.run_cell(spec, workers)}, begun)
 
 
 def say(cell: dict, begun: float) -> dict:
-    """Says that a cell is done, and returns it."""
+    """Prints that a cell is done, and returns it."""
     how = f", failed: {cell['failed']}" if "failed" in cell else ""
     print(f"{cell['part']}, {cell['workload']}, {cell['place']}: {time.monotonic() - begun:.0f} s{how}", flush=True)
     return cell
@@ -66,7 +67,7 @@ def place(replicas: int) -> dict:
 
 
 def systems(missing: dict[str, str]) -> dict:
-    """Tells which systems to measure: those asked for, without the ones that are missing for a reason."""
+    """Returns the systems to measure, and the requested ones that are left out, with the reason."""
     if reason := why_no_orbit():
         missing = {**missing, "orbit": reason}
     return {
@@ -107,7 +108,7 @@ def measure_workers(workload: str) -> list[dict]:
 
 
 def measure_scaling(workload: str) -> list[dict]:
-    """Measures one worker, and two with the same batch for each."""
+    """Measures one worker, and two workers with the same batch each."""
     chosen = {"systems": [name for name in ("handloop", "distloop") if name in _SYSTEMS.value]}
     cell = {"part": "scaling", "workload": workload, "replicas": 1, "turn_secs": 2 * _TURN_SECS.value, **chosen}
     places = {1: "1 worker", 2: "2 workers"} if workload in goals.SCALING else {}
@@ -115,7 +116,7 @@ def measure_scaling(workload: str) -> list[dict]:
 
 
 def measure_monitoring(workload: str) -> list[dict]:
-    # A few percent are to be seen, so there are more turns; longer ones, as files get their rows once a second.
+    # Differences are a few percent, so there are more turns; they are longer because files are written once a second.
     many = {"rounds": 2 * _ROUNDS.value, "turn_secs": max(2.5, _TURN_SECS.value), "alike": 3}
     return [measure(part="monitoring", workload=workload, **place(1), **many)] if workload == "tiny" else []
 
@@ -130,18 +131,18 @@ def measure_saves(workload: str) -> list[dict]:
 
 
 def measure_start(workload: str) -> list[dict]:
-    """Measures processes from their start to the first step, and their peak memory."""
+    """Measures the seconds from the start of a process to its first step, and its peak memory."""
     cells = []
     for replicas in [n for name, n in STARTED if name == workload and str(n) in _REPLICAS.value]:
         begun = time.monotonic()
         cell = {"part": "start", "workload": workload, **place(replicas), **systems({})}
         names = [name for name in cell["systems"] if name not in ("bare", "keras50")]
-        found = {name: [processes.start(cell, name) for _ in range(START_ROUNDS)] for name in names}
-        if failed := [name for name, numbers in found.items() if None in numbers]:
+        results = {name: [processes.start(cell, name) for _ in range(START_ROUNDS)] for name in names}
+        if failed := [name for name, numbers in results.items() if None in numbers]:
             cell["failed"] = ", ".join(failed)
         else:
-            cell["first step"] = {name: [secs for secs, _ in numbers] for name, numbers in found.items()}
-            cell["peak memory"] = {name: [megabytes for _, megabytes in numbers] for name, numbers in found.items()}
+            cell["first step"] = {name: [secs for secs, _ in numbers] for name, numbers in results.items()}
+            cell["peak memory"] = {name: [megabytes for _, megabytes in numbers] for name, numbers in results.items()}
         cells.append(say(cell, begun))
     return cells
 

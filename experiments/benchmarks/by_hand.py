@@ -1,4 +1,4 @@
-"""The loops that people write with tf.distribute: a call a step, a compiled loop, and the limit, constant data."""
+"""Hand-written loops on tf.distribute: a call per step, a compiled loop, and a compiled loop over constant data."""
 
 import functools
 import operator
@@ -12,7 +12,7 @@ from experiments.benchmarks.turns import System
 
 
 class ByHand:
-    """A model under a strategy, trained in several ways; they share the weights."""
+    """A model under a strategy, trained by several loops that share its weights."""
 
     def __init__(self, workload: workloads.Workload, strategy: tf.distribute.Strategy, batch_size: int):
         self._workload, self._strategy, self._batch_size = workload, strategy, batch_size
@@ -25,7 +25,7 @@ class ByHand:
         return self._strategy.experimental_distribute_dataset(self._workload.dataset(self._batch_size, num_examples))
 
     def _step(self, batch: tuple) -> list[tf.Tensor]:
-        """Takes a replica's share of the batch; returns its parts of the mean loss and accuracy."""
+        """Trains on one replica's rows of the batch; returns its parts of the mean loss and accuracy."""
         model = self.model
         with tf.GradientTape() as tape:
             values = self._workload.values(model, *batch, training=True)
@@ -40,7 +40,7 @@ class ByHand:
         return [self._strategy.reduce("SUM", value, axis=None) for value in values]
 
     def bare(self) -> System:
-        """Makes the loop over constant data: what the step itself costs, the optimizer's reduction included."""
+        """Returns the loop over constant data: the cost of the step itself, including the optimizer's all-reduce."""
         batch = next(iter(self._dataset(self._batch_size)))
 
         def step_fn():
@@ -50,12 +50,12 @@ class ByHand:
         return System(_compiled_loop(step_fn, 2 * len(self._strategy.experimental_local_results(batch[0]))))
 
     def handloop(self) -> System:
-        """Makes the compiled loop that a careful person writes."""
+        """Returns the usual compiled loop."""
         iterator = iter(self._dataset())
         return System(_compiled_loop(lambda: self._reduced_step(iterator), 2))
 
     def hand(self) -> System:
-        """Makes the usual loop: a call of a tf.function a step; the host reads loss and accuracy each 100 steps."""
+        """Returns the usual loop: one tf.function call per step; the host reads loss and accuracy every 100 steps."""
         iterator = iter(self._dataset())
         step_fn = tf.function(lambda: self._reduced_step(iterator), autograph=False)
 
@@ -69,13 +69,13 @@ class ByHand:
         return System(call)
 
     def evaluate(self, num_examples: int) -> Callable[[], np.ndarray]:
-        """Makes the usual evaluation: a call of a tf.function a batch; sums of loss, accuracy and examples."""
+        """Returns the usual evaluation: one tf.function call per batch; sums of loss, accuracy and examples."""
         dataset = self._dataset(num_examples)
         sums_fn = tf.function(self._reduced_sums, autograph=False)
         return lambda: functools.reduce(operator.add, map(sums_fn, dataset)).numpy()
 
     def evaluate_compiled(self, num_examples: int) -> Callable[[], np.ndarray]:
-        """Makes the evaluation in one call."""
+        """Returns an evaluation in one compiled call."""
         dataset = self._dataset(num_examples)
 
         @tf.function
@@ -88,7 +88,7 @@ class ByHand:
         return lambda: loop().numpy()
 
     def predict(self, num_examples: int) -> Callable[[], np.ndarray]:
-        """Makes the usual prediction: a call of a tf.function a batch; all outputs in order."""
+        """Returns the usual prediction: one tf.function call per batch; all outputs in order."""
         dataset = self._dataset(num_examples)
 
         @tf.function(autograph=False)
@@ -97,13 +97,13 @@ class ByHand:
 
         def call():
             parts = [self._strategy.experimental_local_results(predict_fn(batch)) for batch in dataset]
-            return np.concatenate([part.numpy() for of_batch in parts for part in of_batch])
+            return np.concatenate([part.numpy() for replicas in parts for part in replicas])
 
         return call
 
     def _reduced_sums(self, batch: tuple) -> tf.Tensor:
-        def sums(*share):
-            values = self._workload.values(self.model, *share, training=False)
+        def sums(*rows):
+            values = self._workload.values(self.model, *rows, training=False)
             examples = tf.cast(tf.size(values["loss"]), tf.float32)
             return tf.stack([*map(tf.reduce_sum, values.values()), examples])
 
@@ -111,7 +111,7 @@ class ByHand:
 
 
 def _compiled_loop(step_fn: Callable[[], list[tf.Tensor]], size: int) -> Callable[[int], None]:
-    """Makes a compiled loop over a step that returns `size` numbers; their sums are read once, at the end."""
+    """Returns a compiled loop over a step that returns `size` numbers; the host reads their sums once, at the end."""
 
     @tf.function(autograph=False)
     def loop(steps):

@@ -1,8 +1,8 @@
-"""A process that measures one cell of a table: one workload, in one place.
+"""A process that measures one cell of a table: one workload in one place.
 
     python -m experiments.benchmarks.cell '{"part": "training", "workload": "tiny", "replicas": 1, ...}' result.json
 
-`__main__` starts it, through the launcher where there are workers. What systems write is beside the result.
+`__main__` starts it, with several workers through the launcher. Workdirs of the systems are beside the result.
 """
 
 import functools
@@ -16,13 +16,13 @@ import tensorflow as tf
 from experiments.benchmarks import by_hand, places, turns, with_orbit
 from experiments.benchmarks.workloads import WORKLOADS
 
-# What imports distloop or Keras's trainer is imported where it is needed: the start of the others does without.
+# Modules that import distloop or Keras's trainer are imported on first use: the start-up of other systems does not pay.
 
 
 class Systems:
-    """The systems of a cell, made when they are asked for.
+    """The systems of a cell, created on first use.
 
-    One strategy serves all that are not distloop: the collectives of two over the same devices would clash.
+    All systems but distloop share one strategy: the collectives of two strategies over the same devices would clash.
     """
 
     def __init__(self, spec: dict, workdir: str):
@@ -47,7 +47,7 @@ class Systems:
         return with_distloop.make_trainer(self.workload, self.replicas, workdir, **self.settings)
 
     def make(self, name: str) -> turns.System:
-        """Makes a system by its name."""
+        """Returns a system by its name."""
         if name in ("bare", "handloop", "hand"):
             return getattr(self.hand, name)()
         if name == "orbit":
@@ -61,7 +61,7 @@ class Systems:
         return with_keras.Fit(self.workload, self.strategy, self.batch_size, 50 if name == "keras50" else 1)
 
     def agree(self, number: float) -> float:
-        """Returns the mean over the workers, so that all of them decide alike."""
+        """Returns the mean over the workers, so that all make the same decision."""
         if "TF_CONFIG" not in os.environ:
             return number
         parts = self.strategy.run(lambda: tf.constant(number))
@@ -69,17 +69,17 @@ class Systems:
 
 
 def measure_training(systems: Systems, spec: dict) -> dict:
-    """Returns seconds of a step in each round, by system."""
-    if spec["systems"] != ["distloop"]:  # which sets threads, too, where it starts TensorFlow
-        _ = systems.strategy  # before distloop starts TensorFlow, after which there can be no more virtual CPUs
+    """Returns seconds per step in each round, by system."""
+    if spec["systems"] != ["distloop"]:  # distloop sets threads when it starts TensorFlow
+        _ = systems.strategy  # virtual CPUs must exist before TensorFlow starts
     made = {name: systems.make(name) for name in spec["systems"]}
     return {"times": turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)}
 
 
 def measure_monitoring(systems: Systems, spec: dict) -> dict:
-    """Returns seconds of distloop's step in each round, by what is watched: means over several trainers.
+    """Returns seconds per step of distloop in each round, by monitoring level: means over several trainers.
 
-    Of trainers that are alike, one may be 5 % faster than another as long as they live.
+    Of identical trainers, one may be 5 % faster than another as long as they live.
     """
     from experiments.benchmarks import with_distloop
 
@@ -92,7 +92,7 @@ def measure_monitoring(systems: Systems, spec: dict) -> dict:
             made[name, i] = with_distloop.Fit(trainer, systems.workload, systems.batch_size)
     times = turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)
     alike = {name: [times[name, i] for i in range(spec["alike"])] for name in with_distloop.MONITORING}
-    return {"times": {name: np.mean(of_trainers, axis=0).tolist() for name, of_trainers in alike.items()}}
+    return {"times": {name: np.mean(times, axis=0).tolist() for name, times in alike.items()}}
 
 
 def measure_calls(systems: Systems, spec: dict) -> dict:
@@ -111,7 +111,7 @@ def measure_saves(systems: Systems, spec: dict) -> dict:
 
 
 def measure_start(systems: Systems, spec: dict) -> dict:
-    """Does the first step; whoever started this process looks at the clock."""
+    """Trains the first step; the parent process takes the time."""
     systems.make(spec["systems"][0]).first_step(lambda: print("done", file=sys.__stdout__, flush=True))
     return {}
 
@@ -130,14 +130,14 @@ PARTS = {
 def main(text: str, path: str) -> None:
     spec = json.loads(text)
     systems = Systems(spec, os.path.dirname(path))
-    found = PARTS[spec["part"]](systems, spec)
+    results = PARTS[spec["part"]](systems, spec)
     if json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump(results, file)
     if "TF_CONFIG" in os.environ:
-        systems.agree(0.0)  # nobody leaves before the others are done, who would take it for a crash
+        systems.agree(0.0)  # a worker that exits early would look like a crash to the others
     sys.stdout.flush()
-    os._exit(0)  # a distributed iterator that is deleted may wait for its thread for half a minute
+    os._exit(0)  # deleting a distributed iterator can take half a minute
 
 
 if __name__ == "__main__":

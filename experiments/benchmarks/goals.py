@@ -1,10 +1,10 @@
-"""What distloop is to reach: the time of its step over that of other systems in the same run. Lower is better."""
+"""Goals: the time of distloop's step over that of other systems in the same run. Lower is better."""
 
 from typing import NamedTuple
 
 
 class Goal(NamedTuple):
-    """A figure that is acceptable, and the one that is aimed at."""
+    """An acceptable figure, and a better one to aim for."""
 
     goal: float
     stretch: float
@@ -12,7 +12,7 @@ class Goal(NamedTuple):
 
 NOT_SLOWER = Goal(1.00, 1.00)
 
-# (workload, place) -> system -> distloop's step over that system's
+# (workload, place) -> system -> time of distloop's step over that system's
 STEPS: dict[tuple[str, str], dict[str, Goal]] = {
     ("tiny", "1 replica"): {"bare": Goal(1.40, 1.20), "handloop": Goal(1.10, 0.95)},
     ("tiny", "2 replicas"): {"bare": Goal(0.85, 0.65), "handloop": Goal(0.55, 0.42)},
@@ -33,10 +33,10 @@ STEPS: dict[tuple[str, str], dict[str, Goal]] = {
     ("mlp41m", "4 replicas"): {"handloop": NOT_SLOWER},
 }
 
-# What is watched -> the step over that of the run that watches less.
+# Monitoring level -> the level below it, and the ratio of their step times.
 MONITORING = {"on": ("off", 1.03), "histograms": ("on", 1.05)}
 
-# What `evaluate` and `predict` get.
+# The data of `evaluate` and `predict`.
 EXAMPLES, BATCH_SIZE = 2_000, 32
 
 # (workload, place) -> examples per second of a whole call. Higher is better.
@@ -53,15 +53,15 @@ PREDICT = {
     ("conv", "2 replicas"): 12_000,
 }
 
-# place -> seconds of a call of `fit` or `evaluate` beyond its steps
+# place -> seconds that a call of `fit` or `evaluate` takes in addition to its steps
 BEYOND_SECS = {"1 replica": 0.030, "2 replicas": 0.100, "4 replicas": 0.100}
 
-# Of a save, the time until training goes on: over that of `CheckpointManager.save`.
+# The time until training continues after a save, over that of `CheckpointManager.save`.
 SAVE = Goal(1.10, 1.00)
 
-# To the first step, and at the peak: over the loop by hand with a call a step.
+# Seconds to the first step, and peak memory, over those of the hand-written loop with a call per step.
 START = Goal(1.10, 1.10)
 MEMORY = Goal(1.05, 1.05)
 
-# workload -> the share of one worker's speed that each of two keeps. Higher is better.
+# workload -> the speed of each of two workers over that of one alone. Higher is better.
 SCALING = {"conv": 0.93, "lm": 0.90}

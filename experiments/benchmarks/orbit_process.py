@@ -1,9 +1,9 @@
-"""Orbit's `Controller.train`, in a process of its own: Orbit needs Keras 2.
+"""Orbit's `Controller.train` in a separate process, because Orbit needs Keras 2.
 
     echo 100 | python -m experiments.benchmarks.orbit_process tiny 1 WORKDIR
 
-Each line of the input is a number of steps; the answer is how many seconds they took. `with_orbit` makes the
-environment, and starts it.
+Each line of input is a number of steps; each line of output, the seconds that they took. `with_orbit` creates the
+environment and starts this process.
 """
 
 import os
@@ -19,7 +19,7 @@ LOG_EVERY = 100
 
 
 class Trainer(orbit.StandardTrainer):
-    """The trainer that Orbit's guide shows."""
+    """The trainer of Orbit's guide."""
 
     def __init__(self, workload: workloads.Workload, strategy: tf.distribute.Strategy, batch_size: int):
         self._workload, self._strategy = workload, strategy
@@ -51,7 +51,7 @@ class Trainer(orbit.StandardTrainer):
 
 def main(name: str, replicas: str, workdir: str) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    sys.stdout = open(os.devnull, "w")  # what Orbit prints
+    sys.stdout = open(os.devnull, "w")  # discards Orbit's output
     workload, strategy = workloads.WORKLOADS[name], places.make_strategy(int(replicas))
     trainer = Trainer(workload, strategy, workload.global_batch_size(int(replicas)))
     controller = orbit.Controller(
@@ -66,7 +66,7 @@ def main(name: str, replicas: str, workdir: str) -> None:
         start = time.perf_counter()
         controller.train(until, checkpoint_at_completion=False)
         print(time.perf_counter() - start, file=answers, flush=True)
-    os._exit(0)  # a distributed iterator that is deleted may wait for its thread for half a minute
+    os._exit(0)  # deleting a distributed iterator can take half a minute
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the systems run: on virtual CPUs of one process, or on several workers."""
+"""Strategies of the systems: on virtual CPUs of one process, or on several workers."""
 
 import os
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 def make_strategy(replicas: int) -> tf.distribute.Strategy:
-    """Makes the strategy of all systems but distloop, which has its own: on workers, or so many virtual CPUs."""
+    """Returns the strategy of all systems but distloop, which makes its own: over workers, or over virtual CPUs."""
     if "TF_CONFIG" in os.environ:
         return tf.distribute.MultiWorkerMirroredStrategy()
     if replicas == 1:

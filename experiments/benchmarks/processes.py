@@ -1,4 +1,4 @@
-"""Fresh processes: for each cell, and for each start that is timed."""
+"""Fresh processes for each cell, and for each start-up that is timed."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from experiments.benchmarks import with_orbit
 
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-CELL_SECS = 600  # after which a cell is given up
+CELL_SECS = 600  # time limit of a cell
 
 
 def run_cell(spec: dict, workers: int = 0) -> dict:
-    """Measures a cell in a process, or in one for each of several workers, with one core and thread each.
+    """Measures a cell in a new process, or in several workers with one core and one thread each.
 
     Args:
         spec: the cell.
-        workers: how many; 0: no worker, but a process by itself.
+        workers: how many; 0: a single process without the launcher.
 
     Returns:
-        What was found, or why nothing was: `failed`.
+        The results, or `failed`: the reason why there are none.
     """
     launcher = ["-m", "distloop.launch", f"--workers={workers}", "--cores_per_worker=1"] if workers else []
     environment = {**os.environ, **WITHOUT_GPU, **(ONE_THREAD if workers else {})}
@@ -44,20 +44,20 @@ def run_cell(spec: dict, workers: int = 0) -> dict:
                 said.seek(0)
                 print(said.read()[-3000:], file=sys.stderr)
                 code = getattr(error, "returncode", None)
-                return {"failed": f"no end after {CELL_SECS} s" if code is None else f"exit code {code}"}
+                return {"failed": f"no result after {CELL_SECS} s" if code is None else f"exit code {code}"}
         with open(path, encoding="utf-8") as file:
             return json.load(file)
 
 
 def start(spec: dict, system: str) -> tuple[float, float] | None:
-    """Starts a process for one step of a system.
+    """Starts a process that trains one step of a system.
 
     Args:
         spec: the cell.
-        system: its name.
+        system: name of the system.
 
     Returns:
-        Seconds until the step is done, and the peak of memory in MB; None if the process failed.
+        Seconds until the step is done, and peak memory in MB; None if the process failed.
     """
     with tempfile.TemporaryDirectory() as directory:
         text, result = json.dumps({**spec, "systems": [system]}), os.path.join(directory, "result.json")
@@ -71,7 +71,7 @@ def start(spec: dict, system: str) -> tuple[float, float] | None:
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=with_orbit.ROOT, env=environment
         )
-        process.stdin.write("1\n")  # Orbit asks how many steps
+        process.stdin.write("1\n")  # Orbit's process reads the number of steps
         process.stdin.close()
         answer = process.stdout.readline()
         secs = time.perf_counter() - begun

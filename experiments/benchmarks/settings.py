@@ -1,8 +1,8 @@
-"""What the settings for threads and communication gain: distloop's step with each, over that with the defaults.
+"""Thread settings: the time of distloop's step with each, over that with the defaults.
 
     python -m experiments.benchmarks.settings
 
-Every figure is the median of ratios between fresh processes that follow each other.
+Every figure is the median of ratios between consecutive fresh processes.
 """
 
 import statistics
@@ -17,38 +17,30 @@ THREADS = [
     {"intra_op_threads": 1},
     {"intra_op_threads": 1, "inter_op_threads": 2},
 ]
-COMMUNICATION = [{"communication": "ring"}, {"bytes_per_pack": 2**16}, {"bytes_per_pack": 2**20}]
-# Workload, replicas or workers -> the settings that are tried there.
-PLACES = {
-    "replicas": ([("tiny", 1), ("tiny", 2), ("deep", 2), ("conv", 1), ("conv", 2)], THREADS),
-    "workers": ([("tiny", 2), ("deep", 2), ("conv", 2), ("lm", 2)], COMMUNICATION),
-}
-ROUNDS = flags.DEFINE_integer("rounds", 3, "Processes for each setting.", lower_bound=1)
+PLACES = [("tiny", 1), ("tiny", 2), ("deep", 2), ("conv", 1), ("conv", 2)]  # workload, replicas
+ROUNDS = flags.DEFINE_integer("rounds", 3, "Processes per setting.", lower_bound=1)
 
 
-def step_secs(workload: str, kind: str, count: int, settings: dict) -> float:
-    """Measures the median step of a fresh process, or of fresh workers."""
+def step_secs(workload: str, replicas: int, settings: dict) -> float:
+    """Returns the median seconds per step of a fresh process."""
     spec = {"part": "training", "workload": workload, "systems": ["distloop"], "rounds": 3, "turn_secs": 0.4}
-    spec |= {"replicas": count if kind == "replicas" else 1, "settings": settings}
-    found = processes.run_cell(spec, count if kind == "workers" else 0)
-    return statistics.median(found["times"]["distloop"])
+    cell = processes.run_cell({**spec, "replicas": replicas, "settings": settings})
+    return statistics.median(cell["times"]["distloop"])
 
 
 def main(_):
-    for kind, (places, tried) in PLACES.items():
-        ratios: dict[tuple, list[float]] = {}
-        for _ in range(ROUNDS.value):
-            for workload, count in places:
-                base = step_secs(workload, kind, count, {})
-                for i, settings in enumerate(tried):
-                    secs = step_secs(workload, kind, count, settings)
-                    ratios.setdefault((i, workload, count), []).append(secs / base)
-        rows = [
-            [", ".join(f"{name}={value}" for name, value in settings.items())]
-            + [f"{statistics.median(ratios[i, workload, count]):.2f}" for workload, count in places]
-            for i, settings in enumerate(tried)
-        ]
-        print(page.table([kind, *[f"{workload} x{count}" for workload, count in places]], rows), flush=True)
+    ratios: dict[tuple, list[float]] = {}
+    for _ in range(ROUNDS.value):
+        for place in PLACES:
+            base = step_secs(*place, {})
+            for i, settings in enumerate(THREADS):
+                ratios.setdefault((i, place), []).append(step_secs(*place, settings) / base)
+    rows = [
+        [", ".join(f"{name}={value}" for name, value in settings.items())]
+        + [f"{statistics.median(ratios[i, place]):.2f}" for place in PLACES]
+        for i, settings in enumerate(THREADS)
+    ]
+    print(page.table(["replicas", *[f"{workload} x{count}" for workload, count in PLACES]], rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Where the time of a step on several workers goes: computing, waiting for each other, the collective.
+"""Where the time of a step on several workers goes: computing, waiting for the last worker, the all-reduce.
 
     python -m distloop.launch --workers=2 --cores_per_worker=1 -m experiments.benchmarks.timeline --workload=conv
     python -m distloop.launch --workers=2 --cores_per_worker=0 -m experiments.benchmarks.timeline --workload=conv
 
-Each worker takes the time when it begins, when its gradients are ready, and when their sum has come; nothing else is in
-a step, no update and no data. All workers are on one machine, whose clock they share.
+Each worker takes the time when a step begins, when its gradients are ready, and when their sum has arrived. A step has
+no update and reads no data. All workers run on one machine, so they share its clock.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ from absl import app, flags
 from experiments.benchmarks.workloads import WORKLOADS
 
 _WORKLOAD = flags.DEFINE_enum("workload", "conv", list(WORKLOADS), "Which model.")
-_SECS = 3.0  # how long is measured, about
+_SECS = 3.0  # approximate length of the measurement
 
 
 def make_run(strategy: tf.distribute.Strategy):
-    """Makes a function that takes a number of steps, and returns the three times of each: `[steps, 3]`, seconds."""
+    """Returns a function from a number of steps to the three times of each step: `[steps, 3]`, seconds."""
     workload = WORKLOADS[_WORKLOAD.value]
     with strategy.scope():
         model = workload.make_model()
@@ -31,8 +31,8 @@ def make_run(strategy: tf.distribute.Strategy):
             batch = [tf.identity(features), tf.identity(labels)]
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(workload.values(model, *batch, training=True)["loss"])
-        found = tape.gradient(loss, model.trainable_variables)
-        packed = tf.concat([tf.reshape(tf.convert_to_tensor(gradient), [-1]) for gradient in found], 0)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        packed = tf.concat([tf.reshape(tf.convert_to_tensor(gradient), [-1]) for gradient in gradients], 0)
         with tf.control_dependencies([packed]):
             ready = tf.timestamp()
         with tf.control_dependencies([ready]):
@@ -58,13 +58,13 @@ def main(_):
     run = make_run(strategy)
     run(tf.constant(3))
     times = run(tf.constant(20))
-    # A number that all workers share: they take the same steps.
+    # The mean over the workers, so that all take the same number of steps.
     step_secs = float(strategy.reduce("MEAN", strategy.run(lambda: (times[-1, 2] - times[0, 0]) / 20), axis=None))
     times = run(tf.constant(max(20, int(_SECS / step_secs))))
     times = strategy.gather(strategy.run(lambda: times[tf.newaxis]), axis=0).numpy()  # [W, steps, 3]
     if strategy.cluster_resolver.task_id:
         return
-    last = times[:, :, 1].max(0)  # when all were ready
+    last = times[:, :, 1].max(0)  # when the last worker was ready
     spans = {
         "step": np.diff(times[0, :, 0]),
         "computing": (times[:, :, 1] - times[:, :, 0]).ravel(),

@@ -1,4 +1,4 @@
-"""How times are taken: systems take turns, each turn lasts about as long, and ratios are taken within a round."""
+"""Timing: systems take turns of about the same length, and ratios are taken within a round."""
 
 import random
 import statistics
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class System:
-    """A way to train: one of those that take turns.
+    """A training system that takes turns with others.
 
     Attributes:
-        call: trains for some steps, as one call of the system; the second call goes on where the first ended.
-        least: it trains for a multiple of so many steps, however many are asked for.
+        call: trains for a number of steps; the next call continues.
+        least: the system trains for multiples of this many steps.
     """
 
     least = 1
@@ -21,11 +21,11 @@ class System:
         self.call = call
 
     def steps_secs(self, steps: int) -> float:
-        """Trains, and returns how long that many steps took without the start and the end of the call."""
+        """Trains, and returns the seconds that the steps took, without the start and end of the call."""
         return timed(self.call, steps)
 
     def first_step(self, done: Callable[[], None]) -> None:
-        """Trains for one step, and tells when it has ended."""
+        """Trains for one step, then calls `done`."""
         self.call(1)
         done()
 
@@ -39,29 +39,29 @@ def timed(fn: Callable, *args: object) -> float:
 def take_turns(
     systems: Mapping[Any, System], rounds: int, turn_secs: float, agree: Callable[[float], float]
 ) -> dict[Any, list[float]]:
-    """Times the steps of systems by turns.
+    """Times the steps of systems in turns.
 
     Args:
         systems: by name.
-        rounds: turns that each one gets.
-        turn_secs: how long a turn lasts, about.
-        agree: makes one number of those that the workers have.
+        rounds: turns per system.
+        turn_secs: approximate seconds per turn.
+        agree: returns the same number on all workers, from one number of each.
 
     Returns:
-        Seconds of a step in each round, by system.
+        Seconds per step in each round, by system.
     """
     steps = {name: _steps_in(system, turn_secs, agree) for name, system in systems.items()}
     times: dict[Any, list[float]] = {name: [] for name in systems}
-    draw = random.Random(0)  # alike on all workers
+    draw = random.Random(0)  # the same on all workers
     for _ in range(rounds):
-        # In an order of its own: threads of one system may still be busy in the next one's turn.
+        # In random order, because threads of one system may still be busy in the next one's turn.
         for name, system in draw.sample(list(systems.items()), len(systems)):
             times[name].append(system.steps_secs(steps[name]) / steps[name])
     return times
 
 
 def _steps_in(system: System, secs: float, agree: Callable[[float], float]) -> int:
-    """Finds how many steps last so long; lets caches and threads settle meanwhile."""
+    """Returns how many steps take `secs`; warms up caches and threads meanwhile."""
     system.call(2)  # traces
     steps, taken = system.least, agree(system.steps_secs(system.least))
     while taken < secs / 4:
@@ -71,7 +71,7 @@ def _steps_in(system: System, secs: float, agree: Callable[[float], float]) -> i
 
 
 def median_ratio(times: Mapping[str, list[float]], name: str, base: str) -> float | None:
-    """Returns the median over the rounds of one system's time over another's; None if one of them has none."""
+    """Returns the median over the rounds of one system's time over another's; None if either was not measured."""
     if name not in times or base not in times:
         return None
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))

@@ -1,4 +1,4 @@
-"""The loop under test: `Trainer.fit` with everything on."""
+"""distloop: `Trainer.fit` with all monitoring on."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from experiments.benchmarks.turns import System
 
 LOG_EVERY = 100
 
-# What is watched -> settings; all come back to the host each 100 steps.
+# Monitoring level -> settings; all return to the host every 100 steps.
 MONITORING = {
     "off": {"workdir": "", "log_every": 0, "console": "quiet"},
     "on": {},
@@ -22,7 +22,7 @@ MONITORING = {
 
 
 def make_trainer(workload: workloads.Workload, replicas: int, workdir: str, **settings: object) -> distloop.Trainer:
-    """Makes a trainer with TensorBoard, metrics.jsonl and console lines each 100 steps."""
+    """Returns a trainer with TensorBoard, metrics.jsonl and console lines every 100 steps."""
 
     def model_fn():
         model = workload.make_model()
@@ -40,9 +40,9 @@ def make_trainer(workload: workloads.Workload, replicas: int, workdir: str, **se
 
 
 class Fit(System):
-    """`fit`, a call at a time; what it prints costs what it costs, but is not seen.
+    """`fit`, one call at a time; its output is discarded, but the time of printing counts.
 
-    An action takes the times. On several workers it costs them an agreement at each log, which is counted.
+    An action takes the times. On several workers it adds a synchronization at each log, which counts too.
     """
 
     def __init__(self, trainer: distloop.Trainer, workload: workloads.Workload, batch_size: int):
@@ -61,7 +61,7 @@ class Fit(System):
         self.call(1, (self._after_first_step(done),))
 
     def _after_first_step(self, fn: Callable[[], None]) -> distloop.Action:
-        """Makes an action that comes due after the next step, and at the end of the call."""
+        """Returns an action that is due after the next step and at the end of the call."""
 
         def action(report: distloop.Report) -> None:
             fn()

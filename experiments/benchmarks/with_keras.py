@@ -10,7 +10,7 @@ from experiments.benchmarks.turns import System
 
 
 class Fit(System):
-    """`Model.fit`, a call at a time, without its progress bar."""
+    """`Model.fit`, one call at a time, without its progress bar."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Fit(System):
 
 
 class _Marks(keras.callbacks.Callback):
-    """Keeps the times of the beginning of the first step, and of the end of the last."""
+    """Records when the first step begins and when the last one ends."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Orbit from here: its environment, which is made at first use, and the process that trains."""
+"""Orbit: its environment, created on first use, and the process that trains."""
 
 import json
 import os
@@ -12,16 +12,16 @@ from experiments.benchmarks.turns import System
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-orbit"
-PACKAGES = ["tf-models-official", "tf_keras"]  # all that Orbit imports beside TensorFlow and absl
+PACKAGES = ["tf-models-official", "tf_keras"]  # Orbit's imports besides TensorFlow and absl
 
 
 PYTHON = str(ENVIRONMENT / "bin" / "python")
-PORTS = 101  # on several workers, how far its ports are from those of distloop
+PORTS = 101  # offset of Orbit's ports from distloop's, on several workers
 VARIABLES = {"TF_USE_LEGACY_KERAS": "1"}
 
 
 def make_environment() -> None:
-    """Makes the environment, if it is not there: TensorFlow is that of this process.
+    """Creates the environment if it is missing; it uses the TensorFlow of this process.
 
     Raises:
         RuntimeError: if the packages cannot be installed or imported.
@@ -41,15 +41,15 @@ def make_environment() -> None:
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **VARIABLES})
     if result.returncode:
-        raise RuntimeError(f"its environment cannot be made: {result.stderr.strip().splitlines()[-1]}")
+        raise RuntimeError(f"its environment cannot be created: {result.stderr.strip().splitlines()[-1]}")
 
 
 def command(workload: str, replicas: int, workdir: str) -> list[str]:
     return [PYTHON, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), workdir]
 
 
-def _own_cluster() -> dict[str, str]:
-    """Makes the TF_CONFIG of Orbit's process on each worker: the same hosts, other ports."""
+def _shifted_cluster() -> dict[str, str]:
+    """Returns the TF_CONFIG of Orbit's process on each worker: the same hosts, other ports."""
     if "TF_CONFIG" not in os.environ:
         return {}
     config = json.loads(os.environ["TF_CONFIG"])
@@ -59,7 +59,7 @@ def _own_cluster() -> dict[str, str]:
 
 
 class Train(System):
-    """`Controller.train`, a call at a time, in its own process, which takes the times."""
+    """`Controller.train`, one call at a time, in a separate process that takes the times."""
 
     def __init__(self, workload: str, replicas: int, workdir: str):
         pipe = subprocess.PIPE
@@ -70,7 +70,7 @@ class Train(System):
             stderr=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **VARIABLES, **_own_cluster()},
+            env={**os.environ, **VARIABLES, **_shifted_cluster()},
         )
 
     def call(self, steps: int) -> float:

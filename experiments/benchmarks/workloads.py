@@ -1,6 +1,6 @@
-"""What the systems train: five models, their data, and what a step computes of a batch.
+"""Workloads: five models, their data, and the values that a step computes.
 
-Models and values come from `tf.keras`, which is Keras 3, and in Orbit's process Keras 2.
+They use `tf.keras`, which is Keras 3, or Keras 2 in Orbit's process.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ class Workload(NamedTuple):
     """A model with its data.
 
     Attributes:
-        make_model: makes the Keras model; it returns logits.
+        make_model: returns a Keras model that computes logits.
         make_rows: (generator, number of examples) -> features and labels.
-        batch_size: of a step, over all replicas; with `is_per_replica`, of each.
-        num_batches: how many different ones the data has.
-        is_binary: whether the logits are one number an example, else one a class.
+        batch_size: examples per step over all replicas; with `is_per_replica`, per replica.
+        num_batches: number of different batches in the data.
+        is_binary: whether there is one logit per example, else one per class.
     """
 
     make_model: Callable[[], tf.keras.Model]
@@ -34,7 +34,7 @@ class Workload(NamedTuple):
         return self.batch_size * (replicas if self.is_per_replica else 1)
 
     def dataset(self, batch_size: int, num_examples: int | None = None) -> tf.data.Dataset:
-        """Makes the dataset of global batches (features, labels): one pass over so many examples, or endless."""
+        """Returns global batches (features, labels): one pass over `num_examples`, or endless."""
         size = num_examples or batch_size * self.num_batches
         rows = tf.data.Dataset.from_tensor_slices(self.make_rows(np.random.default_rng(0), size))
         batches = rows.batch(batch_size, drop_remainder=num_examples is None).cache()
@@ -55,7 +55,7 @@ class Workload(NamedTuple):
 
 
 def make_mlp(widths: list[int]) -> tf.keras.Model:
-    """Makes an MLP; `widths` begins with the input's and ends with the logits'."""
+    """Returns an MLP; `widths` are those of the input, the hidden layers and the logits."""
     layers = [tf.keras.layers.Dense(width, activation="relu") for width in widths[1:-1]]
     return tf.keras.Sequential([tf.keras.Input((widths[0],)), *layers, tf.keras.layers.Dense(widths[-1])])
 
@@ -76,7 +76,7 @@ def make_convnet() -> tf.keras.Model:
 
 
 def make_transformer() -> tf.keras.Model:
-    """Makes a decoder of two layers over 64 tokens of 1,000 kinds."""
+    """Returns a decoder of two layers, for 64 tokens from a vocabulary of 1,000."""
     layers = tf.keras.layers
     tokens = tf.keras.Input((64,), dtype="int32")
     x = layers.Embedding(1000, 128)(tokens)  # [B, 64, 128]
@@ -119,7 +119,7 @@ WORKLOADS = {
     "deep": Workload(lambda: make_mlp([16, *[32] * 19, 10]), make_vectors(16)),
     "conv": Workload(make_convnet, make_images),
     "lm": Workload(make_transformer, make_texts, batch_size=16),
-    # 2,048 examples a replica would take some seconds a step and replica.
+    # Scaled down from 2,048 examples per replica, which would take some seconds per step and replica.
     "mlp41m": Workload(
         lambda: make_mlp(MLP41M_WIDTHS),
         make_yes_no,
