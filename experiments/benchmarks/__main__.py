@@ -44,7 +44,7 @@ def describe() -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras", "numpy")]
     return (
         f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}, {os.cpu_count()} CPU "
-        f"cores, no GPU; {_ROUNDS.value} rounds or more, a turn about {_TURN_SECS.value:g} s, longer where steps are."
+        f"cores, no GPU; {_ROUNDS.value} rounds or more, a turn about {_TURN_SECS.value:g} s, longer for long steps."
     )
 
 

@@ -1,11 +1,11 @@
-"""The page that a run writes: a table for each question, Markdown."""
+"""RESULTS.md: renders the page, one table for each question."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 
 from experiments.benchmarks import goals, turns
 
-# What a table calls a system.
+# System -> its name in the tables.
 TITLES = {
     "bare": "bare",
     "handloop": "handloop",
@@ -17,7 +17,7 @@ TITLES = {
 }
 PAIR = ("distloop", "keras")
 PARTS = ("training", "workers", "scaling", "monitoring", "calls", "saves", "start")
-BASES = ("bare", "handloop")  # what steps are compared with
+BASES = ("bare", "handloop")  # systems that steps are compared with
 NONE = "-"
 
 Times = Mapping[str, Sequence[float]]  # seconds of each round, by system
@@ -33,7 +33,7 @@ def ratio(number: float | None) -> str:
 
 
 def verdict(number: float | None, goal: goals.Goal | None) -> str:
-    """Says how far a ratio came, as it is shown: rounded."""
+    """Returns whether a ratio, rounded as in the table, reaches its goal, its stretch goal or neither."""
     if number is None or goal is None:
         return NONE
     number = round(number, 2)
@@ -41,23 +41,23 @@ def verdict(number: float | None, goal: goals.Goal | None) -> str:
 
 
 def pair(texts: Sequence[str]) -> str:
-    """Joins what there is to say of bare and of handloop."""
+    """Joins the texts about bare and handloop."""
     return NONE if set(texts) == {NONE} else " / ".join(texts)
 
 
 def steps_row(cell: Mapping, systems: Sequence[str]) -> list[str]:
-    """Writes a cell's row: ratios to bare / to handloop, and the goals beside them."""
+    """Returns a cell's row: ratios to bare / to handloop, and their goals."""
     times: Times = cell["times"]
-    own = [goals.STEPS.get((cell["workload"], cell["place"]), {}).get(base) for base in BASES]
+    targets = [goals.STEPS.get((cell["workload"], cell["place"]), {}).get(base) for base in BASES]
     ratios = {name: [turns.median_ratio(times, name, base) for base in BASES] for name in [*systems, "distloop"]}
     return [
         cell["workload"],
         cell["place"],
         f"{statistics.median(times['bare']) * 1e6:,.0f}" if "bare" in times else NONE,
         *[pair([ratio(number) for number in ratios[name]]) for name in systems],
-        pair([ratio(goal and goal.goal) for goal in own]),
-        pair([ratio(goal and goal.stretch) for goal in own]),
-        pair([verdict(number, goal) for number, goal in zip(ratios["distloop"], own, strict=True)]),
+        pair([ratio(goal and goal.goal) for goal in targets]),
+        pair([ratio(goal and goal.stretch) for goal in targets]),
+        pair([verdict(number, goal) for number, goal in zip(ratios["distloop"], targets, strict=True)]),
     ]
 
 
@@ -68,24 +68,24 @@ def steps_table(cells: Sequence[Mapping]) -> str:
 
 
 def monitoring_table(cells: Sequence[Mapping]) -> str:
-    """Writes what watching costs: a step over that of the run that watches less."""
+    """Returns the table of monitoring costs: a step over one with less monitoring."""
     rows = []
     for cell in cells:
         for name, (base, target) in goals.MONITORING.items():
-            found = turns.median_ratio(cell["times"], name, base)
-            reached = NONE if found is None else _met(round(found, 2) <= target)
-            rows.append([cell["workload"], cell["place"], name, base, ratio(found), ratio(target), reached])
-    return table(["workload", "place", "watched", "against", "ratio", "goal", "reached"], rows)
+            median = turns.median_ratio(cell["times"], name, base)
+            reached = NONE if median is None else _met(round(median, 2) <= target)
+            rows.append([cell["workload"], cell["place"], name, base, ratio(median), ratio(target), reached])
+    return table(["workload", "place", "monitoring", "against", "ratio", "goal", "reached"], rows)
 
 
 def notes(cells: Sequence[Mapping]) -> str:
-    """Lists, once each, why a system has no figure."""
-    found = {f"{TITLES[name]}: {why}" for cell in cells for name, why in cell.get("missing", {}).items()}
-    return "".join(f"- {note}\n" for note in sorted(found))
+    """Returns the reasons why systems have no figure, once each."""
+    reasons = {f"{TITLES[name]}: {why}" for cell in cells for name, why in cell.get("missing", {}).items()}
+    return "".join(f"- {note}\n" for note in sorted(reasons))
 
 
 def speeds_table(cells: Sequence[Mapping], kind: str, targets: Mapping[tuple[str, str], float]) -> str:
-    """Writes the table of evaluations or predictions: examples per second, and distloop's ratios."""
+    """Returns the table of evaluations or predictions: examples per second, and distloop's ratios."""
     systems = [name for name in TITLES if any(name in cell[kind] for cell in cells)]
     others = [name for name in systems if name != "distloop"]
     rows = []
@@ -105,22 +105,22 @@ def speeds_table(cells: Sequence[Mapping], kind: str, targets: Mapping[tuple[str
 
 
 def beyond_table(cells: Sequence[Mapping]) -> str:
-    """Writes the table of what a call takes beyond its steps, in milliseconds."""
+    """Returns the table of a call's overhead, in milliseconds."""
     rows = []
     for cell in cells:
         target = goals.BEYOND_SECS[cell["place"]]
         secs = [statistics.median(cell[f"beyond {kind}"][name]) for kind in ("fit", "evaluate") for name in PAIR]
-        own = secs[::2]
+        overheads = secs[::2]
         rows.append(
             [cell["workload"], cell["place"], *[f"{sec * 1e3:,.0f}" for sec in secs], f"{target * 1e3:.0f}"]
-            + [" / ".join(_met(sec <= target) for sec in own)]
+            + [" / ".join(_met(sec <= target) for sec in overheads)]
         )
     names = [f"{kind}, {TITLES[name]}" for kind in ("fit", "evaluate") for name in PAIR]
     return table(["workload", "place", *names, "goal", "reached"], rows)
 
 
 def against_table(cells: Sequence[Mapping], base: str, kinds: Mapping[str, goals.Goal | None]) -> str:
-    """Writes a table with a row for each cell and kind: numbers, and distloop's over those of `base`."""
+    """Returns a table with a row per cell and kind: numbers, and distloop's over those of `base`."""
     kinds_of = [(cell, kind) for cell in cells for kind in kinds if kind in cell]
     systems = [name for name in ["manager", *TITLES] if any(name in cell[kind] for cell, kind in kinds_of)]
     rows = []
@@ -140,7 +140,7 @@ def against_table(cells: Sequence[Mapping], base: str, kinds: Mapping[str, goals
 
 
 def scaling_table(cells: Sequence[Mapping]) -> str:
-    """Writes the table of the speed that each of two workers keeps, with the same batch a worker."""
+    """Returns the table of the speed of each of two workers over that of one alone."""
     secs = {(cell["workload"], cell["place"]): cell["times"] for cell in cells}
     rows = []
     for workload, target in goals.SCALING.items():
@@ -158,7 +158,7 @@ def _met(is_met: bool) -> str:
 
 
 def render(results: Mapping) -> str:
-    """Writes the page of a run's results: `about`, and the cells of each part."""
+    """Returns the page of a run's results: `about`, and the cells of each part."""
     cells = {part: [cell for cell in results.get(part, []) if "failed" not in cell] for part in PARTS}
     failed = [cell for part in PARTS for cell in results.get(part, []) if "failed" in cell]
     calls, steps = cells["calls"], [*cells["training"], *cells["workers"]]
@@ -182,38 +182,40 @@ def render(results: Mapping) -> str:
 
 
 STEPS = """\
-Steady state, everything on: loss, accuracy, TensorBoard, metrics.jsonl and console each 100 steps, and the check that
-numbers are finite. Each figure is the median over the rounds of the time of a step over that of *bare* / of *handloop*
-in the same round; below 1 is faster. *bare* is a compiled loop over constant data, *handloop* the usual compiled loop
-over `experimental_distribute_dataset`; both by hand, with loss and accuracy. Two workers have a core each.
-A batch is 64 examples for all replicas together, 16 of lm; mlp41m has 64 for each replica, that of 2,048 scaled down.
+Steady state with everything on: loss, accuracy, the check that numbers are finite, and every 100 steps TensorBoard,
+metrics.jsonl and console. Each figure is the time of a step over that of *bare* / of *handloop* in the same round,
+median over the rounds; below 1 is faster. *bare* is a compiled loop over constant data, *handloop* the usual compiled
+loop over `experimental_distribute_dataset`; both are written by hand, with loss and accuracy. Two workers have one
+core each. A global batch has 64 examples, 16 in lm; mlp41m has 64 for each replica, scaled down from 2,048.
 """
 SCALING = """\
-The speed that each of two workers keeps of one worker's, with a core and a whole batch (64; lm: 16) for each: 1.0 is
+The speed of each of two workers over that of one alone, with one core and a whole batch (64; lm: 16) each: 1.0 is
 ideal.
 """
-WHY = "\nWhat is missed, and why: [PROFILES.md](PROFILES.md).\n"
+WHY = """
+Which goals are missed, and why: [PROFILES.md](PROFILES.md). Single measurements: [MEASUREMENTS.md](MEASUREMENTS.md).
+"""
 MONITORING = """\
-Steps of distloop that come back to the host each 100. *off*: no workdir, no console; *on*: all defaults, with logs each
-100 steps; *histograms*: with those of weights and gradients each 500 steps, too.
+Steps of distloop that return to the host every 100 steps. *off*: no workdir, no console; *on*: all defaults, with logs
+every 100 steps; *histograms*: that, and histograms of weights and gradients every 500 steps.
 """
 EVALUATE = """\
-Examples per second of a whole call: 2,000 examples, in batches of 32. `times` is how many times faster distloop is.
+Examples per second of a whole call: 2,000 examples in batches of 32. `times` is how many times faster distloop is.
 """
 PREDICT = """\
-The same for outputs, all in order.
+The same for predictions, all in order.
 """
 BEYOND = """\
-Milliseconds, from the second call on. distloop's `fit` writes everything, a checkpoint at its end included; Keras
-writes nothing.
+Overhead in milliseconds, from the second call on. distloop's `fit` writes all files, including a checkpoint at the end;
+Keras writes nothing.
 """
 SAVES = """\
-41 million parameters and Adam, 494 MB. A save takes until training goes on; `save and after` has with it how much
-longer the next steps take, while distloop writes the file.
+41 million parameters and Adam, 494 MB. A save takes until training continues; `save and after` adds the slow-down of
+the next steps, while distloop writes the file.
 """
 START = """\
-From the start of the process to the end of its first step, and the most memory that it took until the end of the call;
-distloop writes a checkpoint before that.
+Seconds from the start of the process to the end of its first step, and peak memory until the end of the call, which in
+distloop includes a checkpoint.
 """
 KEPT = {"save": goals.SAVE, "save and after": None, "load": None}
 STARTED = {"first step": goals.START, "peak memory": goals.MEMORY}
