@@ -27,17 +27,14 @@ class PipelineUsage(Action):
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the metrics; stages that share a device have the same."""
-        used = {}
+        usage = {}
         if self._devices and self._profile.is_written and not self._was_read:
             self._was_read = True
-            used = device_usage.read_usage(self._profile.directory)
-        taken = report.state.bytes_by_device() if used else {}
+            usage = device_usage.read_usage(self._profile.directory)
         metrics = {}
         for stage, device in enumerate(self._devices):
             if not device.startswith("CPU"):
                 metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
-            elif device in used:
-                metrics[f"stage_{stage}/device_memory_gb"] = (taken[device] + used[device].step_bytes) / 1e9
-            if device in used:
-                metrics[f"stage_{stage}/device_busy_share"] = used[device].busy_share
+            if device in usage:
+                metrics[f"stage_{stage}/device_busy_share"] = usage[device].busy_share
         return metrics

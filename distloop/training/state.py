@@ -9,7 +9,6 @@
 It does not know how a step goes.
 """
 
-import collections
 import contextlib
 import math
 import numbers
@@ -19,11 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop.distributed import devices, workers
+from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.pipeline import Stages
 from distloop.distributed.placement import make_placement
@@ -483,14 +481,6 @@ class TrainState(tf.Module):
         """Sets the random streams to what `read_seeds` gave."""
         if self.seeds:
             self._write_seeds(values)
-
-    def bytes_by_device(self) -> collections.Counter[str]:
-        """Counts the bytes of all variables, slots and averages too, on each device, as in `CPU:1`."""
-        found: collections.Counter[str] = collections.Counter()
-        for variable in self._saved_variables().values():
-            for part in self._parts(variable):
-                found[devices.short_device(part.device)] += int(np.prod(part.shape)) * part.dtype.size
-        return found
 
     def model_variables(self) -> list[Any]:
         """Gives the TensorFlow variables of the model."""

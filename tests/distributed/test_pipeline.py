@@ -155,9 +155,9 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
     assert count("SparseSoftmaxCrossEntropyWithLogits") == [0, 2, 0]
 
 
-def test_a_profile_shows_where_everything_ran_and_what_each_stage_took(tmp_path):
+def test_a_profile_shows_where_operations_ran_and_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
-    trainer = train(classifier(modules, num_stages=2), config, steps=12)
+    train(classifier(modules, num_stages=2), config, steps=12)
     used = device_usage.read_usage(f"{tmp_path}/summaries/train")
 
     def count(kind):
@@ -171,41 +171,9 @@ def test_a_profile_shows_where_everything_ran_and_what_each_stage_took(tmp_path)
     assert count("SparseSoftmaxCrossEntropy") == [0, 3 * 2]
     rows = distloop.read_metrics(tmp_path)
     assert ["stage_0/device_busy_share" in row for row in rows] == [False, True, False]  # when the profile was there
-    held = trainer.state.bytes_by_device()
     for stage, found in enumerate(used.values()):
         assert rows[1][f"stage_{stage}/device_busy_share"] == pytest.approx(found.busy_share)
         assert 0 < found.busy_share <= 1
-        expected = (held[f"CPU:{stage}"] + found.step_bytes) / 1e9
-        assert rows[1][f"stage_{stage}/device_memory_gb"] == pytest.approx(expected)
-    weights = [240, 204]  # and two slots of Adam's, in float32
-    assert [held[f"CPU:{stage}"] // 12 for stage in (0, 1)] == [pytest.approx(w, abs=8) for w in weights]
-
-
-@pytest.mark.slow
-def test_a_stage_takes_the_memory_of_its_share(tmp_path):
-    rows, width = 1024, 512
-
-    def peaks(name, devices):
-        def model_fn():
-            layers = [keras.layers.Dense(width, activation="tanh") for _ in range(8)]
-            model = distloop.split(keras.Sequential([keras.Input((width,)), *layers]), len(devices), devices)
-
-            def loss_fn(batch, training):
-                return {"loss": tf.reduce_mean(model(batch, training=training) ** 2, -1)}
-
-            return distloop.ModelSpec(model, keras.optimizers.Adam(), loss_fn)
-
-        trainer = distloop.Trainer(model_fn, settings(workdir=tmp_path / name, profile="2:3", executor="parallel"))
-        trainer.fit(tf.data.Dataset.from_tensors(np.ones([rows, width], np.float32)).repeat(), steps=4)
-        last = distloop.read_metrics(tmp_path / name)[-1]
-        return [last[f"stage_{stage}/device_memory_gb"] for stage in range(len(devices))]
-
-    (whole,) = peaks("whole", ["CPU:1"])
-    # A layer's weights with two slots, and its activations; the whole holds eight of them.
-    layer = (3 * width * width + rows * width) * 4 / 1e9
-    assert whole > 8 * layer
-    for held in peaks("halves", ["CPU:0", "CPU:1"]):
-        assert 4 * layer < held < 0.65 * whole
 
 
 def test_losses_of_a_layer_are_computed_where_its_weights_are():

@@ -1,4 +1,4 @@
-"""Tests what a profile tells of each device, on profiles that are made up; tests/test_stages.py reads a real one."""
+"""The usage of each device by a profile made up here; tests/distributed/test_pipeline.py reads a real one."""
 
 import collections
 
@@ -20,12 +20,8 @@ def add_line(plane, name, events):
             event.stats.add(metadata_id=len(plane.stat_metadata), str_value=str(value))
 
 
-def part(number, start, end):
+def subgraph(number, start, end):
     return ("ExecutorState::Process", start, end, {"id": 7, "_c": number})
-
-
-def allocation(at, address, size):
-    return ("MemoryAllocation", at, at, {"addr": address, "allocation_bytes": size})
 
 
 def write(space, directory, name="now"):
@@ -35,7 +31,7 @@ def write(space, directory, name="now"):
 
 
 def two_stages(devices=("CPU:0", "CPU:1")):
-    """A step of 100 ps in two threads; what each part runs, holds and sends."""
+    """A step of 100 ps in two threads; what each subgraph runs and sends."""
     space = xplane_pb2.XSpace()
     plane = space.planes.add(name="/host:CPU")
     first, second = ({"key": f"{DEVICE}{device};and;others"} for device in devices)
@@ -44,16 +40,11 @@ def two_stages(devices=("CPU:0", "CPU:1")):
         plane,
         "tf_Compute/1",
         [
-            part("a", 0, 40),
+            subgraph("a", 0, 40),
             ("x/MatMul:MatMul", 0, 20, {}),
-            allocation(5, "0xa", 300),
-            allocation(6, "0xb", 50),
-            ("MemoryDeallocation", 10, 10, {"addr": "0xb"}),
-            allocation(11, "0xc", 40),
             ("x/_1:_Send", 20, 30, first),
             ("Outside:Add", 45, 50, {}),
-            part("b", 60, 90),
-            ("MemoryDeallocation", 60, 60, {"addr": "0xa"}),
+            subgraph("b", 60, 90),
             ("y/MatMul:MatMul", 60, 80, {}),
         ],
     )
@@ -61,8 +52,7 @@ def two_stages(devices=("CPU:0", "CPU:1")):
         plane,
         "tf_Compute/2",
         [
-            part("b", 70, 100),
-            allocation(70, "0xd", 1000),
+            subgraph("b", 70, 100),
             ("y/Add:AddV2", 70, 90, {}),
             ("IteratorGetNext:IteratorGetNext", 90, 99, {}),
             ("y/_2:_Send", 99, 100, second),
@@ -71,11 +61,11 @@ def two_stages(devices=("CPU:0", "CPU:1")):
     return space
 
 
-def test_what_a_part_ran_and_held_counts_for_the_device_that_it_sent_from(tmp_path):
+def test_the_operations_of_a_subgraph_count_for_the_device_that_it_sent_from(tmp_path):
     write(two_stages(), tmp_path)
     assert read_usage(str(tmp_path)) == {
-        "CPU:0": Usage(0.3, 350, collections.Counter(MatMul=1, _Send=1)),
-        "CPU:1": Usage(0.31, 1000, collections.Counter(MatMul=1, AddV2=1, _Send=1)),
+        "CPU:0": Usage(0.3, collections.Counter(MatMul=1, _Send=1)),
+        "CPU:1": Usage(0.31, collections.Counter(MatMul=1, AddV2=1, _Send=1)),
     }
 
 
@@ -85,11 +75,11 @@ def test_a_gpu_is_busy_while_its_kernels_run(tmp_path):
     add_line(plane, "Stream #1(Compute)", [("kernel", 10, 60, {}), ("kernel", 50, 70, {})])
     add_line(plane, "Steps", [("1", 0, 100, {})])
     write(space, tmp_path)
-    assert {device: found.busy_share for device, found in read_usage(str(tmp_path)).items()} == {
+    assert {device: usage.busy_share for device, usage in read_usage(str(tmp_path)).items()} == {
         "GPU:0": 0.6,
         "CPU:0": 0.31,
     }
 
 
-def test_without_a_profile_nothing_is_known(tmp_path):
+def test_without_a_profile_no_device_is_known(tmp_path):
     assert read_usage(str(tmp_path)) == {}
