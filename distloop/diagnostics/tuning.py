@@ -120,7 +120,7 @@ def find_learning_rate(
     source = Source(dataset, state.strategy, microbatches=settings.microbatches, may_go_back=True)
     with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
         with contextlib.suppress(_Exploded, Diverged):
-            make_loop(state, settings).train(source, first + steps, [watch], log_every=1)
+            make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
     taken = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
     rates = (lowest * factor ** np.arange(len(watch.losses)))[taken]
     losses, smoothed = np.array(watch.losses)[taken], smooth(np.array(watch.losses)[taken])
@@ -231,7 +231,7 @@ def unchanged(state: TrainState) -> Iterator[None]:
         state.restore(before)
 
 
-def make_loop(state: TrainState, settings: Config) -> TrainLoop:
+def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainLoop:
     """Makes a loop of a trial's own, so that it may trace other things than the run's."""
     step = TrainStep(
         state,
@@ -239,7 +239,7 @@ def make_loop(state: TrainState, settings: Config) -> TrainLoop:
         clip_norm=settings.clip_norm,
         jit_compile=settings.jit_compile,
     )
-    return TrainLoop(state, step, eager=settings.eager)
+    return TrainLoop(state, step, log_every=log_every, eager=settings.eager)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

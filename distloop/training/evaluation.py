@@ -16,7 +16,7 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import explain_data_error
 from distloop.training import metrics
-from distloop.training.loop import compiled
+from distloop.training.compiled_loop import compiled
 from distloop.training.state import TrainState
 from distloop.training.step import tally_outputs
 from distloop.training.variable_writes import restored_writes

@@ -19,7 +19,7 @@ from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import explain_data_error, require
-from distloop.training.loop import compiled
+from distloop.training.compiled_loop import compiled
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import restored_writes
 

@@ -1,0 +1,264 @@
+"""Compiled loop: n train steps in one `tf.function`, over a *tensor* count, so that one trace serves every length.
+
+It returns a `Row` of numbers for each log and one for the steps after the last log, read by the host in one go. It does
+not know when to stop, who reads the numbers, or what a step computes.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.shards import Layout
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.distributed.devices import HOST
+from distloop.training.state import TrainState
+from distloop.training.step import TrainStep
+from distloop.training.window import Row, RowLayout
+from distloop.variables import tensorflow_variable
+
+_SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
+
+
+class CompiledLoop:
+    """Runs train steps until a count is reached or one of them fails; traced once for each kind of data."""
+
+    def __init__(self, state: TrainState, step: TrainStep, *, eager: bool = False):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: what is trained.
+            step: one step of it.
+            eager: whether the steps run as plain Python, for a debugger.
+        """
+        self._state = state
+        self._step = step
+        self._eager = eager
+        self._run = compiled(self._steps_by_log, eager)
+        self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
+        replicas = state.strategy.num_replicas_in_sync
+        self._num_timed_replicas = replicas if replicas > 1 else 0
+        self._number_names: list[str] = []  # set by tracing
+        self._last_batch: shards.LastBatch | None = None
+        with tf.device(HOST):  # when each step of a call began; Unix, seconds
+            self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
+
+    def trace(self, source: Source, executor: str) -> None:
+        """Traces and optimizes by a run of no steps: errors come before the first step, and speeds are those of steps.
+
+        Args:
+            source: the data.
+            executor: what runs the operations, as for `run`.
+        """
+        if self._step.locate_nonfinite:
+            self._last_batch = shards.LastBatch(source.iterator())
+        if not self._eager:
+            with tf.experimental.function_executor_type(executor):
+                self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), tf.constant(1, tf.int64))
+            self._step.warn()
+
+    def run(self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool) -> list[Row]:
+        """Runs `count` steps, or up to the first that fails.
+
+        Args:
+            source: the data.
+            count: steps, 1 or more.
+            log_every: steps between two logs, each of which ends a row; 0: no log.
+            executor: what runs the operations, as `strategies.choose_executor` returns it.
+            is_single: whether `count` is 1 and the step runs outside a TensorFlow loop, so that a profiler sees it.
+
+        Returns:
+            The rows in order; only the last one may hold a diagnosis.
+        """
+        counts = tf.constant(count, tf.int64), tf.constant(log_every or count + 1, tf.int64)
+        start = time.time()
+        with tf.experimental.function_executor_type(executor):
+            result = (self._run_one if is_single else self._run)(source.iterator(), source.layout, *counts)
+            result = tf.nest.map_structure(lambda t: t.numpy(), result)
+        return self._unpack(result, start)
+
+    def last_batch(self) -> Any:
+        """Returns a copy of the last batch, to be looked at again; None unless `locate_nonfinite` is on."""
+        return None if self._last_batch is None else self._last_batch.get()
+
+    def _sums_layout(self) -> RowLayout:
+        """Returns the layout of what the steps add up; known once the step was traced."""
+        sizes = {"tallies": 2 * len(self._step.names), "examples": 1, "input_secs": 1}
+        return RowLayout(sizes | {"replica_secs": self._num_timed_replicas})
+
+    def _row_layout(self) -> RowLayout:
+        heads = {"steps_done": 1, "end": 1, "numbers": len(self._number_names)}
+        return RowLayout(heads | dict(self._sums_layout().sizes))
+
+    def _unpack(self, result: Mapping[str, Any], start: float) -> list[Row]:
+        columns = self._row_layout().unpack(result["rows"])
+        rows: list[Row] = []
+        done = 0
+        for i, (done_then, end) in enumerate(zip(columns["steps_done"][:, 0], columns["end"][:, 0], strict=True)):
+            is_last = i + 1 == len(result["rows"])
+            numbers = dict(zip(self._number_names, columns["numbers"][i].tolist(), strict=True))
+            rows.append(
+                Row(
+                    steps=int(done_then) - done,
+                    end=float(end),
+                    seconds=float(end) - start,
+                    tallies=columns["tallies"][i],
+                    examples=float(columns["examples"][i, 0]),
+                    input_secs=float(columns["input_secs"][i, 0]),
+                    numbers=numbers | spread(result["keras_metrics"]) if is_last else numbers,
+                    step_secs=np.diff(result["step_starts"][done : int(done_then)], append=end),
+                    replica_secs=columns["replica_secs"][i],
+                    diagnosis=result["diagnosis"] if is_last and result["failed"] else None,
+                )
+            )
+            done, start = int(done_then), float(end)
+        return rows
+
+    def _steps_by_log(
+        self,
+        iterator: Any,
+        layout: Layout,
+        count: tf.Tensor,
+        log_every: tf.Tensor,
+        while_loop: Callable[..., Any] = tf.while_loop,
+    ) -> dict[str, Any]:
+        """Runs `count` steps, or up to the first that fails; a row for each log and for the steps after the last."""
+        first = self._state.step.read_value()
+
+        def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
+            target = tf.minimum(count, done + log_every - (first + done) % log_every)
+            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target, while_loop)
+            with tf.device(HOST), tf.control_dependencies([sums]):
+                row = self._pack(layout, done, sums)
+            return done, failed, rows.write(rows.size(), row), diagnosis
+
+        with tf.device(HOST):
+            rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
+            self._step_starts.assign(tf.zeros([count], tf.float64))
+            _, failed, rows, diagnosis = while_loop(
+                lambda done, failed, rows, _: (rows.size() == 0) | ((done < count) & ~failed),
+                to_next_log,
+                (tf.constant(0, tf.int64), tf.constant(False), rows, tf.zeros([0])),
+                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), _VECTOR),
+                parallel_iterations=1,
+            )
+            return {
+                "rows": rows.stack(),
+                "step_starts": self._step_starts.read_value(),
+                "failed": failed,
+                "diagnosis": diagnosis,
+                "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
+            }
+
+    def _pack(self, layout: Layout, done: tf.Tensor, sums: tf.Tensor) -> tf.Tensor:
+        """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
+        sums_layout = self._sums_layout()
+        segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
+        if (layout.is_sharded or layout.is_split) and workers.num_workers(self._state.strategy) > 1:
+            segments["examples"] = workers.sum_over_workers(self._state.strategy, segments["examples"])
+        numbers = self._read_numbers()
+        self._number_names = list(numbers)
+        segments["steps_done"] = tf.cast(done, tf.float64)[tf.newaxis]
+        segments["end"] = tf.timestamp()[tf.newaxis]
+        segments["numbers"] = tf.stack([tf.cast(number, tf.float64) for number in numbers.values()])
+        return tf.concat(self._row_layout().pack(segments), 0)
+
+    def _read_numbers(self) -> dict[str, tf.Tensor]:
+        """Returns what a log reports beside sums, by name: scalars."""
+        state = self._state
+        rates = {name: optimizer.learning_rate for name, optimizer in state.optimizers.items()}
+        scales = {name: scaler.loss_scale for name, scaler in state.loss_scalers.items()}
+        norms = {name: _norm(variables) for name, variables in state.variables_of_update.items()}
+        return {
+            "skipped_steps": state.skipped_steps.read_value(),
+            **_by_update("learning_rate", rates),
+            **_by_update("loss_scale", scales),
+            **_by_update("weight_norm", norms),
+        }
+
+    def _steps(
+        self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor, while_loop: Callable[..., Any]
+    ) -> Any:
+        """Runs steps until `target` of them are done, or up to the first that fails."""
+
+        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
+            start = tf.timestamp()
+            with tf.control_dependencies([start]), tf.device(HOST):
+                batch = shards.next_batch(iterator, layout)
+            with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
+                input_secs = tf.timestamp() - start
+            if self._last_batch is not None:
+                self._last_batch.keep(batch)
+            outcome = self._step(batch, layout)
+            with tf.device(HOST):
+                segments = {
+                    "tallies": tf.cast(outcome.tallies, tf.float64),
+                    "examples": tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)[tf.newaxis],
+                    "input_secs": input_secs[tf.newaxis],
+                    "replica_secs": tf.zeros([0], tf.float64)
+                    if outcome.replica_secs is None
+                    else tf.cast(outcome.replica_secs, tf.float64),
+                }
+                sums += tf.concat(self._sums_layout().pack(segments), 0)
+                self._step_starts.scatter_update(tf.IndexedSlices(start, done))
+                # Counted when it is done: if the data of a later step fails, the results of the whole call are lost.
+                with tf.control_dependencies([outcome.applied]):
+                    self._state.step.assign_add(1)
+                if self._step.may_skip:
+                    self._state.skipped_steps.assign_add(tf.cast(~outcome.applied, tf.int64))
+                if self._step.may_fail:  # else the next step may start before this one has ended
+                    failed = outcome.failed
+            return done + 1, failed, sums, outcome.diagnosis
+
+        with tf.device(HOST):
+            # The number of values that loss_fn returns is known only when the body is traced: one zero stands for all.
+            return while_loop(
+                lambda done, failed, *_: (done < target) & ~failed,
+                body,
+                (done, tf.constant(False), tf.zeros([1], tf.float64), tf.zeros([0])),
+                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
+            )
+
+
+def compiled(fn: Callable[..., Any], eager: bool = False) -> Any:
+    """Returns `fn` as a `tf.function` of its own, so that TensorFlow counts the traces of each trainer apart.
+
+    Args:
+        fn: without AutoGraph.
+        eager: whether to return `fn` itself instead.
+    """
+    return fn if eager else tf.function(lambda *arguments: fn(*arguments), autograph=False)
+
+
+def spread(results: Mapping[str, Any]) -> dict[str, float]:
+    """Returns results of Keras metrics as numbers; those of dicts and vectors get names of their own, `name/key`."""
+    numbers: dict[str, float] = {}
+    for name, result in results.items():
+        if isinstance(result, Mapping):
+            numbers |= spread({f"{name}/{key}": value for key, value in result.items()})
+        elif np.ndim(result):
+            numbers |= {f"{name}/{i}": float(value) for i, value in enumerate(np.ravel(result))}
+        else:
+            numbers[name] = float(result)
+    return numbers
+
+
+def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:
+    """Stands in for `tf.while_loop` where the body runs exactly once."""
+    return body(*start)
+
+
+def _norm(variables: Sequence[Any]) -> tf.Tensor:
+    """Computes the Euclidean norm over all elements of some variables."""
+    halves = [tf.nn.l2_loss(tf.cast(tensorflow_variable(variable), tf.float32)) for variable in variables]
+    return tf.sqrt(2.0 * tf.add_n(halves))
+
+
+def _by_update(name: str, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Returns a value of each update under `<update>/<name>`, or under `<name>` for a single update."""
+    return {f"{update}/{name}" if update else name: tf.convert_to_tensor(value) for update, value in values.items()}

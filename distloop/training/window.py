@@ -1,0 +1,143 @@
+"""Log window: what training did since the last log, as sums that are divided once.
+
+The compiled loop hands the host one row of numbers for each log. A `RowLayout` names the segments of such a row, in the
+loop and on the host; a `Window` adds rows up and reports their means. Nothing here knows TensorFlow.
+
+    layout = RowLayout({"tallies": 2 * len(names), "examples": 1})
+    row = tf.concat(layout.pack({"tallies": tallies, "examples": [examples]}), 0)      # in the compiled loop
+    layout.unpack(rows.numpy())["examples"]                                            # on the host: [L, 1]
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from distloop.training import metrics
+
+T = TypeVar("T")
+
+PERCENTILES = (50, 90, 99)  # of the seconds of a step
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Names the segments of a row of numbers, in order.
+
+    Attributes:
+        sizes: name -> length of the segment.
+    """
+
+    sizes: Mapping[str, int]
+
+    @property
+    def width(self) -> int:
+        """The length of a row."""
+        return sum(self.sizes.values())
+
+    def pack(self, segments: Mapping[str, T]) -> list[T]:
+        """Returns the segments in the order of the layout, to be concatenated."""
+        assert segments.keys() == self.sizes.keys(), (segments.keys(), self.sizes)
+        return [segments[name] for name in self.sizes]
+
+    def unpack(self, rows: Any) -> dict[str, Any]:
+        """Returns the segments by name, `[..., size]`, of rows `[..., width]`: arrays or tensors."""
+        segments, start = {}, 0
+        for name, size in self.sizes.items():
+            segments[name] = rows[..., start : start + size]
+            start += size
+        return segments
+
+
+@dataclass(frozen=True)
+class Row:
+    """What some steps in a row did.
+
+    Attributes:
+        steps: how many there were.
+        end: when the last one ended; Unix, seconds.
+        seconds: how long they took.
+        tallies: `[2 * M]`: total and weight of each reported value.
+        examples: how many they trained on.
+        input_secs: seconds spent waiting for data.
+        numbers: name -> value at the end of the last step, such as the learning rate.
+        step_secs: `[steps]`: from the beginning of each step to that of the next one.
+        replica_secs: `[R]`: forward and backward pass on each replica, summed over the steps; empty for one replica.
+        host_secs: time between the loop before and this one; 0 but in the first row of a loop.
+        diagnosis: what `TrainStep.explain` needs if the last step failed; None: it did not.
+    """
+
+    steps: int
+    end: float
+    seconds: float
+    tallies: np.ndarray
+    examples: float
+    input_secs: float
+    numbers: dict[str, float]
+    step_secs: np.ndarray
+    replica_secs: np.ndarray
+    host_secs: float = 0.0
+    diagnosis: np.ndarray | None = None
+
+
+class Window:
+    """Sums since the last log.
+
+    Attributes:
+        steps: how many steps they cover.
+        seconds: how long these took.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None, *, secs_per_log: float = 0.0) -> None:
+        """Opens a window.
+
+        Args:
+            saved: what `save` returned, to go on with; None: an empty window.
+            secs_per_log: how long the window before took; 0: unknown.
+        """
+        saved = saved or {"sums": [], "steps": 0, "seconds": 0.0}
+        self.steps: int = saved["steps"]
+        self.seconds: float = saved["seconds"]
+        self.secs_per_log = secs_per_log
+        self._sums = np.array(saved["sums"])  # [2 * M + 2]: tallies, examples, seconds waited for data
+        self._numbers: dict[str, float] = {}
+        self._host_secs = 0.0
+        self._step_secs: list[np.ndarray] = []
+        self._replica_secs: Any = 0.0
+
+    def save(self) -> dict[str, Any]:
+        """Returns the sums as JSON can hold them, for a checkpoint."""
+        return {"sums": self._sums.tolist(), "steps": self.steps, "seconds": self.seconds}
+
+    def add(self, row: Row) -> None:
+        """Adds what some steps did."""
+        sums = np.concatenate([row.tallies, [row.examples, row.input_secs]])
+        if self._sums.shape != sums.shape:  # empty, or saved when loss_fn returned other values
+            self._sums, self.steps, self.seconds, self._host_secs = np.zeros_like(sums), 0, 0.0, 0.0
+        self._sums = self._sums + sums
+        self.steps += row.steps
+        self.seconds += row.seconds
+        self._host_secs += row.host_secs
+        self._numbers = row.numbers
+        self._step_secs.append(row.step_secs)
+        self._replica_secs = self._replica_secs + row.replica_secs
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Returns means, rates and percentiles by name.
+
+        Args:
+            names: M names of the values in the tallies.
+        """
+        *tallies, examples, input_secs = self._sums
+        numbers = metrics.means(names, np.array(tallies)) | self._numbers
+        numbers["steps_per_sec"] = self.steps / self.seconds
+        numbers["examples_per_sec"] = float(examples) / self.seconds
+        numbers["input_wait"] = min(1.0, float(input_secs) / self.seconds)
+        numbers["host_share"] = self._host_secs / (self._host_secs + self.seconds)
+        step_secs = np.sort(np.concatenate(self._step_secs))
+        for percent in PERCENTILES:  # the smallest duration that so many percent of the steps do not exceed
+            numbers[f"step_secs_p{percent}"] = float(step_secs[-(-percent * len(step_secs) // 100) - 1])
+        if np.size(self._replica_secs) > 1:
+            numbers["replica_imbalance"] = float(np.max(self._replica_secs) / np.mean(self._replica_secs)) - 1.0
+        return numbers
