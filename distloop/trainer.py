@@ -5,11 +5,8 @@ trainer.fit(train_dataset, evals={"test": test_dataset})
 outputs = trainer.predict(test_dataset)
 """
 
-import contextlib
 import functools
 import os
-import shlex
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,21 +14,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import flags
-from distloop.actions.action import Action, Report, Saves, member
-from distloop.actions.action import run as run_actions
+from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.histograms import WeightHistograms
-from distloop.actions.pipeline_usage import PipelineUsage
-from distloop.actions.save import Save
-from distloop.actions.sync_stop import SyncStop
-from distloop.actions.utilization import Utilization
-from distloop.actions.write import Write
-from distloop.checkpoints import signatures
+from distloop.checkpoints import sidecar, signatures
 from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.saved_model import write_saved_model
-from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.arrays import are_arrays, as_dataset
 from distloop.data.copies import fresh_copy
@@ -39,21 +28,16 @@ from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
 from distloop.diagnostics.audit import Audit, audit
 from distloop.distributed import devices, strategies, workers
-from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
-from distloop.monitoring.console import Console, say, show_parts, show_split
-from distloop.monitoring.json_writer import JsonWriter
-from distloop.monitoring.profiler import Profile
-from distloop.monitoring.records import read_metrics, read_steps
-from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.fit import Fit, check_actions, last_step
+from distloop.monitoring.console import say
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.training import overview
 from distloop.training.evaluation import EvalLoop
-from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.loop import TrainLoop
 from distloop.training.prediction import PredictLoop, PredictStep, cannot_join
 from distloop.training.state import ModelSpec, TrainState
 from distloop.training.step import TrainStep
-from distloop.variables import count_parameters
 
 _KEPT_PASSES = 8  # datasets that are remembered: to make them ready takes as long as a short pass over them
 
@@ -111,13 +95,10 @@ class Trainer:
             others.step = lambda: self.step
             others.phase = "starting"
         self._train_source: Source | None = None
-        self._passes: list[Source] = []  # data that was measured on or predicted for, the last one first
+        self._passes: list[Source] = []  # of evaluations and predictions, the latest first
         self._element_spec: Any = None
-        self._forward: tuple[Any, tf.Graph | None] | None = None  # of what data, the forward pass
-        self._train_loop: TrainLoop | None = None
-        self._watched: WeightHistograms | None = None
-        self._eval_loop: EvalLoop | None = None
-        self._predict_loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and whether dtypes are kept
+        self._forward: tuple[Any, tf.Graph | None] | None = None  # the kind of data, and the graph of the forward pass
+        self._predict_loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and keep_dtypes
 
     @property
     def step(self) -> int:
@@ -168,188 +149,113 @@ class Trainer:
             SystemExit: with code 75, if the run was interrupted and saved; before anything is trained, with
                 `audit=True`, with code 1 if there are findings, else 0, and with `autotune_batch=True`, with code 0.
         """
-        settings, clock = self.config, Clock()
-        if settings.audit:
+        clock = Clock()
+        if self.config.audit:
             self._leave_after_audit(train)
-        if settings.autotune_batch:
+        if self.config.autotune_batch:
             tuning.autotune_batch(self, train)
             raise SystemExit(0)
-        if self._train_source is None or self._train_source.data is not train:
+        source = self._training_source(train)
+        until = self.step + 1 if self.config.fast_dev_run else last_step(self.config, source, steps, epochs)
+        check_actions(actions)
+        evaluations = self._evaluations(evals or {})
+        self._build(source)
+        run = Fit(
+            state=self.state,
+            config=self.config,
+            progress=self._progress,
+            make_loop=lambda: self._train_loop,
+            source=source,
+            until=until,
+            evaluations=evaluations,
+            actions=actions,
+            trace_forward=functools.partial(self._trace_forward, source),
+            clock=clock,
+        )
+        if run.resume().is_over:
+            return {}
+        with run.interruptible():
+            metrics = run.train()
+        if self.config.fast_dev_run:
+            self._dry_run(source)
+        return metrics
+
+    def _training_source(self, data: Data) -> Source:
+        """Returns the source of the data, the same as in the last call if the data is the same object."""
+        config = self.config
+        if self._train_source is None or self._train_source.data is not data:
             self._train_source = Source(
-                train,
+                data,
                 self.strategy,
-                microbatches=settings.microbatches,
-                may_go_back=settings.on_divergence == "rollback",
-                limit=settings.overfit_batches or settings.limit_train_batches,
-                is_cached=bool(settings.overfit_batches),
-                batch_size=settings.batch_size,
-                shuffle_seed=settings.seed,
+                batch_size=config.batch_size,
+                shuffle_seed=config.seed,
+                microbatches=config.microbatches,
+                may_go_back=config.on_divergence == "rollback",
+                limit=config.overfit_batches or config.limit_train_batches,
+                is_cached=bool(config.overfit_batches),
             )
-        source = self._train_source
-        split = source.split()
-        batch_size = split[0] if split is not None else None
-        if batch_size is not None:
-            self.state.placement.check_microbatches(settings.microbatches, batch_size)
-        until = self._until(source, steps, epochs)
-        if settings.fast_dev_run:
-            until = self.step + 1
-        for action in actions:
-            if not callable(action) or not hasattr(action, "every"):
-                raise ValueError(
-                    f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
-                    "set it, as in `action.every = 100`."
-                )
-        if not isinstance(evals or {}, Mapping):
+        split = self._train_source.split()
+        if split is not None:
+            self.state.placement.check_microbatches(config.microbatches, split[0])
+        return self._train_source
+
+    def _evaluations(self, evals: Mapping[str, Data]) -> list[Evaluate]:
+        if not isinstance(evals, Mapping):
             raise ValueError(
                 f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
             )
-        sources = {name: self._eval_source(data) for name, data in (evals or {}).items()}
-        evaluations = [
-            Evaluate(name, functools.partial(self._evaluate, s), settings.eval_every) for name, s in sources.items()
+        sources = {name: self._eval_source(data) for name, data in evals.items()}
+        return [
+            Evaluate(name, functools.partial(self._evaluate, source), self.config.eval_every)
+            for name, source in sources.items()
         ]
-        self._build(source)
-        self._progress.resume()
-        if settings.init_from and self._progress.is_new:
-            self._say(warm_start(self.state, settings.init_from, settings.init_rename))
-        if reason := self._progress.stop_reason(until):
-            self._say(f"this run stopped at step {self.step} ({reason}); other steps make it go on.")
-        if self._train_loop is None:
-            self._train_loop = self._make_train_loop()
-        window = self._progress.attach(source, self._train_loop, actions, until)
-        if self.step >= until or reason:
-            return {}
-        if self._is_chief:
-            flags.write(settings, settings.workdir)
-        for line in self._describe(source):
-            self._say(line)
-        if workers.num_workers(self.strategy) > 1 and settings.console != "quiet":
-            say(source.describe())  # on each of them
-        may_roll_back = settings.on_divergence == "rollback"
-        if may_roll_back and not self._progress.has_checkpoint():
-            self._progress.save()
-        if self._forward is None or self._forward[0] != (source.element_spec, batch_size):
-            forward = overview.trace_forward(self.state, settings, source.element_spec, batch_size)
-            self._forward = (source.element_spec, batch_size), forward
-        forward = self._forward[1]
-        flops_per_example = overview.flops_per_example(forward, batch_size)
-        step_flops = flops_per_example and flops_per_example * (batch_size or 0)
-        executor = self.state.placement.choose_executor(self.strategy, settings.executor, step_flops)
-        profile = Profile(settings.profile, os.path.join(settings.workdir, "summaries", "train"))
-        to_do: list[Action] = [
-            Utilization(flops_per_example, overview.peak_flops(self.state, settings)),
-            PipelineUsage(self.state.placement.devices, profile),
-            *evaluations,
-            *actions,
-            *([self._watched] if self._watched is not None else []),
-        ]
-        if actions and workers.num_workers(self.strategy) > 1:
-            to_do.append(SyncStop(functools.partial(workers.gather, self.strategy), actions))
-        with Interrupts(settings.max_secs, catch_signals=bool(settings.workdir)) as interrupts:
-            while True:
-                try:
-                    return self._train(
-                        source, until, to_do, evaluations, forward, window, interrupts, clock, profile, executor
-                    )
-                except Diverged as diverged:
-                    if not may_roll_back:
-                        raise
-                    self._progress.roll_back(diverged)
-                    window = self._progress.attach(source, self._train_loop, actions, until)
-                except Interrupted as interrupted:
-                    if settings.workdir:
-                        self.save()
-                    if self._is_chief:  # even where it is to be quiet
-                        say(f"{interrupted}; the same command goes on from there.")
-                    raise SystemExit(EXIT_CODE) from None
 
-    def _train(
-        self,
-        source: Source,
-        until: int,
-        to_do: Sequence[Action],
-        evaluations: Sequence[Evaluate],
-        forward: tf.Graph | None,
-        window: Mapping[str, Any] | None,
-        interrupts: Interrupts,
-        clock: Clock,
-        profile: Profile,
-        executor: str,
-    ) -> dict[str, float]:
-        """Trains from where the run is, with files of its own, and waits until the last save is whole."""
-        assert self._train_loop is not None
-        evals = [evaluation.name for evaluation in evaluations]
-        with contextlib.closing(profile), Write(self._make_writers(until, evals, forward)) as write:
-            if self.config.eval_first and self.step == 0:
-                run_actions([*evaluations, write], Report(0, 0, {}, self.state, time=time.time()), clock)
-            metrics = self._train_loop.train(
-                source,
-                until,
-                [*to_do, write, *self._make_saves(to_do, write)],
-                log_every=self.config.log_every,
-                steps_per_loop=self.config.steps_per_loop,
-                window=window,
-                interrupts=interrupts,
-                clock=clock,
-                profile=profile if self._is_chief else None,
-                executor=executor,
-            )
-            with clock.phase("saving"):
-                self._progress.wait()
-        for writer in write.writers:
-            if isinstance(writer, Console):
-                writer.summarize(clock)
-        if self.config.fast_dev_run:
-            for line in self._rehearse(source):
-                self._say(f"fast_dev_run: {line}")
-        return metrics
+    @functools.cached_property
+    def _train_loop(self) -> TrainLoop:
+        """Traced once for each kind of data, so it serves every call of `fit`."""
+        config, state = self.config, self.state
+        histograms = None
+        if config.workdir and config.histograms_every:
+            histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, config.histograms_every)
+        step = TrainStep(
+            state,
+            microbatches=config.microbatches,
+            clip_norm=config.clip_norm,
+            skip_nonfinite=config.on_nonfinite == "skip",
+            jit_compile=config.jit_compile,
+            locate_nonfinite=config.locate_nonfinite,
+            loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
+            histograms=histograms,
+        )
+        return TrainLoop(
+            state, step, log_every=config.log_every, steps_per_loop=config.steps_per_loop, eager=config.eager
+        )
 
-    def _make_saves(self, to_do: Sequence[Action], write: Write) -> list[Action]:
-        """Returns the action that saves, if there is a workdir, and hands the run's checkpoints to the others."""
+    def _trace_forward(self, source: Source) -> tf.Graph | None:
+        """Returns the graph of the forward pass, traced once for each kind of data; None: it would take too long."""
+        split = source.split()
+        kind = source.element_spec, split[0] if split is not None else None
+        if self._forward is None or self._forward[0] != kind:
+            self._forward = kind, overview.trace_forward(self.state, self.config, *kind)
+        return self._forward[1]
 
-        def save(report: Report, best_steps: Mapping[str, list[int]]) -> None:
-            write.flush()  # a run that resumes from this checkpoint finds all rows up to it
-            self._progress.save(report, best_steps)
-
-        saves = Saves(save) if self.config.workdir else None
-        for action in to_do:
-            member(action, "set_saves")(saves)
-        return [Save(saves, self.config.checkpoint_every)] if saves else []
-
-    def _rehearse(self, source: Source) -> Iterator[str]:
-        """Tries what a run may need after its steps; see `rehearsal.check`."""
-        assert self._train_loop is not None
-        yield f"step {self.step} trained, all evaluations measured on a batch"
+    def _dry_run(self, source: Source) -> None:
+        """Tries what a run may need after its steps; see `dry_run.check`."""
+        self._say(f"fast_dev_run: step {self.step} trained, all evaluations measured on a batch")
         predict_fns = self._predict_fns() if self.state.spec.predict_fn is not None else {}
 
         def predict(signature: str) -> int:
             outputs = next(self.stream_predictions(source.data, signature=signature))
             return len(tf.nest.flatten(outputs)[0])
 
-        yield from dry_run.check(
+        for line in dry_run.check(
             self.state,
             train=functools.partial(self._train_loop.train, source, self.step + 1, []),
             restore=self.restore if workers.num_workers(self.strategy) == 1 else None,
             predict={name: functools.partial(predict, name) for name in predict_fns},
             export=functools.partial(self.export, os.path.join(self.config.workdir, "export", "rehearsal")),
-        )
-
-    def _make_train_loop(self) -> TrainLoop:
-        settings, state = self.config, self.state
-        if settings.workdir and settings.histograms_every:
-            self._watched = WeightHistograms(
-                state.variables_of_update, state.paths, state.step, settings.histograms_every
-            )
-        step = TrainStep(
-            self.state,
-            microbatches=settings.microbatches,
-            clip_norm=settings.clip_norm,
-            skip_nonfinite=settings.on_nonfinite == "skip",
-            jit_compile=settings.jit_compile,
-            locate_nonfinite=settings.locate_nonfinite,
-            loss_jump=settings.loss_jump if settings.on_divergence == "rollback" else None,
-            watched=self._watched,
-        )
-        return TrainLoop(self.state, step, eager=settings.eager)
+        ):
+            self._say(f"fast_dev_run: {line}")
 
     def save(self) -> None:
         """Saves a checkpoint to the workdir, and waits until it is whole.
@@ -457,20 +363,10 @@ class Trainer:
             )
         source = self._eval_source(dataset)
         self._build(source)
-        path = os.path.join(self.config.workdir, "evaluations", f"{name}.jsonl")
-        found: dict[int, dict[str, float]] = {}
-        writers: list[Any] = []
-        try:
-            for step in self._progress.follow(read_steps(path), poll_secs, timeout_secs):
-                found[step] = self._evaluate(source)
-                if not writers:
-                    writers = [SummaryWriter(os.path.join(self.config.workdir, "summaries"), [name]), JsonWriter(path)]
-                for writer in writers:
-                    writer.write(step, {f"{name}/{key}": v for key, v in found[step].items()}, time.time())
-        finally:
-            for writer in writers:
-                writer.close()
-        return found
+        evaluate = functools.partial(self._evaluate, source)
+        return sidecar.evaluate_checkpoints(
+            self._progress, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
+        )
 
     def predict(self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False) -> Any:
         """Predicts for every row of a dataset, in its order.
@@ -577,23 +473,6 @@ class Trainer:
             )
         raise ValueError(f"signature={signature!r} was given; predict_fn has {names}: give one of them.")
 
-    def _until(self, source: Source, steps: int | None, epochs: int | None) -> int:
-        if steps is None and epochs is None:
-            steps, epochs = self.config.steps, self.config.epochs
-
-        def is_whole(value: Any) -> bool:
-            return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-        for name, value in (("steps", steps), ("epochs", epochs)):
-            if value is not None and not (is_whole(value) and value >= 0):
-                raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
-        if bool(steps) == bool(epochs):
-            raise ValueError(
-                f"fit was given steps={steps} and epochs={epochs}; it needs exactly one of them: give fit(steps=...), "
-                "fit(epochs=...), or set one in the config."
-            )
-        return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
-
     def _pass_over(self, data: Data, may_be_endless: bool = False) -> Source:
         """Makes of data what can be read from its beginning, or finds what was made of it before."""
         source = next((s for s in self._passes if s.data is data), None)
@@ -602,7 +481,7 @@ class Trainer:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
             )
-        if not are_arrays(data):  # whose copy is as large as they are, and which may change in place
+        if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place
             self._passes = [source, *(s for s in self._passes if s is not source)][:_KEPT_PASSES]
         return source
 
@@ -628,57 +507,12 @@ class Trainer:
             self._progress.take_over()
 
     def _evaluate(self, source: Source) -> dict[str, float]:
-        if self._eval_loop is None:
-            self._eval_loop = EvalLoop(self.state, eager=self.config.eager)
         return self._eval_loop.evaluate(source, self.config.limit_eval_batches)
 
-    def _make_writers(self, until: int, evals: Sequence[str], forward: tf.Graph | None) -> list[Any]:
-        if not self._is_chief:
-            return []
-        writers: list[Any] = []
-        console, workdir = self.config.console, self.config.workdir
-        if workdir:
-            try:
-                summaries = os.path.join(workdir, "summaries")
-                os.makedirs(summaries, exist_ok=True)
-                writers.append(SummaryWriter(summaries, evals, self.step))
-                overview.introduce(writers[-1], self.state, self.config, forward)
-                writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl"), self.step))
-            except OSError as error:
-                raise ValueError(
-                    f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "
-                    "in the way, or give another directory."
-                ) from error
-        if console != "quiet":
-            writers.append(Console(until, self.step, evals=evals, may_draw=console == "auto"))
-            if workdir and self.step:
-                writers[-1].remember(read_metrics(workdir))  # the best may have been before
-        return writers
-
-    def _describe(self, source: Source) -> list[str]:
-        """Says on what, with what and where to the run trains: a line each, which begins with a word to look for."""
-        settings = self.config
-        parts, trained = count_parameters(self.state.model), self.state.num_parameters()
-        total = sum(parts.values())
-        some = "" if trained == total else f", of which {trained:,} train"
-        lines = [
-            f"devices {strategies.describe(self.strategy)}",
-            f"precision {settings.precision}",
-            f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
-        ]
-        if (split := source.split()) is not None:
-            batch_size, sizes = split
-            of_worker = " on each worker" if source.layout.is_sharded else ""
-            lines.append(f"batch {batch_size}{of_worker}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
-        lines += self.state.placement.describe()
-        if settings.microbatches > 1:
-            lines.append(f"microbatches {settings.microbatches}")
-        if settings.workdir and not settings.fast_dev_run:
-            lines.append(f"workdir {os.path.abspath(settings.workdir)}")
-            lines.append(f"tensorboard --logdir {shlex.quote(settings.workdir)}")
-        return lines
+    @functools.cached_property
+    def _eval_loop(self) -> EvalLoop:
+        return EvalLoop(self.state, eager=self.config.eager)
 
     def _say(self, text: str) -> None:
-        """Tells the user, unless it is to be quiet; once, where there are several workers."""
         if self._is_chief and self.config.console != "quiet":
             say(text)

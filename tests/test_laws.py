@@ -11,7 +11,8 @@ import tensorflow as tf
 import distloop
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import keras_hooks
-from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.loop import Diverged
 from tests import problems
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
 from tests.test_bad_input import refused
@@ -264,7 +265,7 @@ def run_arguments(trainer):
 
 
 def train_graph(trainer):
-    return trainer._train_loop._run.get_concrete_function(*run_arguments(trainer)).graph
+    return trainer._train_loop._compiled._run.get_concrete_function(*run_arguments(trainer)).graph
 
 
 def operation_types(trainer):
@@ -638,8 +639,8 @@ def test_logs_that_come_late_are_those_that_come_at_once(replicas, tmp_path, mon
         looked_at.append(report.step)
         assert report.state.step == report.step
 
-    loops, run_steps = [], TrainLoop._run_steps
-    monkeypatch.setattr(TrainLoop, "_run_steps", lambda *a: (loops.append(a[3]), run_steps(*a))[1])
+    loops, run_steps = [], CompiledLoop.run
+    monkeypatch.setattr(CompiledLoop, "run", lambda *a, **k: (loops.append(a[2]), run_steps(*a, **k))[1])
     looked_at, look.every = [], None  # whoever may want to see the state at each log gets to
     at_once, expected = rows("at once", actions=[look])
     assert looked_at == [row["step"] for row in expected] and max(loops) == 3

@@ -17,6 +17,7 @@ from distloop.data.shards import Layout
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
+from distloop.training import metrics
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.window import Row, RowLayout
@@ -110,7 +111,7 @@ class CompiledLoop:
                     tallies=columns["tallies"][i],
                     examples=float(columns["examples"][i, 0]),
                     input_secs=float(columns["input_secs"][i, 0]),
-                    numbers=numbers | spread(result["keras_metrics"]) if is_last else numbers,
+                    numbers=numbers | metrics.flatten_results(result["keras_metrics"]) if is_last else numbers,
                     step_secs=np.diff(result["step_starts"][done : int(done_then)], append=end),
                     replica_secs=columns["replica_secs"][i],
                     diagnosis=result["diagnosis"] if is_last and result["failed"] else None,
@@ -233,19 +234,6 @@ def compiled(fn: Callable[..., Any], eager: bool = False) -> Any:
         eager: whether to return `fn` itself instead.
     """
     return fn if eager else tf.function(lambda *arguments: fn(*arguments), autograph=False)
-
-
-def spread(results: Mapping[str, Any]) -> dict[str, float]:
-    """Returns results of Keras metrics as numbers; those of dicts and vectors get names of their own, `name/key`."""
-    numbers: dict[str, float] = {}
-    for name, result in results.items():
-        if isinstance(result, Mapping):
-            numbers |= spread({f"{name}/{key}": value for key, value in result.items()})
-        elif np.ndim(result):
-            numbers |= {f"{name}/{i}": float(value) for i, value in enumerate(np.ravel(result))}
-        else:
-            numbers[name] = float(result)
-    return numbers
 
 
 def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:

@@ -128,12 +128,17 @@ class TrainLoop:
                 raise Interrupted(f"{reason} at step {step}")
         return reported
 
+    @property
+    def histograms(self) -> Any:
+        """The action that shows the gradients which the step keeps; None: it keeps none."""
+        return self._step.histograms
+
     def save_window(self) -> dict[str, Any]:
         """Returns the sums since the last log, as JSON can hold them."""
         return self._window.save()
 
     def _run_to_boundary(self, source: Source, step: int, until: int, actions: Sequence[Action]) -> list[Row]:
-        """Runs the steps up to the next boundary, or up to the first that fails; a row for each log and for the rest."""
+        """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
         count = self._next_boundary(step, until, actions) - step
         count = count if most_steps is None else min(count, most_steps)
@@ -162,7 +167,11 @@ class TrainLoop:
         If only writers consume the logs, that is several logs away: as many as take no longer than a person would wait.
         """
         everys, log_every, logs = [action.every for action in actions], self._log_every, 1
-        if log_every and not self._state.train_metrics and all(a.every is not None or member(a, "only_writes") for a in actions):
+        if (
+            log_every
+            and not self._state.train_metrics
+            and all(a.every is not None or member(a, "only_writes") for a in actions)
+        ):
             if secs := self._window.secs_per_log:
                 logs = max(1, int(min(_LOOP_SECS / secs, (self._steps_per_loop or np.inf) / log_every)))
             logs = int(workers.gather(self._state.strategy, logs)[0])  # the chief's clock counts

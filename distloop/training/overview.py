@@ -9,6 +9,7 @@ It does not know how a run goes.
 import dataclasses
 import os
 import platform
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,12 +21,14 @@ from absl import logging
 
 from distloop import flags
 from distloop.config import Config
+from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.monitoring import flops, records
+from distloop.monitoring.console import show_parts, show_split
 from distloop.monitoring.media import Layout, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.training.state import TrainState
-from distloop.variables import named_variables
+from distloop.variables import count_parameters, named_variables
 
 _MOST_ROWS = 200  # of the model's table
 _MOST_NODES = 5000  # of a graph: TensorBoard draws no more in a reasonable time
@@ -254,3 +257,26 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         cells = [" ".join(str(cell).replace("|", "\\|").replace("`", "'").split()) for cell in row]
         lines.append(f"| {' | '.join(f'`{cell}`' if cell else ' ' for cell in cells)} |")
     return "\n".join(lines) if len(lines) > 2 else "none"
+
+
+def console_lines(state: TrainState, settings: Config, source: Source) -> list[str]:
+    """Returns what the console shows before the first step, a line each: devices, precision, parameters, batch, ..."""
+    parts, trained = count_parameters(state.model), state.num_parameters()
+    total = sum(parts.values())
+    some = "" if trained == total else f", of which {trained:,} train"
+    lines = [
+        f"devices {strategies.describe(state.strategy)}",
+        f"precision {settings.precision}",
+        f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
+    ]
+    if (split := source.split()) is not None:
+        batch_size, sizes = split
+        on_each = " on each worker" if source.layout.is_sharded else ""
+        lines.append(f"batch {batch_size}{on_each}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
+    lines += state.placement.describe()
+    if settings.microbatches > 1:
+        lines.append(f"microbatches {settings.microbatches}")
+    if settings.workdir and not settings.fast_dev_run:
+        lines.append(f"workdir {os.path.abspath(settings.workdir)}")
+        lines.append(f"tensorboard --logdir {shlex.quote(settings.workdir)}")
+    return lines

@@ -101,7 +101,7 @@ class TrainStep:
         jit_compile: bool = False,
         locate_nonfinite: bool = False,
         loss_jump: float | None = None,
-        watched: WeightHistograms | None = None,
+        histograms: WeightHistograms | None = None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -116,7 +116,7 @@ class TrainStep:
             loss_jump: by how much a loss must exceed what it usually is for the step to be an error, as for
                 `LossWatch.check`; where it is given, so is a loss that is not finite, even if the loss is scaled; None:
                 nobody looks.
-            watched: what keeps the gradients of some steps; None: nothing does.
+            histograms: records the gradients of some steps; None: nothing does.
         """
         self._state = state
         self._strategy = state.strategy
@@ -129,10 +129,10 @@ class TrainStep:
         self.locate_nonfinite = locate_nonfinite
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self._loss_jump = loss_jump
-        self._watched = watched
-        if watched is not None:
+        self.histograms = histograms
+        if histograms is not None:
             for trace in self._traces:
-                watched.allocate(trace.update.name, trace.packing)
+                histograms.allocate(trace.update.name, trace.packing)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
 
     @property
@@ -161,9 +161,9 @@ class TrainStep:
                 segments, squares = (tf.nest.map_structure(self._first, part) for part in forward[:2])
                 diagnoses += [tallies, trace.packing.diagnosis(segments, squares)]
             self._strategy.run(functools.partial(self._settle, trace), args=(finite, forward.before, forward.after))
-            if self._watched is not None:
+            if self.histograms is not None:
                 segments = [self._first(segment) for segment in forward.segments]
-                self._watched.record(trace.update.name, segments, self._first(forward.scale))
+                self.histograms.record(trace.update.name, segments, self._first(forward.scale))
             apply = functools.partial(self._strategy.run, functools.partial(self._apply, trace))
             if not self.may_skip:
                 apply(args=(forward.segments, forward.scale))

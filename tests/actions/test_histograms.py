@@ -53,7 +53,7 @@ def test_histograms_change_no_bit_of_a_run(settings, tmp_path):
         model_fn = problems.classifier()
     plain = train(tmp_path / "a", model_fn, **settings)
     watched = train(tmp_path / "b", model_fn, histograms_every=2, **settings)
-    assert plain._watched is None and watched._watched is not None
+    assert plain._train_loop.histograms is None and watched._train_loop.histograms is not None
     left, right = problems.everything(plain), problems.everything(watched)
     assert [value.tobytes() for value in left.values()] == [value.tobytes() for value in right.values()]
 

@@ -32,7 +32,7 @@ def test_a_compiled_step_trains_to_the_same_weights(precision, tolerance, replic
 def calls_compiled(trainer):
     """Whether anything in the compiled loop is left to XLA."""
     source = trainer._train_source
-    run = trainer._train_loop._run
+    run = trainer._train_loop._compiled._run
     graph = run.get_concrete_function(source.iterator(), source.layout, *[tf.constant(1, tf.int64)] * 2).graph
     return any("_XlaMustCompile" in node.attr for f in graph.as_graph_def().library.function for node in f.node_def)
 

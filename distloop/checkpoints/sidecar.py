@@ -1,0 +1,51 @@
+"""Sidecar evaluation: measure each checkpoint of a run that another process trains.
+
+It writes `evaluations/<name>.jsonl` and `summaries/<name>` beside the run's own files, and nothing else.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from distloop.checkpoints.resume import Progress
+from distloop.monitoring.json_writer import JsonWriter
+from distloop.monitoring.records import read_steps
+from distloop.monitoring.tensorboard import SummaryWriter
+
+
+def evaluate_checkpoints(
+    progress: Progress,
+    evaluate: Callable[[], Mapping[str, float]],
+    workdir: str,
+    name: str,
+    *,
+    poll_secs: float,
+    timeout_secs: float,
+) -> dict[int, dict[str, float]]:
+    """Evaluates each checkpoint once, until the run is complete.
+
+    Args:
+        progress: restores the checkpoints.
+        evaluate: returns the metrics of the weights that were restored.
+        workdir: of the run.
+        name: of the evaluation; checkpoints that have a row in its file are left out.
+        poll_secs: how often to look for a new checkpoint.
+        timeout_secs: how long to wait for one; 0: for ever.
+
+    Returns:
+        Step -> name -> number, of the checkpoints that were evaluated now.
+    """
+    path = os.path.join(workdir, "evaluations", f"{name}.jsonl")
+    measured: dict[int, dict[str, float]] = {}
+    with contextlib.ExitStack() as stack:
+        for step in progress.follow(read_steps(path), poll_secs, timeout_secs):
+            measured[step] = dict(evaluate())
+            if len(measured) == 1:  # no file is made before there is a row for it
+                summaries = stack.enter_context(
+                    contextlib.closing(SummaryWriter(os.path.join(workdir, "summaries"), [name]))
+                )
+                rows = stack.enter_context(contextlib.closing(JsonWriter(path)))
+            for writer in (summaries, rows):
+                writer.write(step, {f"{name}/{key}": value for key, value in measured[step].items()}, time.time())
+    return measured

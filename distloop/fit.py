@@ -1,0 +1,277 @@
+"""One call of `Trainer.fit`: resume, train, go back to a checkpoint if a loss diverges, save and leave if interrupted.
+
+    run = Fit(state=state, config=config, ...)
+    if run.resume().is_over:
+        return {}
+    with run.interruptible():       # when asked to stop: saves, and leaves with code 75
+        return run.train()
+
+It puts the parts of a run together and knows the order of things. How a part does its work, it does not know.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop import flags
+from distloop.actions.action import Action, Report, Saves, member
+from distloop.actions.action import run as run_actions
+from distloop.actions.evaluate import Evaluate
+from distloop.actions.pipeline_usage import PipelineUsage
+from distloop.actions.save import Save
+from distloop.actions.sync_stop import SyncStop
+from distloop.actions.utilization import Utilization
+from distloop.actions.write import Write
+from distloop.checkpoints.resume import Progress
+from distloop.checkpoints.warm_start import warm_start
+from distloop.config import Config
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
+from distloop.monitoring.console import Console, say
+from distloop.monitoring.json_writer import JsonWriter
+from distloop.monitoring.profiler import Profile
+from distloop.monitoring.records import read_metrics
+from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.monitoring.timing import Clock
+from distloop.training import overview
+from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.state import TrainState
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fit:
+    """One call of `Trainer.fit`; its arguments have been checked.
+
+    Attributes:
+        state: what training changes.
+        config: the settings of the run.
+        progress: the checkpoints of the run.
+        make_loop: returns what trains; called when the weights are those that training begins with.
+        source: the data to train on.
+        until: the global step to end with.
+        evaluations: an action for each dataset to evaluate on.
+        actions: the user's.
+        trace_forward: traces the forward pass, for its graph and its floating-point operations.
+        clock: counts where the time of the run goes.
+    """
+
+    state: TrainState
+    config: Config
+    progress: Progress
+    make_loop: Callable[[], TrainLoop]
+    source: Source
+    until: int
+    evaluations: Sequence[Evaluate]
+    actions: Sequence[Action]
+    trace_forward: Callable[[], tf.Graph | None]
+    clock: Clock
+
+    def resume(self) -> "Fit":
+        """Goes on from the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
+        self.progress.resume()
+        if self.config.init_from and self.progress.is_new:
+            self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
+        self._stop_reason = self.progress.stop_reason(self.until)
+        if self._stop_reason:
+            self._say(f"this run stopped at step {self._step} ({self._stop_reason}); other steps make it go on.")
+        self._loop = self.make_loop()
+        self._attach()
+        return self
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self._step >= self.until or bool(self._stop_reason)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Saves the run and ends the process with code 75 when a signal or `max_secs` asks for it.
+
+        Raises:
+            SystemExit: with code 75.
+        """
+        with Interrupts(self.config.max_secs, catch_signals=bool(self.config.workdir)) as self._interrupts:
+            try:
+                yield
+            except Interrupted as interrupted:
+                if self.config.workdir:
+                    self.progress.save()
+                    self.progress.wait()
+                if self._is_chief:  # with console=quiet, too
+                    say(f"{interrupted}; the same command goes on from there.")
+                raise SystemExit(EXIT_CODE) from None
+
+    def train(self) -> dict[str, float]:
+        """Trains until the run is over and its last save is whole.
+
+        Returns:
+            The numbers of the last report.
+
+        Raises:
+            Interrupted: if the run is to be saved and left.
+            Diverged: at a step that fails, if there is no checkpoint to go back to.
+        """
+        self._announce()
+        self._prepare()
+        while True:
+            try:
+                return self._train()
+            except Diverged as diverged:
+                self._go_back(diverged)
+
+    def _train(self) -> dict[str, float]:
+        """Trains from where the run is, with a profile and writers of its own."""
+        profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
+        with contextlib.closing(profile), Write(self._open_writers()) as write:
+            if self.config.eval_first and self._step == 0:
+                run_actions([*self.evaluations, write], Report(0, 0, {}, self.state, time=time.time()), self.clock)
+            metrics = self._loop.train(
+                self.source,
+                self.until,
+                self._all_actions(write, profile),
+                window=self._window,
+                interrupts=self._interrupts,
+                clock=self.clock,
+                profile=profile if self._is_chief else None,
+                executor=self._executor,
+            )
+            with self.clock.phase("saving"):
+                self.progress.wait()
+        for writer in write.writers:
+            if isinstance(writer, Console):
+                writer.summarize(self.clock)
+        return metrics
+
+    def _go_back(self, diverged: Diverged) -> None:
+        """Goes back to a checkpoint from before the batch that a step failed on; raises the failure if it may not."""
+        if self.config.on_divergence != "rollback":
+            raise diverged
+        self.progress.roll_back(diverged)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Hands the parts what the checkpoint holds of them."""
+        self._window = self.progress.attach(self.source, self._loop, self.actions, self.until)
+
+    def _announce(self) -> None:
+        """Writes the settings, and says on what, with what and where to the run trains."""
+        if self._is_chief:
+            flags.write(self.config, self.config.workdir)
+        for line in overview.console_lines(self.state, self.config, self.source):
+            self._say(line)
+        if workers.num_workers(self.state.strategy) > 1 and self.config.console != "quiet":
+            say(self.source.describe())  # on each of them
+
+    def _prepare(self) -> None:
+        """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
+        if self.config.on_divergence == "rollback" and not self.progress.has_checkpoint():
+            self.progress.save()
+        self._forward = self.trace_forward()
+        split = self.source.split()
+        batch_size = split[0] if split is not None else None
+        self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
+        step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)
+        self._executor = self.state.placement.choose_executor(self.state.strategy, self.config.executor, step_flops)
+
+    def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
+        """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
+        strategy = self.state.strategy
+        actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
+        actions.append(PipelineUsage(self.state.placement.devices, profile))
+        actions += [*self.evaluations, *self.actions]
+        if self._loop.histograms is not None:
+            actions.append(self._loop.histograms)
+        if self.actions and workers.num_workers(strategy) > 1:
+            actions.append(SyncStop(functools.partial(workers.gather, strategy), self.actions))
+        saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None
+        for action in actions:
+            member(action, "set_saves")(saves)
+        return [*actions, write, *([Save(saves, self.config.checkpoint_every)] if saves else [])]
+
+    def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
+        write.flush()  # a run that resumes from this checkpoint finds all rows up to it
+        self.progress.save(report, best_steps)
+
+    def _open_writers(self) -> list[Any]:
+        if not self._is_chief:
+            return []
+        writers: list[Any] = []
+        workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
+        if workdir:
+            try:
+                summaries = os.path.join(workdir, "summaries")
+                os.makedirs(summaries, exist_ok=True)
+                writers.append(SummaryWriter(summaries, evals, self._step))
+                overview.introduce(writers[-1], self.state, self.config, self._forward)
+                writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl"), self._step))
+            except OSError as error:
+                raise ValueError(
+                    f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "
+                    "in the way, or give another directory."
+                ) from error
+        if self.config.console != "quiet":
+            console = Console(self.until, self._step, evals=evals, may_draw=self.config.console == "auto")
+            if workdir and self._step:
+                console.remember(read_metrics(workdir))  # the best value may have been before
+            writers.append(console)
+        return writers
+
+    @property
+    def _step(self) -> int:
+        return int(self.state.step)
+
+    @functools.cached_property
+    def _is_chief(self) -> bool:
+        return workers.is_chief(self.state.strategy)
+
+    def _say(self, text: str) -> None:
+        if self._is_chief and self.config.console != "quiet":
+            say(text)
+
+
+def check_actions(actions: Sequence[Action]) -> None:
+    """Checks what `fit` was given as actions.
+
+    Raises:
+        ValueError: if one of them is no action.
+    """
+    for action in actions:
+        if not callable(action) or not hasattr(action, "every"):
+            raise ValueError(
+                f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
+                "set it, as in `action.every = 100`."
+            )
+
+
+def last_step(config: Config, source: Source, steps: int | None, epochs: int | None) -> int:
+    """Returns the global step to end with.
+
+    Args:
+        config: its `steps` and `epochs` count if `fit` was given neither.
+        source: the data, for the batches of an epoch.
+        steps: what `fit` was given.
+        epochs: what `fit` was given.
+
+    Raises:
+        ValueError: if not exactly one of them is given, or an epoch has no end.
+    """
+    if steps is None and epochs is None:
+        steps, epochs = config.steps, config.epochs
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if value is not None and not (is_whole and value >= 0):
+            raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
+    if bool(steps) == bool(epochs):
+        raise ValueError(
+            f"fit was given steps={steps} and epochs={epochs}; it needs exactly one of them: give fit(steps=...), "
+            "fit(epochs=...), or set one in the config."
+        )
+    return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()

@@ -1,0 +1,36 @@
+"""The compiled steps between two boundaries: which rows they return, and how often they are traced."""
+
+import numpy as np
+
+import distloop
+from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.step import TrainStep
+from tests.problems import classification, classifier, on
+
+
+def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
+    trainer = distloop.Trainer(classifier(), on(2))
+    data = distloop.make_dataset(classification(64), 16)
+    trainer.build(data)
+    loop = CompiledLoop(trainer.state, step := TrainStep(trainer.state))
+    source = trainer._training_source(data)
+    loop.trace(source, executor="")
+    first = loop.run(source, 5, 2, executor="", is_single=False)
+    assert [row.steps for row in first] == [2, 2, 1]
+    second = loop.run(source, 3, 2, executor="", is_single=False)  # a log is due at step 6, which is its first
+    assert [row.steps for row in second] == [1, 2]
+    assert [row.examples for row in second] == [16, 32]
+    row = second[-1]
+    assert row.tallies.shape == (2 * len(step.names),) and row.replica_secs.shape == (2,)
+    assert len(row.step_secs) == 2 and np.isclose(row.step_secs.sum(), row.seconds, atol=0.05)
+    assert row.diagnosis is None and set(row.numbers) == {"skipped_steps", "learning_rate", "weight_norm"}
+    assert trainer.step == 8
+
+
+def test_a_single_step_is_run_without_a_tensorflow_loop():
+    trainer = distloop.Trainer(classifier(), on(1))
+    data = distloop.make_dataset(classification(64), 16)
+    trainer.build(data)
+    loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
+    (row,) = loop.run(trainer._training_source(data), 1, 0, executor="", is_single=True)
+    assert row.steps == 1 and row.examples == 16 and trainer.step == 1
