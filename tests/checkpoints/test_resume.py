@@ -2,11 +2,6 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
-import textwrap
-import time
 
 import keras
 import numpy as np
@@ -172,59 +167,3 @@ def test_a_restored_run_shuffles_as_it_did(tmp_path):
     assert there_and_back.step == 14
     there_and_back.fit(data, steps=30)
     assert_equal(everything(there_and_back), everything(straight))
-
-
-@pytest.mark.slow
-def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
-    program = """
-        import sys
-        import distloop
-        from tests.problems import classification, classifier, on
-
-        data = distloop.make_dataset(classification(33, seed=1), 8)
-        trainer = distloop.Trainer(classifier(), on(1, workdir=sys.argv[1], average_decay=0.9))
-        found = trainer.evaluate_checkpoints(data, poll_secs=0.05, timeout_secs=60)
-        print("measured", sorted(found))
-    """
-    (tmp_path / "sidecar.py").write_text(textwrap.dedent(program))
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    workdir = tmp_path / "run"
-    command = [sys.executable, str(tmp_path / "sidecar.py"), str(workdir)]
-    environment = {**os.environ, "PYTHONPATH": root}
-    sidecar = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    measured = {}
-
-    def note(report):
-        measured[report.step] = report.metrics["test/loss"]
-        time.sleep(1.0)
-
-    note.every = 10
-    evaluation = distloop.make_dataset(classification(33, seed=1), 8)
-    trainer = distloop.Trainer(
-        classifier(), on(1, workdir=str(workdir), average_decay=0.9, checkpoint_every=10, eval_every=10)
-    )
-    trainer.fit(distloop.make_dataset(classification(67), 16), steps=45, evals={"test": evaluation}, actions=[note])
-    assert "measured" in sidecar.communicate(timeout=100)[0]
-    rows = [json.loads(line) for line in (workdir / "evaluations" / "test.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows]
-    assert steps == sorted(set(steps)) and steps[-1] == 45 and set(steps) <= {10, 20, 30, 40, 45}
-    assert all(row["test/loss"] == measured[row["step"]] for row in rows)
-    again = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
-    kept = {int(name) for name in os.listdir(workdir / "checkpoints")}
-    assert again.stdout.strip().endswith(f"measured {sorted(kept - set(steps))}")
-
-
-def test_following_a_run_that_does_not_go_on_times_out(tmp_path):
-    data = distloop.make_dataset(classification(67), 16)
-
-    def trainer(steps=None):
-        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), max_secs=1e-6, log_every=5))
-
-    with pytest.raises(SystemExit):
-        trainer().fit(data, steps=40)
-    other = trainer()
-    with pytest.raises(TimeoutError, match="No checkpoint came to .* for 0.3 seconds"):
-        other.evaluate_checkpoints(data, poll_secs=0.05, timeout_secs=0.3)
-    assert other.step == 5
-    with pytest.raises(ValueError, match="no checkpoints to follow"):
-        distloop.Trainer(classifier(), on(1)).evaluate_checkpoints(data)
