@@ -1,10 +1,11 @@
-"""Owns the names of variables: readable paths for people, and portable ones for files.
+"""Names of a model's variables: readable paths for people, and portable names for files.
 
-    named_variables(model)       # {"encoder/dense_4/kernel": variable, ...}, as Keras calls them
+    named_variables(model)       # {"encoder/dense_4/kernel": variable, ...}, as Keras names them
     portable_names(model)        # {"encoder/dense/kernel": variable, ...}, the same in every process
 
-Keras numbers layers without a name through the process, so a path may be another one in the next; portable names count
-within the model. It does not know what is saved or trained.
+Keras numbers layers without a name across the process, so the path of a variable may differ in the next process;
+portable names count within the model. A model is a Keras model or layer, a `tf.Module`, or a dict or list of them. This
+module does not know which variables are saved or trained.
 """
 
 import itertools
@@ -17,23 +18,55 @@ import keras
 import tensorflow as tf
 
 
-class Arrangement:
-    """What says how a model runs, and adds nothing to it: names are those in the model.
+class ModelRunner:
+    """Base class of objects that run a model in their own way and own no variables: names are those of the model.
 
     Attributes:
-        whole: the model, as for `named_variables`.
+        whole: the model.
+        parts: the modules that it calls, nested in lists.
     """
 
     whole: Any
+    parts: Sequence[Any]
 
 
-def arranged(model: Any) -> Any:
-    """Gives the model itself, where there is an `Arrangement` around it."""
-    return model.whole if isinstance(model, Arrangement) else model
+def unwrap_model(model: Any) -> Any:
+    """Returns the model inside a `ModelRunner`; any other model as it is."""
+    return model.whole if isinstance(model, ModelRunner) else model
+
+
+def walk(model: Any, path: str = "", *, is_sorted: bool = False) -> Iterator[tuple[str, Any]]:
+    """Walks through nested dicts, lists and `tf.Module`s.
+
+    Args:
+        model: any of them, or a leaf.
+        path: of the model.
+        is_sorted: True to visit the attributes of a `tf.Module` by name, else in the order of their assignment.
+
+    Yields:
+        The path and the object of each leaf: Keras layers, `ModelRunner`s, variables, and everything else.
+    """
+    children: Any
+    if isinstance(model, Mapping):
+        children = model.items()
+    elif isinstance(model, (list, tuple)):
+        children = enumerate(model)
+    elif isinstance(model, tf.Module) and not isinstance(model, keras.Layer):
+        children = [
+            (name, child)
+            for name, child in vars(model).items()
+            if name not in model._TF_MODULE_IGNORED_PROPERTIES and not name.startswith("_self_")
+        ]
+        children = sorted(children, key=lambda item: item[0]) if is_sorted else children
+    else:
+        yield path, model
+        return
+    for name, child in children:
+        yield from walk(child, f"{path}/{name}" if path else str(name), is_sorted=is_sorted)
 
 
 def named_variables(model: Any) -> dict[str, Any]:
-    """Finds a model's variables by readable paths: `encoder/dense/kernel`.
+    """Returns a model's variables by readable paths, as in `encoder/dense/kernel`.
 
     Args:
         model: a Keras model or layer, a `tf.Module`, or a dict or list of them.
@@ -43,7 +76,7 @@ def named_variables(model: Any) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     seen: set[int] = set()
-    for path, variable in _walk(model, ""):
+    for path, variable in _walk_variables(model, ""):
         if id(tensorflow_variable(variable)) in seen:
             continue
         seen.add(id(tensorflow_variable(variable)))
@@ -54,45 +87,49 @@ def named_variables(model: Any) -> dict[str, Any]:
     return named
 
 
-def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    def joined(name: Any) -> str:
-        return f"{prefix}/{name}" if prefix else str(name)
+def _walk_variables(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the object of each variable, shared ones several times."""
+    for path, leaf in walk(model, prefix, is_sorted=True):
+        if isinstance(leaf, ModelRunner):
+            yield from _walk_variables(leaf.whole, path)
+        elif isinstance(leaf, keras.Layer):
+            # Keras numbers random streams across the process, not by layer; here they count within the model.
+            numbers = itertools.count()
+            for variable in leaf.variables:
+                name = f"seeds/{next(numbers)}" if is_seed(variable) else variable.path
+                yield f"{path}/{name}" if path else name, variable
+        elif isinstance(leaf, keras.random.SeedGenerator):
+            yield path, leaf.state
+        elif isinstance(leaf, (keras.Variable, tf.Variable)):
+            yield path, leaf
 
-    node = arranged(node)
-    if isinstance(node, keras.Layer):
-        # Keras numbers random streams through the process, not by layer; their order in the model is what lasts.
-        numbers = itertools.count()
-        for variable in node.variables:
-            yield joined(f"seeds/{next(numbers)}" if is_seed(variable) else variable.path), variable
-    elif isinstance(node, keras.random.SeedGenerator):
-        yield prefix, node.state
-    elif isinstance(node, keras.Variable):
-        yield prefix, node
-    elif isinstance(node, tf.Variable):
-        yield prefix, node
-    elif isinstance(node, Mapping):
-        for key in node:
-            yield from _walk(node[key], joined(key))
-    elif isinstance(node, (list, tuple)):
-        for i, child in enumerate(node):
-            yield from _walk(child, joined(i))
-    elif isinstance(node, tf.Module):
-        for name in sorted(vars(node)):
-            if name not in node._TF_MODULE_IGNORED_PROPERTIES and not name.startswith("_self_"):
-                yield from _walk(vars(node)[name], joined(name))
+
+def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
+    """Yields the Keras models and layers at the top of a model.
+
+    Args:
+        model: as for `named_variables`.
+        in_parts: True to yield those of a `ModelRunner`'s parts, else of its whole model.
+    """
+    for _, leaf in walk(model):
+        if isinstance(leaf, ModelRunner):
+            yield from top_layers(leaf.parts if in_parts else leaf.whole, in_parts=in_parts)
+        elif isinstance(leaf, keras.Layer):
+            yield leaf
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    """Counts a model's parameters by its top-level layers; of several models, by model.
+    """Returns the number of parameters of each top-level layer of a model, or of each of several models.
 
     Args:
         model: as for `named_variables`.
 
     Returns:
-        Name -> how many, in order; parts without any are left out, and what is in no layer has the model's own name.
+        Name -> number, in order, without layers that have no parameters. Variables outside all layers count under the
+        model's own name.
     """
     parts: list[tuple[str, Any]] = []
-    model = arranged(model)
+    model = unwrap_model(model)
     if isinstance(model, keras.Model):
         parts = [(layer.name, layer) for layer in model.layers]
     elif isinstance(model, (Mapping, list, tuple)):
@@ -112,13 +149,14 @@ def count_parameters(model: Any) -> dict[str, int]:
 
 
 def summarize(model: Any) -> str:
-    """Lists a model's variables in a table: path, shape, dtype, whether it is trainable, and how many numbers it holds.
+    """Returns a table of a model's variables: path, shape, dtype, trainable or not, and number of parameters.
 
     Args:
         model: as for `named_variables`, such as `trainer.model`.
 
     Returns:
-        A line a variable, columns two spaces or more apart, and a line of sums. Places in random streams are left out.
+        One line per variable, columns two or more spaces apart, and a line of sums. States of random streams are left
+        out.
     """
     rows = [("variable", "shape", "dtype", "trainable", "parameters")]
     total = trainable = 0
@@ -138,7 +176,7 @@ def summarize(model: Any) -> str:
 
 
 def portable_names(model: Any) -> dict[str, Any]:
-    """Names a model's variables alike in every process that makes the same model.
+    """Returns a model's variables by names that are the same in every process that creates the same model.
 
     Args:
         model: as for `named_variables`.
@@ -147,7 +185,8 @@ def portable_names(model: Any) -> dict[str, Any]:
         Name -> variable, in the same order.
     """
     variables = named_variables(model)
-    numbered = {_snake_case(type(layer).__name__) for layer in _all_layers(model)}
+    layers = [layer for top in top_layers(model) for layer in top._flatten_layers()]
+    numbered = {_snake_case(type(layer).__name__) for layer in layers}
     counted: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # (scope, kind) -> name -> portable name
     portable: dict[str, Any] = {}
     for path, variable in variables.items():
@@ -164,17 +203,17 @@ def portable_names(model: Any) -> dict[str, Any]:
 
 
 def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Names an optimizer's variables by what they belong to, not by their position.
+    """Returns an optimizer's variables by the names of the trained variables, not by position.
 
     Args:
         optimizer: built with `variables`.
-        variables: what it trains.
-        names: of these.
+        variables: the trained variables.
+        names: their names.
 
     Returns:
         `momentum/<name>`, `iteration`, ... -> variable.
     """
-    by_prefix: dict[str, list[str]] = defaultdict(list)  # as Keras begins the name of a slot
+    by_prefix: dict[str, list[str]] = defaultdict(list)  # Keras's prefix of a slot's name -> names
     for variable, name in zip(variables, names, strict=True):
         path = variable.path if hasattr(variable, "path") else str(variable.name).replace(":", "_")
         by_prefix[path.replace("/", "_") + "_"].append(name)
@@ -182,7 +221,7 @@ def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], 
     for slot in optimizer.variables:
         name = slot.path.rpartition("/")[2]
         prefix = max((p for p in by_prefix if name.startswith(p)), key=len, default="")
-        # Variables that share a name have their slots in the same order.
+        # Variables of the same name have their slots in the same order.
         owners = [f"{name.removeprefix(prefix)}/{owner}" for owner in by_prefix[prefix]] if prefix else [name]
         free = next((owner for owner in owners if owner not in named), None)
         assert free is not None, f"the optimizer has two variables called {name}"
@@ -191,33 +230,16 @@ def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], 
 
 
 def tensorflow_variable(variable: Any) -> Any:
-    """Gives the TensorFlow variable of a Keras one."""
+    """Returns the TensorFlow variable of a Keras variable; any other variable as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def is_seed(variable: Any) -> bool:
-    """Says whether a variable is the place in a stream of random numbers."""
+    """Returns whether a variable is the state of a random stream."""
     return "seed_generator_state" in getattr(variable, "path", "") and tuple(variable.shape) == (2,)
 
 
-def _all_layers(model: Any) -> Iterator[keras.Layer]:
-    """Finds every layer in a model, at any depth."""
-    model = arranged(model)
-    if isinstance(model, keras.Layer):
-        yield from model._flatten_layers()
-    elif isinstance(model, Mapping):
-        for child in model.values():
-            yield from _all_layers(child)
-    elif isinstance(model, (list, tuple)):
-        for child in model:
-            yield from _all_layers(child)
-    elif isinstance(model, tf.Module):
-        for name, child in vars(model).items():
-            if name not in model._TF_MODULE_IGNORED_PROPERTIES:
-                yield from _all_layers(child)
-
-
 def _snake_case(name: str) -> str:
-    """Spells a class as Keras does in the name of a layer."""
+    """Returns the name that Keras derives from a class for its layers."""
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()

@@ -1,10 +1,21 @@
-"""Names of variables: as Keras calls them, and alike in every process."""
+"""Names of variables: as Keras calls them, and alike in every process; the walk through nested models."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.variables import count_parameters, named_variables, portable_names, slot_names, summarize
+from distloop.variables import (
+    ModelRunner,
+    count_parameters,
+    named_variables,
+    portable_names,
+    slot_names,
+    summarize,
+    top_layers,
+    unwrap_model,
+    walk,
+)
 
 
 def make_model(name=None):
@@ -13,6 +24,110 @@ def make_model(name=None):
     x = keras.layers.Dense(3, name="dense_of_mine")(x)
     x = keras.layers.BatchNormalization()(keras.layers.Dense(3)(x))
     return keras.Model(inputs, keras.layers.Dropout(0.5)(x), name=name)
+
+
+def two_layers():
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, name="encoder"), keras.layers.Dense(2, name="head")], name="net"
+    )
+
+
+NAMES = ["net/encoder/kernel", "net/encoder/bias", "net/head/kernel", "net/head/bias"]
+
+
+class Lazy(keras.Model):
+    """Knows no input shape until it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4, name="first")
+        self.second = keras.layers.Dense(2, name="second")
+
+    def call(self, x, training=False):
+        return self.second(self.first(x))
+
+
+def test_a_walk_yields_the_leaves_of_dicts_lists_and_modules():
+    module = tf.Module()
+    module.second, module.first = [1, {"a": 2}], 3
+    found = [(path, leaf) for path, leaf in walk({"m": module}) if isinstance(leaf, int)]
+    assert found == [("m/second/0", 1), ("m/second/1/a", 2), ("m/first", 3)]
+    found = [path for path, leaf in walk({"m": module}, is_sorted=True) if isinstance(leaf, int)]
+    assert found == ["m/first", "m/second/0", "m/second/1/a"]
+
+
+def test_an_object_in_a_list_of_a_module_is_walked_once():
+    layer, module = keras.layers.Dense(2), tf.Module()
+    module.layers = [layer, {"again": [layer]}]
+    assert [path for path, leaf in walk(module) if leaf is layer] == ["layers/0", "layers/1/again/0"]
+
+
+def test_a_runner_has_the_names_and_layers_of_its_model():
+    runner = ModelRunner()
+    runner.whole = two_layers()
+    runner.parts = [runner.whole.layers[:1], runner.whole.layers[1:]]
+    assert unwrap_model(runner) is runner.whole and unwrap_model(runner.whole) is runner.whole
+    assert list(named_variables({"m": runner})) == [f"m/{name}" for name in NAMES]
+    assert list(top_layers([runner])) == [runner.whole]
+    assert list(top_layers([runner], in_parts=True)) == runner.whole.layers
+
+
+def test_a_keras_models_variables_are_named_by_their_paths():
+    assert list(named_variables(two_layers())) == NAMES
+
+
+def test_a_subclassed_models_variables_are_named_by_their_paths():
+    model = Lazy()
+    model(tf.zeros([1, 3]))
+    names = list(named_variables(model))
+    assert [name.split("/", 1)[1] for name in names] == ["first/kernel", "first/bias", "second/kernel", "second/bias"]
+
+
+def test_a_modules_variables_and_layers_are_named_by_attribute():
+    module = tf.Module()
+    module.scale = tf.Variable(1.0)
+    module.table = keras.Variable(np.zeros([2, 2], np.float32))
+    module.parts = [two_layers(), {"bias": tf.Variable([0.0])}]
+    module.inner = tf.Module()
+    module.inner.weight = tf.Variable(2.0)
+    assert list(named_variables(module)) == [
+        "inner/weight",
+        *(f"parts/0/{name}" for name in NAMES),
+        "parts/1/bias",
+        "scale",
+        "table",
+    ]
+
+
+def test_models_in_a_dict_or_list_are_named_by_key_or_place():
+    named = named_variables({"g": two_layers(), "d": two_layers()})
+    assert list(named) == [f"{key}/{name}" for key in "gd" for name in NAMES]
+    assert list(named_variables([two_layers()])) == [f"0/{name}" for name in NAMES]
+
+
+def test_a_shared_variable_is_named_once():
+    model = two_layers()
+    named = named_variables({"a": model, "b": model})
+    assert [name.split("/")[0] for name in named] == ["a"] * 4
+
+
+def test_variables_of_the_same_path_are_told_apart():
+    module = keras.Layer(name="both")
+    module.parts = [keras.layers.Dense(2, name="dense") for _ in range(2)]
+    for layer in module.parts:
+        layer.build((None, 3))
+    module.built = True
+    names = list(named_variables(module))
+    assert names == ["dense/kernel", "dense/bias", "dense/kernel#2", "dense/bias#2"]
+
+
+def test_random_streams_are_named_by_their_order():
+    layers = [keras.layers.Dropout(0.5), keras.layers.Dense(1, name="out"), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
+    assert set(named_variables(model)) == {"seeds/0", "seeds/1", "net/out/kernel", "net/out/bias"}
+    module = tf.Module()
+    module.draws = keras.random.SeedGenerator(0)
+    assert list(named_variables(module)) == ["draws"]
 
 
 def test_portable_names_are_the_same_for_a_model_made_again():

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
 from distloop.training.state import TrainState
-from distloop.variables import arranged
+from distloop.variables import unwrap_model
 
 
 def write_keras_file(state: TrainState, path: str) -> None:
@@ -32,7 +32,7 @@ def write_keras_file(state: TrainState, path: str) -> None:
         ValueError: if a file cannot hold this model, a directory is in the way, or the file cannot be read back or has
             other weights or outputs than the model.
     """
-    model = arranged(state.model)
+    model = unwrap_model(state.model)
     _require_keras(model)
     if not state.is_built:
         raise ValueError(

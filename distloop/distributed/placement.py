@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies
-from distloop.distributed.pipeline import Stages, find_stages
+from distloop.distributed.pipeline import Pipeline, find_pipelines
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Packing
 from distloop.variables import tensorflow_variable
@@ -132,7 +132,7 @@ class PipelinePlacement(Placement):
     different ones at the same time.
     """
 
-    def __init__(self, networks: Sequence[Stages]):
+    def __init__(self, networks: Sequence[Pipeline]):
         """Keeps the networks, at least one."""
         self._networks = list(networks)
 
@@ -226,7 +226,7 @@ def make_placement(model: Any) -> Placement:
     Args:
         model: as in `ModelSpec`.
     """
-    networks = find_stages(model)
+    networks = find_pipelines(model)
     return PipelinePlacement(networks) if networks else Placement()
 
 

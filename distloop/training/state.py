@@ -23,13 +23,12 @@ from absl import logging
 
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
-from distloop.distributed.pipeline import Stages
 from distloop.distributed.placement import make_placement
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.training.loss_spikes import LossWatch
-from distloop.variables import is_seed, named_variables, portable_names, slot_names, tensorflow_variable
+from distloop.variables import is_seed, named_variables, portable_names, slot_names, tensorflow_variable, top_layers
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
@@ -212,7 +211,7 @@ class TrainState(tf.Module):
             }
             self.loss_scalers = {n: o for n, o in self.optimizers.items() if isinstance(o, LossScaleOptimizer)}
             self.plain_optimizers = {name: _inner(optimizer) for name, optimizer in self.optimizers.items()}
-            if all(layer.built for layer in _layers(spec.model)):
+            if all(layer.built for layer in top_layers(spec.model, in_parts=True)):
                 self._finish()
 
     @classmethod
@@ -270,7 +269,7 @@ class TrainState(tf.Module):
         with self.strategy.scope(), _recorded(self._created):
             for update in self.spec.updates:
                 update.loss_fn(rows, False)
-            unbuilt = [layer.name for layer in _layers(self.spec.model) if not layer.built]
+            unbuilt = [layer.name for layer in top_layers(self.spec.model, in_parts=True) if not layer.built]
             if unbuilt:
                 raise ValueError(
                     f"Layers {unbuilt[:3]} of the model are not built and loss_fn does not call them, so their "
@@ -302,7 +301,7 @@ class TrainState(tf.Module):
             self.placement.adapt_optimizer(plain)
             if isinstance(rate := self.plain_optimizers[update.name]._learning_rate, keras.Variable):
                 self._initial_rates[update.name] = float(rate.numpy())
-        layers = list(_layers(self.spec.model))
+        layers = list(top_layers(self.spec.model, in_parts=True))
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
             for name, variables in self.variables_of_update.items()
@@ -545,24 +544,6 @@ def _check_predict_fn(given: Any) -> None:
                 f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}, which cannot be called: "
                 "give a function from a batch to outputs."
             )
-
-
-def _layers(model: Any) -> Iterator[keras.Layer]:
-    """Finds the Keras models and layers that stand at the top of `model`, or of its stages."""
-    if isinstance(model, Stages):
-        model = model.parts
-    if isinstance(model, keras.Layer):
-        yield model
-    elif isinstance(model, Mapping):
-        for child in model.values():
-            yield from _layers(child)
-    elif isinstance(model, (list, tuple)):
-        for child in model:
-            yield from _layers(child)
-    elif isinstance(model, tf.Module):
-        for name, child in vars(model).items():
-            if name not in model._TF_MODULE_IGNORED_PROPERTIES:
-                yield from _layers(child)
 
 
 def _select(update: Update, named: Mapping[str, Any]) -> list[Any]:

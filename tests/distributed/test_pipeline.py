@@ -1,4 +1,4 @@
-"""One network over several devices: the laws of stages, where they are cut, and what is refused."""
+"""One network over several devices: the laws of stages, and what is refused."""
 
 import dataclasses
 import functools
@@ -358,39 +358,7 @@ def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
     assert len(waits) == 5
 
 
-# where to cut -------------------------------------------------------------------------------------------------------
-
-
-def names_of(network):
-    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network.parts]
-
-
-def test_a_network_is_cut_where_the_costliest_stage_costs_least():
-    sizes = [8, 8, 8, 64, 64, 8]
-    layers = [keras.layers.Dense(size, name=f"dense_of_{i}") for i, size in enumerate(sizes)]
-    network = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 2)
-    assert names_of(network) == [["dense_of_0", "dense_of_1", "dense_of_2", "dense_of_3"], ["dense_of_4", "dense_of_5"]]
-
-
-def test_a_skip_connection_stays_within_a_stage():
-    network = distloop.split(functional(), 3)
-    assert names_of(network) == [["inner_0", "outer_0"], ["inner_1", "outer_1"], ["logits"]]
-
-
-def test_layers_whose_outputs_cross_a_cut_are_named():
-    refused(
-        lambda: distloop.split(functional(), 6),
-        "num_stages=6 was given",
-        "'inner_1' and 'add_0' cross a cut",
-        "give num_stages=3",
-    )
-
-
-def test_a_layer_that_is_called_twice_is_not_cut_apart():
-    inputs = keras.Input((8,))
-    twice = keras.layers.Dense(8, name="twice")
-    model = keras.Model(inputs, twice(keras.layers.Dense(8)(twice(inputs))))
-    refused(lambda: distloop.split(model, 2), "'twice' is called before and after")
+# what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_modules_in_two_stages_share_no_variable():

@@ -55,67 +55,6 @@ class Lazy(keras.Model):
         return self.second(self.first(x))
 
 
-# Names of variables.
-
-
-def test_a_keras_models_variables_are_named_by_their_paths():
-    assert list(state.named_variables(two_layers())) == NAMES
-
-
-def test_a_subclassed_models_variables_are_named_by_their_paths():
-    model = Lazy()
-    model(tf.zeros([1, 3]))
-    names = list(state.named_variables(model))
-    assert [name.split("/", 1)[1] for name in names] == ["first/kernel", "first/bias", "second/kernel", "second/bias"]
-
-
-def test_a_modules_variables_and_layers_are_named_by_attribute():
-    module = tf.Module()
-    module.scale = tf.Variable(1.0)
-    module.table = keras.Variable(np.zeros([2, 2], np.float32))
-    module.parts = [two_layers(), {"bias": tf.Variable([0.0])}]
-    module.inner = tf.Module()
-    module.inner.weight = tf.Variable(2.0)
-    assert list(state.named_variables(module)) == [
-        "inner/weight",
-        *(f"parts/0/{name}" for name in NAMES),
-        "parts/1/bias",
-        "scale",
-        "table",
-    ]
-
-
-def test_models_in_a_dict_or_list_are_named_by_key_or_place():
-    named = state.named_variables({"g": two_layers(), "d": two_layers()})
-    assert list(named) == [f"{key}/{name}" for key in "gd" for name in NAMES]
-    assert list(state.named_variables([two_layers()])) == [f"0/{name}" for name in NAMES]
-
-
-def test_a_shared_variable_is_named_once():
-    model = two_layers()
-    named = state.named_variables({"a": model, "b": model})
-    assert [name.split("/")[0] for name in named] == ["a"] * 4
-
-
-def test_variables_of_the_same_path_are_told_apart():
-    module = keras.Layer(name="both")
-    module.parts = [keras.layers.Dense(2, name="dense") for _ in range(2)]
-    for layer in module.parts:
-        layer.build((None, 3))
-    module.built = True
-    names = list(state.named_variables(module))
-    assert names == ["dense/kernel", "dense/bias", "dense/kernel#2", "dense/bias#2"]
-
-
-def test_random_streams_are_named_by_their_order():
-    layers = [keras.layers.Dropout(0.5), keras.layers.Dense(1, name="out"), keras.layers.Dropout(0.5)]
-    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
-    assert set(state.named_variables(model)) == {"seeds/0", "seeds/1", "net/out/kernel", "net/out/bias"}
-    module = tf.Module()
-    module.draws = keras.random.SeedGenerator(0)
-    assert list(state.named_variables(module)) == ["draws"]
-
-
 # What is trained.
 
 

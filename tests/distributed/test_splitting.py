@@ -1,0 +1,64 @@
+"""Splitting of a network into stages: where it is cut, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+
+import distloop
+from distloop.distributed import splitting
+from tests.test_bad_input import refused
+
+
+def functional():
+    """Two residual blocks, each of which has to stay in one stage."""
+    inputs = x = keras.Input((8,), name="inputs")
+    for i in range(2):
+        inner = keras.layers.Dense(8, activation="tanh", name=f"inner_{i}")(x)
+        outer = keras.layers.Dense(8, name=f"outer_{i}")(inner)
+        x = keras.layers.Add(name=f"add_{i}")([x, outer])
+    return keras.Model(inputs, keras.layers.Dense(4, name="logits")(x), name="net")
+
+
+@pytest.mark.parametrize(
+    "costs, num_stages, ends",
+    [
+        ([1.0, 1.0, 2.0], 1, [3]),
+        ([1.0, 1.0, 2.0], 2, [2, 3]),
+        ([4.0, 1.0, 1.0, 1.0], 2, [1, 4]),
+        ([1.0, 1.0, 1.0], 3, [1, 2, 3]),
+    ],
+)
+def test_the_largest_cost_of_a_stage_is_as_small_as_possible(costs, num_stages, ends):
+    assert splitting.balance(np.array(costs), num_stages, "the network") == ends
+
+
+def names_of(network):
+    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network.parts]
+
+
+def test_a_network_is_cut_where_the_costliest_stage_costs_least():
+    sizes = [8, 8, 8, 64, 64, 8]
+    layers = [keras.layers.Dense(size, name=f"dense_of_{i}") for i, size in enumerate(sizes)]
+    network = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 2)
+    assert names_of(network) == [["dense_of_0", "dense_of_1", "dense_of_2", "dense_of_3"], ["dense_of_4", "dense_of_5"]]
+
+
+def test_a_skip_connection_stays_within_a_stage():
+    network = distloop.split(functional(), 3)
+    assert names_of(network) == [["inner_0", "outer_0"], ["inner_1", "outer_1"], ["logits"]]
+
+
+def test_layers_whose_outputs_cross_a_cut_are_named():
+    refused(
+        lambda: distloop.split(functional(), 6),
+        "num_stages=6 was given",
+        "'inner_1' and 'add_0' cross a cut",
+        "give num_stages=3",
+    )
+
+
+def test_a_layer_that_is_called_twice_is_not_cut_apart():
+    inputs = keras.Input((8,))
+    twice = keras.layers.Dense(8, name="twice")
+    model = keras.Model(inputs, twice(keras.layers.Dense(8)(twice(inputs))))
+    refused(lambda: distloop.split(model, 2), "'twice' is called before and after")
