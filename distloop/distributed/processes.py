@@ -1,0 +1,347 @@
+"""Local processes of the launcher: started together, shown line by line, stopped when one fails; without TensorFlow.
+
+    signals = processes.Signals()
+    with processes.Guard() as guard:
+        group = [processes.Process(i, command, environment, cores=[], guard=guard) for i in range(2)]
+        outcome = processes.Group(group, signals, grace_secs=10).wait()
+
+It does not know flags, hosts or TF_CONFIG.
+"""
+
+import contextlib
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any, NamedTuple, TextIO
+
+from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
+from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+
+_FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
+_FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
+_PROGRESS_SECS = 10  # how often a line is shown that carriage returns overwrite
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
+
+# Kills the process groups of the workers at the end of its input, which comes however the launcher ends. It runs as
+# another program in a session of its own: neither Ctrl-C nor `pkill -f distloop.launch` ends it with the launcher.
+_GUARD = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+def log(text: str) -> None:
+    """Prints a line of the launcher to stderr."""
+    _write(sys.stderr, f"distloop.launch: {text}\n".encode())
+
+
+def _write(target: TextIO, text: bytes) -> None:
+    try:
+        target.buffer.write(text)
+        target.buffer.flush()
+    except OSError:  # one of _LOST_SIGNALS has come with it, and ends the run
+        os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
+
+
+class Signals:
+    """The signals to this process, as a pipe for `select`: Python writes the number of each signal to it."""
+
+    def __init__(self) -> None:
+        """Catches the signals that stop the launcher, for the rest of the process."""
+        self._pipe, wakeup = os.pipe()
+        for end in (self._pipe, wakeup):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for number in (*_STOP_SIGNALS, *_LOST_SIGNALS, signal.SIGCHLD):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, lambda *_: None)
+
+    def fileno(self) -> int:
+        """Returns the descriptor that `select` waits for."""
+        return self._pipe
+
+    def read(self) -> list[signal.Signals]:
+        """Returns the signals that came since the last call."""
+        try:
+            return [signal.Signals(number) for number in os.read(self._pipe, 1024)]
+        except BlockingIOError:
+            return []
+
+
+class Guard:
+    """A process that kills the workers when the launcher has ended, or on exit from the context."""
+
+    def __enter__(self) -> "Guard":
+        read_end, self._pipe = os.pipe()
+        command, quiet = [sys.executable, "-I", "-S", "-c", _GUARD], subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=read_end, stdout=quiet, stderr=quiet, start_new_session=True)
+        os.close(read_end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._pipe)
+        self._process.wait()
+
+    def add(self, group: int) -> None:
+        """Adds a process group that is to be killed."""
+        os.write(self._pipe, b"+%d\n" % group)
+
+    def remove(self, group: int) -> None:
+        """Removes a process group that has ended."""
+        with contextlib.suppress(OSError):  # if the guard has died, SIGPIPE ends the run
+            os.write(self._pipe, b"-%d\n" % group)
+
+
+class _Output:
+    """A pipe from a worker, shown in whole lines."""
+
+    def __init__(self, pipe: IO[bytes], prefix: bytes, target: TextIO):
+        os.set_blocking(pipe.fileno(), False)
+        self._pipe, self._prefix, self._target = pipe, prefix, target
+        self._rest = b""
+        self._shown_at = time.monotonic()
+        self.is_open = self.is_shown = True
+
+    def fileno(self) -> int:
+        """Returns the descriptor that `select` waits for."""
+        return self._pipe.fileno()
+
+    def read(self) -> None:
+        """Shows the lines that are in the pipe."""
+        try:
+            chunk = os.read(self.fileno(), 2**20)  # more than a pipe holds
+        except BlockingIOError:
+            return
+        self.is_open = bool(chunk)
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        begin = rest.rfind(b"\r", 0, -1) + 1  # the text before it is overwritten
+        if begin and time.monotonic() > self._shown_at + _PROGRESS_SECS:
+            lines.append(rest[:begin])
+        self._rest = rest[begin:]
+        self._show(lines)
+
+    def finish(self) -> None:
+        """Shows the rest of the pipe, a line without an end too, and nothing from then on."""
+        if self.is_open:
+            self.read()
+        self._show([self._rest] if self._rest else [])
+        self.is_shown = False
+
+    def close(self) -> None:
+        """Shows the rest of the pipe and closes it."""
+        self.finish()
+        self._pipe.close()
+        self.is_open = False
+
+    def _show(self, lines: list[bytes]) -> None:
+        if lines and self.is_shown:
+            self._shown_at = time.monotonic()
+            visible = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # as on a terminal
+            _write(self._target, b"".join(self._prefix + line + b"\n" for line in visible))
+
+
+class Process:
+    """A worker in a session of its own: its children end with it, and Ctrl-C reaches it through the launcher only."""
+
+    def __init__(
+        self, index: int, command: list[str], environment: dict[str, str], *, cores: Sequence[int], guard: Guard
+    ):
+        """Starts the process.
+
+        Args:
+            index: of the worker, shown in front of its lines.
+            command: program and arguments.
+            environment: all its environment variables.
+            cores: cores on which it may run; empty: any.
+            guard: kills it if the launcher ends.
+        """
+        self.index, self._guard = index, guard
+        self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
+        self._was_signalled = False
+
+        def set_up() -> None:  # in the new process, before the program; safe, as the launcher has no threads
+            guard.add(os.getpid())  # a launcher that dies right after the fork leaves no process behind
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=set_up,
+        )
+        assert self._process.stdout and self._process.stderr
+        prefix = f"[worker {index}] ".encode()
+        self.outputs = [
+            _Output(self._process.stdout, prefix, sys.stdout),
+            _Output(self._process.stderr, prefix, sys.stderr),
+        ]
+
+    def signal_once(self, number: int) -> None:
+        """Sends the first signal only, and not to the worker's children, which it may need to save."""
+        if not self._was_signalled:
+            self._process.send_signal(number)
+        self._was_signalled = True
+
+    def kill(self) -> None:
+        """Kills the process and its children."""
+        with contextlib.suppress(OSError):  # none is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def has_ended(self) -> bool:
+        """Returns True if the process has ended, and kills its children then."""
+        code = self._process.poll()
+        if code is not None:
+            self.code = code if code >= 0 else 128 - code
+            self.kill()
+            self._guard.remove(self._process.pid)
+        return code is not None
+
+    def describe_end(self) -> str:
+        """Returns how it ended, as in `with exit code 1`."""
+        code = self._process.returncode
+        return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
+
+    def finish_output(self) -> None:
+        """Shows the output so far, and none from then on."""
+        for output in self.outputs:
+            output.finish()
+
+
+class Outcome(NamedTuple):
+    """How a group of processes ended."""
+
+    code: int  # of the worker that failed first, else 75 or 76 if one ended so, else 0; 128 + n if killed for signal n
+    is_crash: bool  # a worker failed, and nobody asked it to end
+
+
+class Group:
+    """Processes that run together: the first failure stops the others, and signals are passed on."""
+
+    def __init__(self, processes: Sequence[Process], signals: Signals, grace_secs: float):
+        """Takes processes that are running; `grace_secs` is the time from SIGTERM to SIGKILL for those it stops."""
+        self._processes, self._signals, self._grace_secs = processes, signals, grace_secs
+        self._was_asked = False  # by SIGINT or SIGTERM
+        self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no exit is a crash
+        self._second_signal = 0
+        self._failed: Process | None = None  # the first one
+        self._follower: Process | None = None  # the first one that ended because another one had failed
+        self._verdict = ""  # why the workers were stopped
+        self._stop_at = self._kill_at = math.inf
+
+    def wait(self) -> Outcome:
+        """Returns how the processes ended, once all have."""
+        while running := self._running():
+            self._handle_events(running)
+            self._handle_deadlines()
+        self._handle_signals()
+        if self._follower and not self._failed:  # no other one failed
+            self._blame(self._follower, [])
+        if self._verdict:
+            log(self._verdict)
+        if self._second_signal:
+            return Outcome(128 + self._second_signal, is_crash=False)
+        if self._failed:
+            return Outcome(self._failed.code or 0, is_crash=not self._is_leaving)
+        return Outcome(max(process.code or 0 for process in self._processes), is_crash=False)
+
+    def _running(self) -> list[Process]:
+        return [process for process in self._processes if process.code is None]
+
+    def _handle_events(self, running: Sequence[Process]) -> None:
+        """Waits for a signal, output or a deadline; shows output and notes processes that ended."""
+        outputs = [output for process in running for output in process.outputs if output.is_open]
+        remaining_secs = min(self._stop_at, self._kill_at) - time.monotonic()
+        timeout = None if remaining_secs == math.inf else max(0.0, remaining_secs)
+        sources: list[Any] = [self._signals, *outputs]
+        ready = select.select(sources, [], [], timeout)[0]
+        self._handle_signals()
+        for process in running:  # before the output, which may take long to show, so that the order of ends is right
+            if process.has_ended():
+                self._handle_end(process)
+        for output in outputs:
+            if output in ready and output.is_open:
+                output.read()
+
+    def _handle_deadlines(self) -> None:
+        if time.monotonic() >= self._stop_at:
+            if self._follower and not self._failed:
+                for process in self._running():
+                    process.finish_output()
+                self._blame(self._follower, self._running())
+            self._stop()
+        if time.monotonic() >= self._kill_at:
+            self._kill_at = math.inf
+            for process in self._running():
+                process.kill()
+
+    def _handle_signals(self) -> None:
+        """Passes on the first signal, kills at the second."""
+        for number in self._signals.read():
+            if number in _STOP_SIGNALS and self._was_asked and self._running():
+                self._second_signal = number
+                log(f"{number.name} again, the workers are killed.")
+                for process in self._running():
+                    process.kill()
+            elif number in _STOP_SIGNALS or (number in _LOST_SIGNALS and not self._is_leaving):
+                self._was_asked, self._is_leaving = number in _STOP_SIGNALS, True
+                log(f"{number.name}, the workers are asked to end; again to kill them.")
+                for process in self._running():
+                    process.signal_once(number if number in _STOP_SIGNALS else signal.SIGTERM)
+
+    def _handle_end(self, process: Process) -> None:
+        """Shows how a process ended, and stops the others if it failed."""
+        others = self._running()
+        is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._failed is None
+        is_crash = is_failure and not self._is_leaving
+        is_follower = is_crash and process.code == FOLLOWER_EXIT_CODE and bool(others)  # the failed one still runs
+        if is_failure and not is_follower:
+            self._failed = process
+        if is_crash and not is_follower:
+            for other in others:  # their lines from now on follow from the crash
+                other.finish_output()
+        for output in process.outputs:
+            output.close()
+        if process.code or self._failed or self._is_leaving:
+            log(f"worker {process.index} ended {process.describe_end()}.")
+        if is_follower:
+            self._follower = self._follower or process
+            self._stop_at = min(self._stop_at, time.monotonic() + _FAIL_SECS + self._grace_secs)
+        elif is_crash:
+            self._blame(process, others)
+        elif process.code and not self._verdict:
+            self._is_leaving = True
+            self._stop_at = min(self._stop_at, time.monotonic() + _FOLLOW_SECS + self._grace_secs)
+
+    def _blame(self, process: Process, others: Sequence[Process]) -> None:
+        """Takes a process for the first one that failed, and stops the others."""
+        self._failed = process
+        first = " first" if len(self._processes) > 1 else ""
+        failure = f"failed{first}, {process.describe_end()}"
+        if process.code == FOLLOWER_EXIT_CODE:
+            failure = f"ended{first}, because another one had failed or fallen silent"
+        self._verdict = f"worker {process.index} {failure}{'; the others were stopped' if others else ''}."
+        self._stop()
+
+    def _stop(self) -> None:
+        self._stop_at, self._kill_at = math.inf, time.monotonic() + self._grace_secs
+        for process in self._running():
+            process.signal_once(signal.SIGTERM)
