@@ -1,9 +1,9 @@
-"""Owns *rows of all replicas on each of them*: for losses that compare an example with the others of its batch.
+"""Rows of the global batch on every replica: for losses that compare an example with all others of its batch.
 
     def loss_fn(batch, training):
-        own = model(batch["image"], training=training)            # [b, D], this replica's share
-        everyone, place = distloop.gather_rows(own)               # [B, D], [b]: own[i] is everyone[place[i]]
-        logits = tf.matmul(own, everyone, transpose_b=True)       # [b, B]
+        embeddings = model(batch["image"], training=training)     # [b, D], the shard of this replica
+        everyone, place = distloop.gather_rows(embeddings)        # [B, D], [b]: embeddings[i] is everyone[place[i]]
+        logits = tf.matmul(embeddings, everyone, transpose_b=True)  # [b, B]
 
 It does not know what is compared.
 """
@@ -19,29 +19,29 @@ from distloop.distributed import strategies
 
 T = TypeVar("T")
 
-_current = threading.local()  # replicas are traced each in a thread of its own
+_current = threading.local()  # each replica is traced in a thread of its own
 
 
-def with_most_rows(fn: Callable[..., T], most_rows: int | None) -> Callable[..., T]:
-    """Makes a replica's function know how many rows its share has at most; None: nobody knows."""
+def with_max_rows(fn: Callable[..., T], max_rows: int | None) -> Callable[..., T]:
+    """Returns a replica's function inside of which the largest shard has `max_rows` rows; None: unknown."""
 
     def run(*arguments: Any) -> T:
-        _current.most_rows = most_rows
+        _current.max_rows = max_rows
         try:
             return fn(*arguments)
         finally:
-            del _current.most_rows
+            del _current.max_rows
 
     return run
 
 
 @contextlib.contextmanager
-def share(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None]:
-    """Says, while `loss_fn` is traced on a replica, which of its rows count, and whether it has all of its share.
+def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None]:
+    """Describes the rows of this replica to `gather_rows` while `loss_fn` is traced inside.
 
     Args:
-        row_weights: `[b]`, 0 for the padding, which comes last; None: all rows count.
-        microbatches: into how many parts the share was cut.
+        row_weights: `[b]`, 0 for padding, which comes last; None: no padding.
+        microbatches: number of parts into which the shard was cut.
     """
     _current.row_weights, _current.microbatches = row_weights, microbatches
     try:
@@ -51,21 +51,20 @@ def share(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None
 
 
 def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Joins the rows of all replicas, in the order of the global batch; in `loss_fn`, the same calls on each replica.
+    """Returns the rows of all replicas, in the order of the global batch. Call it in `loss_fn`, on every replica.
 
-    The gradient is that of the sum over all replicas: each one's rows get what all of them say of them. Rows that pad a
-    small batch are left out.
+    The gradient is that of the sum of the losses of all replicas. Rows that pad a small batch are left out.
 
     Args:
-        values: `[b, ...]`, a row for each example of this replica's share.
+        values: `[b, ...]`, a row for each example in the shard of this replica.
 
     Returns:
-        The rows of the global batch, `[B, ...]`, and where this replica's rows stand in it, `[b]`, int32. Rows of the
-        padding have no place; theirs is that of the last row.
+        The rows of the global batch, `[B, ...]`, and the index of each row of this replica in it, `[b]`, int32. Padding
+        rows have the index of the last row.
 
     Raises:
-        ValueError: with microbatches, each of which would see its own rows alone; on several workers or GPUs, where
-            the dataset does not tell the size of its batches.
+        ValueError: with microbatches, each of which would see its own rows alone; on several workers or GPUs, if the
+            dataset's batch size is unknown.
     """
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:
         raise ValueError(
@@ -80,34 +79,35 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
     if context is None or context.num_replicas_in_sync == 1:
         rows, first = values[:count], 0
     else:
-        counts = join(count[tf.newaxis])  # [R]
-        rows = _join_unequal(values[:count], counts, context.strategy)
+        counts = all_gather(count[tf.newaxis])  # [R]
+        rows = _all_gather_unequal(values[:count], counts, context.strategy)
         first = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
     return rows, tf.minimum(first + tf.range(size), tf.shape(rows)[0] - 1)
 
 
-def _join_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.Strategy) -> tf.Tensor:
-    """Joins rows, of which each replica has `counts`, other numbers in other steps of a loop."""
-    most = getattr(_current, "most_rows", None)
-    if most is None:
+def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    """Returns the rows of all replicas; replica i has `counts[i]` of them, another number in another step of a loop."""
+    max_rows = getattr(_current, "max_rows", None)
+    if max_rows is None:
         if strategies.uses_collectives(strategy):
             raise ValueError(
                 "loss_fn calls gather_rows, which on several workers or GPUs has to know the size of a batch, and this "
                 "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."
             )
-        return join(rows)
-    # TensorFlow's collectives take one shape in all steps of a loop.
-    missing = tf.concat([most - tf.shape(rows)[:1], tf.shape(rows)[1:]], 0)
-    joined = join(tf.concat([rows, tf.zeros(missing, rows.dtype)], 0))  # [R * most, ...]
-    return tf.boolean_mask(joined, tf.reshape(tf.sequence_mask(counts, most), [-1]))
+        return all_gather(rows)
+    # TensorFlow's collectives need the same shape in all steps of a loop: pad, gather, cut the padding out.
+    missing = tf.concat([max_rows - tf.shape(rows)[:1], tf.shape(rows)[1:]], 0)
+    padded = all_gather(tf.concat([rows, tf.zeros(missing, rows.dtype)], 0))  # [R * max_rows, ...]
+    return tf.boolean_mask(padded, tf.reshape(tf.sequence_mask(counts, max_rows), [-1]))
 
 
-def join(rows: tf.Tensor) -> tf.Tensor:
-    """Joins the rows of all replicas on all workers, in their order, however many each has; in a replica's context.
+def all_gather(rows: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of all replicas on all workers, in their order. Call in replica context.
 
-    With collectives, which several workers and GPUs use, each has as many in all steps of a compiled loop.
+    Replicas may have different numbers of rows, except with collectives, which several workers and GPUs use: there all
+    have the same number in all steps of a compiled loop.
     """
     dtype, sent = rows.dtype, rows
-    if dtype.is_integer or dtype.is_bool:  # the collectives know few types of numbers
+    if dtype.is_integer or dtype.is_bool:  # collectives support few types
         sent = tf.cast(rows, tf.int64)
     return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis=0), dtype)
