@@ -34,7 +34,7 @@ from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
-from distloop.distributed.preemption import EXIT_CODE, Interrupted, Interrupts
+from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.monitoring.console import Console, say
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
@@ -98,7 +98,7 @@ class Fit:
         Raises:
             SystemExit: with code 75.
         """
-        with Interrupts(self.config.max_secs, catch_signals=bool(self.config.workdir)) as self._interrupts:
+        with StopRequests(self.config.max_secs, catch_signals=bool(self.config.workdir)) as self._interrupts:
             try:
                 yield
             except Interrupted as interrupted:

@@ -26,7 +26,7 @@ gc.disable()
 threading.Thread(target=collect_garbage, daemon=True).start()
 
 # The files that take longest, which two processes had better begin with.
-LONG = ["test_workers", "test_failures", "test_interrupts", "test_laws", "test_experiments", "test_summaries"]
+LONG = ["test_workers", "test_failures", "test_preemption", "test_laws", "test_experiments", "test_summaries"]
 
 
 def pytest_collection_modifyitems(items):

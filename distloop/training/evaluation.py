@@ -37,7 +37,7 @@ class EvalStep:
         Returns:
             The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`.
         """
-        replica_fn = gathering.with_most_rows(functools.partial(self._forward, layout), layout.most_rows)
+        replica_fn = gathering.with_max_rows(functools.partial(self._forward, layout), layout.most_rows)
         tallies = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
         with tf.device(HOST):
             return tf.add_n([tf.cast(replica_tallies, tf.float64) for replica_tallies in tallies])
@@ -50,7 +50,7 @@ class EvalStep:
             fed: set[str] = set()
             for update in state.spec.updates:
                 prefix = f"{update.name}/" if update.name else ""
-                with gathering.share(row_weights):
+                with gathering.shard(row_weights):
                     outputs = update.loss_fn(rows, False)
                 tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
                 named.update({prefix + name: tally for name, tally in tallies.items()})

@@ -19,7 +19,7 @@ from distloop.actions.action import Action, Report, member
 from distloop.actions.action import run as run_actions
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
-from distloop.distributed.preemption import Interrupted, Interrupts
+from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.errors import explain_data_error
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
@@ -79,7 +79,7 @@ class TrainLoop:
         actions: Sequence[Action],
         *,
         window: Mapping[str, Any] | None = None,
-        interrupts: Interrupts | None = None,
+        interrupts: StopRequests | None = None,
         clock: Clock | None = None,
         profile: Profile | None = None,
         executor: str = strategies.PARALLEL_EXECUTOR,
@@ -201,7 +201,7 @@ class TrainLoop:
         explanation = self._step.explain(step, diagnosis, None if batch is None else (batch, source.layout))
         return Diverged(explanation, step, source.batches_taken - 1)
 
-    def _interruption(self, interrupts: Interrupts) -> str | None:
+    def _interruption(self, interrupts: StopRequests) -> str | None:
         """Returns why the run is to be left, if any worker has a reason to; else None."""
         reason = interrupts.reason
         asked = np.flatnonzero(workers.gather(self._state.strategy, reason is not None))

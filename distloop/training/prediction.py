@@ -189,4 +189,4 @@ def _join_outputs(output: Any) -> tf.Tensor:
             f"predict_fn returned a {'ragged tensor' if isinstance(output, tf.RaggedTensor) else 'string tensor'}, "
             "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
         )
-    return gathering.join(output)
+    return gathering.all_gather(output)

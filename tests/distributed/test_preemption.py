@@ -1,4 +1,4 @@
-"""Being asked to stop, by every means there is: the same command then goes on as if nothing had happened."""
+"""Preemption: runs that are stopped in different ways and continued end like a run that was never stopped."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed.preemption import EXIT_CODE, Interrupts
+from distloop.distributed.preemption import EXIT_CODE, StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
 from tests.problems import classification, classifier, on
@@ -23,7 +23,7 @@ PROGRAM = """
     import os, signal, sys, time
     import keras, numpy as np
     import distloop
-    from distloop import checkpoints
+    from distloop import atomic_files
     from tests import problems
 
     workdir, replicas, how, when = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -53,13 +53,13 @@ PROGRAM = """
             time.sleep(0.2)
     act.every = 1
 
-    sync, calls = checkpoints._sync, []
+    sync, calls = atomic_files._sync, []
     def dying_sync(path):  # in the middle of a save
         calls.append(path)
         if how == "SAVE" and len(calls) == when:
             os.kill(os.getpid(), signal.SIGKILL)
         sync(path)
-    checkpoints._sync = dying_sync
+    atomic_files._sync = dying_sync
 
     data = distloop.make_dataset(problems.classification(67), 16, shuffle=True)
     trainer = distloop.Trainer(model_fn, config)
@@ -79,7 +79,7 @@ def run(workdir, replicas, how="", when=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "stops"), [(1, 20), (2, 6)])
-def test_a_run_stopped_by_every_means_ends_bit_for_bit_like_one_that_was_not(replicas, stops, tmp_path):
+def test_a_run_stopped_in_every_way_ends_bit_for_bit_like_one_that_was_not(replicas, stops, tmp_path):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     result = run(straight, replicas)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -145,32 +145,32 @@ def test_a_checkpoint_of_two_replicas_goes_on_with_any_number(replicas, tmp_path
     assert_close(weights(found), weights(expected))
 
 
-def test_the_first_signal_is_noted_and_the_handlers_come_back():
+def test_the_first_signal_is_caught_and_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with Interrupts() as interrupts:
-        assert interrupts.reason is None
+    with StopRequests() as requests:
+        assert requests.reason is None
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 5
-        while interrupts.reason is None and time.monotonic() < deadline:
+        while requests.reason is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert interrupts.reason == "SIGTERM came"
+        assert requests.reason == "SIGTERM came"
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_signals_at_once_are_one():
-    with Interrupts() as interrupts:
+def test_signals_within_a_second_count_as_one():
+    with StopRequests() as requests:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
             time.sleep(0.05)
-        assert interrupts.reason == "SIGTERM came"
+        assert requests.reason == "SIGTERM came"
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once():
     program = """
         import os, signal, time
-        from distloop.distributed.preemption import Interrupts
-        with Interrupts() as interrupts:
+        from distloop.distributed.preemption import StopRequests
+        with StopRequests() as requests:
             print("not flushed", end="")
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -184,11 +184,11 @@ def test_a_second_signal_ends_the_process_at_once():
     assert "again to leave at once" in result.stderr and "leaving at once" in result.stderr
 
 
-def test_time_is_over_after_max_secs():
-    assert Interrupts(max_secs=1000).reason is None
-    interrupts = Interrupts(max_secs=0.01)
+def test_max_secs_is_a_request_to_stop():
+    assert StopRequests(max_secs=1000).reason is None
+    requests = StopRequests(max_secs=0.01)
     time.sleep(0.02)
-    assert interrupts.reason == "0.01 seconds are over"
+    assert requests.reason == "0.01 seconds are over"
 
 
 def test_a_run_that_is_out_of_time_is_saved_and_left(tmp_path, capsys):
@@ -201,7 +201,7 @@ def test_a_run_that_is_out_of_time_is_saved_and_left(tmp_path, capsys):
     assert "1e-06 seconds are over at step 5; the same command goes on from there" in capsys.readouterr().out
 
 
-def test_without_a_workdir_signals_stay_the_users():
+def test_without_a_workdir_signals_are_not_caught():
     seen = []
 
     def act(report):
