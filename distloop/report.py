@@ -1,18 +1,24 @@
-"""Owns *runs side by side*: tables in the terminal, plain text, JSON or a picture; without TensorFlow.
+"""Report: compares runs in tables, as JSON or as a picture; without TensorFlow.
 
-    python -m distloop.report runs/a runs/b        # or `runs`: every run in that directory
-    python -m distloop.report runs --json          # for programs
-    python -m distloop.report runs --png=runs.png  # curves as well, with matplotlib
+    python -m distloop.report runs/a runs/b
+    python -m distloop.report runs                  # all runs in a directory
+    python -m distloop.report runs --json           # for programs
+    python -m distloop.report runs --png=runs.png   # curves, with matplotlib
 
-Of each run: its status, steps, training time (without tracing, evaluations, saves and pauses), speed; of each metric
-the last value, the best and its step, the least and largest, a curve of text; what went wrong; settings that differ.
+It shows for each run the status, steps, training time (without tracing,
+evaluations, saves and pauses) and speed; for each metric the last value, the
+best and its step, the least and largest, and a curve; incidents; settings that
+differ.
 
-What is better is known by name alone: smaller for `loss`, `error`, `mae`, `perplexity` and the like, larger for
-`accuracy`, `auc`, `precision`, `recall`, `f1` and the like; those list the best run first. Other names have no best:
-look at the last, least and largest. Whether a run still trains is a guess by the age of its last row.
+Whether smaller or larger is better follows from a metric's name: smaller for
+`loss`, `error`, `mae`, `perplexity` and similar names, larger for `accuracy`,
+`auc`, `precision`, `recall`, `f1` and similar names; for these the best run
+comes first. Other metrics have no best. Whether a run is still training is a
+guess from the age of its last row.
 
-Where standard output is no terminal there are no colors and no folding: a line is whole, with its run and metric on
-it, and its columns stand two spaces or more apart.
+If standard output is not a terminal, there are no colors and no wrapping: each
+line is whole, names its run and metric, and has two or more spaces between
+columns.
 """
 
 import argparse
@@ -36,7 +42,7 @@ from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_number
 from distloop.monitoring.run_files import Run, Series
 
-_LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of words
+_LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of text, aligned to the left
 _STYLES = {
     ("status", "complete"): "green",
     ("status", "running"): "cyan",
@@ -44,12 +50,12 @@ _STYLES = {
     ("status", "diverged"): "red",
     ("last", "nan"): "red",
 }
-_GAP, _INDENT = 2, 2  # between columns; under headlines
-_MIN_NAME, _MIN_WORDS = 12, 24  # what is longer may fold to this
+_GAP, _INDENT = 2, 2  # spaces between columns, and before rows under a headline
+_MIN_NAME, _MIN_WORDS = 12, 24  # the least widths that names and other text are wrapped to
 
 
 class _Table(NamedTuple):
-    """A table of words, to be shown either way; one that is grouped has its first column as headlines."""
+    """A table of text; a grouped one shows its first column as headlines on a terminal."""
 
     title: str
     header: list[str]
@@ -58,23 +64,25 @@ class _Table(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the report; returns its exit code, 2 where there was nothing to report."""
+    """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        found = run_files.load_all(options.workdirs)
+        runs = run_files.load_all(options.workdirs)
         if options.png:
-            draw_picture(found, options.png)
+            draw_picture(runs, options.png)
             print(f"distloop.report: the curves are in {options.png}", file=sys.stderr)
     except ValueError as error:
         print(f"distloop.report: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(_as_json(found), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(runs), indent=2, allow_nan=False))
         return 0
     console = rich.console.Console(highlight=False)
-    is_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes no terminal of a file
-    metrics = _metrics(found, console.width if is_terminal else math.inf, console.options.ascii_only)
-    for table in (_runs(found), metrics, _events(found), _settings(found)):
+    is_terminal = (
+        console.is_interactive and console.file.isatty()
+    )  # with FORCE_COLOR rich takes any file for a terminal
+    metrics = _metrics(runs, console.width if is_terminal else math.inf, console.options.ascii_only)
+    for table in (_runs(runs), metrics, _incidents(runs), _settings(runs)):
         if table.rows:
             _show(table, console) if is_terminal else _print(table)
     return 0
@@ -82,19 +90,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; --help tells what can be given.")
+        raise ValueError(f"{message}; see --help.")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m distloop.report", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="of a run, or a directory of workdirs")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    parser.add_argument("--png", metavar="PATH", help="write the curves as a picture, too; needs matplotlib")
+    parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="workdir of a run, or a directory of workdirs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    parser.add_argument("--png", metavar="PATH", help="also write the curves as a picture; needs matplotlib")
     return parser.parse_args(arguments)
 
 
-def _runs(found: Sequence[Run]) -> _Table:
+def _runs(runs: Sequence[Run]) -> _Table:
     header = ["run", "status", "step", "training", "steps/s", "examples/s", "silent"]
     rows = [
         [
@@ -106,32 +114,32 @@ def _runs(found: Sequence[Run]) -> _Table:
             _show_known(run.examples_per_sec),
             "-" if run.status in ("complete", "stopped") else _show_secs(run.silent_secs),
         ]
-        for run in found
+        for run in runs
     ]
     return _Table("Runs", header, rows)
 
 
-def _metrics(found: Sequence[Run], width: float, is_ascii: bool) -> _Table:
-    """Makes the table of metrics; its curves are as long as fits into `width`, within reason."""
+def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> _Table:
+    """Returns the table of metrics; its curves take the rest of `width`, between 10 and 32 characters."""
     header = ["metric", "run", "last", "best", "at step", "least", "largest"]
     rows, curves = [], []
-    for name, group in run_files.by_metric(found):
+    for name, group in run_files.by_metric(runs):
         for run, series in group:
             value, step = series.best or (None, None)
             numbers = [_show_known(number) for number in (series.last, value, series.least, series.largest)]
             rows.append([name, run.name, *numbers[:2], str(step or "-"), *numbers[2:]])
     taken = sum(max(map(cell_len, column)) + _GAP for column in list(zip(header, *rows, strict=True))[1:])
     length = int(min(max(width - taken - _INDENT, 10), 32))
-    for _, group in run_files.by_metric(found):
+    for _, group in run_files.by_metric(runs):
         curves += draw_lines([series for _, series in group], length, is_ascii=is_ascii)
     full = [[*row, curve] for row, curve in zip(rows, curves, strict=True)]
     return _Table("Metrics", [*header, "curve"], full, is_grouped=True)
 
 
-def _events(found: Sequence[Run]) -> _Table:
-    """Lists rollbacks, errors, and early ends."""
+def _incidents(runs: Sequence[Run]) -> _Table:
+    """Returns the table of rollbacks, failures and early stops."""
     rows = []
-    for run in found:
+    for run in runs:
         for row in run.incidents:
             keys = ("step", "action", "batch", "checkpoint", "left_out", "reason")
             rows.append([run.name, *(_show_value(row.get(key)) for key in keys)])
@@ -140,20 +148,20 @@ def _events(found: Sequence[Run]) -> _Table:
     return _Table("Incidents", ["run", "step", "what", "batch", "back to", "left out", "why"], rows)
 
 
-def _settings(found: Sequence[Run]) -> _Table:
-    """Lists settings that differ; tall rather than wide."""
-    different = run_files.different_settings(found)
+def _settings(runs: Sequence[Run]) -> _Table:
+    """Returns the table of settings that differ, transposed if that has fewer columns."""
+    different = run_files.different_settings(runs)
     rows = [[name, *map(_show_value, values)] for name, values in different.items()]
-    header = ["setting", *(run.name for run in found)]
-    if len(rows) < len(found):
+    header = ["setting", *(run.name for run in runs)]
+    if len(rows) < len(runs):
         header, *rows = [list(column) for column in zip(header, *rows, strict=True)]
         header[0] = "run"
     return _Table("Settings that differ", header, rows if different else [])
 
 
 def _show(table: _Table, console: rich.console.Console) -> None:
-    """Shows a table on a terminal: names fold, and columns for which there is no room come in a table below."""
-    num_names = 2 if table.is_grouped else 1  # the first one is a headline then
+    """Prints a table on a terminal: long names are wrapped, and columns that do not fit follow in a table below."""
+    num_names = 2 if table.is_grouped else 1  # in a grouped table the first one is the headline
     columns = list(zip(table.header, *table.rows, strict=True))
     longest = [max(map(cell_len, column)) for column in columns]
     longest[num_names - 1] += _INDENT * table.is_grouped
@@ -168,14 +176,14 @@ def _show(table: _Table, console: rich.console.Console) -> None:
         console.print(Text(table.title, style="bold underline"))
         spare = console.width - sum(narrowest[i] + _GAP for i in part) + _GAP
         widths = {}
-        for i in part:  # names first
+        for i in part:  # spare width goes to names first
             widths[i] = min(longest[i], narrowest[i] + max(0, spare))
             spare -= widths[i] - narrowest[i]
         _show_columns(table, widths, console)
 
 
 def _show_columns(table: _Table, widths: Mapping[int, int], console: rich.console.Console) -> None:
-    """Shows some columns of a table, by number, with the widths given."""
+    """Prints some columns of a table on a terminal; `widths` has each one's width by its index."""
 
     def show(rows: Sequence[Sequence[str]], style: str = "") -> None:
         grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
@@ -197,7 +205,7 @@ def _show_columns(table: _Table, widths: Mapping[int, int], console: rich.consol
 
 
 def _print(table: _Table) -> None:
-    """Prints a table for pipes and files: every line whole, and a blank one behind the table."""
+    """Prints a table to a pipe or a file: each row in one line, and an empty line after the table."""
     lines = [table.header, *table.rows]
     widths = [max(map(cell_len, column)) + _GAP for column in zip(*lines, strict=True)]
     for line in lines:
@@ -219,8 +227,8 @@ def _show_secs(secs: float) -> str:
     return f"{int(secs) // 3600}:{int(secs) // 60 % 60:02}:{int(secs) % 60:02}"
 
 
-def _as_json(found: Sequence[Run]) -> dict[str, Any]:
-    """Gives what the tables show as JSON can hold it; what is nan is null."""
+def _as_json(runs: Sequence[Run]) -> dict[str, Any]:
+    """Returns the content of the tables as JSON can hold it; nan becomes null."""
 
     def known(value: float | None) -> float | None:
         return value if value is not None and math.isfinite(value) else None
@@ -248,12 +256,12 @@ def _as_json(found: Sequence[Run]) -> dict[str, Any]:
             "incidents": run.incidents,
             "settings": run.settings,
         }
-        for run in found
+        for run in runs
     ]
-    return {"runs": listed, "different_settings": list(run_files.different_settings(found))}
+    return {"runs": listed, "different_settings": list(run_files.different_settings(runs))}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a name that the terminal cannot show
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # names that the terminal cannot encode
     sys.exit(main())

@@ -245,8 +245,8 @@ def test_json_holds_what_the_tables_show(sweep, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: WORKDIR; --help tells what can be given."),
-        (["--jason", "."], "unrecognized arguments: --jason; --help tells what can be given."),
+        ([], "the following arguments are required: WORKDIR; see --help."),
+        (["--jason", "."], "unrecognized arguments: --jason; see --help."),
         (["nope"], "There is no directory 'nope': give workdirs of runs, or a directory of them."),
     ],
 )

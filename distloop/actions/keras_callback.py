@@ -1,9 +1,9 @@
-"""Owns the bridge from Keras's callbacks: those that look at a run now and then become actions.
+"""`from_callback`: Keras callbacks that act at the end of an epoch, as actions.
 
     rate = distloop.from_callback(keras.callbacks.ReduceLROnPlateau("val_loss", patience=2), every=500)
     trainer.fit(train, evals={"val": test}, steps=10_000, actions=[rate])         # with eval_every=500
 
-An epoch is `every` steps. It does not know the loop.
+An epoch is `every` steps. This module does not know the training loop.
 """
 
 import numbers
@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
-from distloop.actions.action import Report, StopTraining
+from distloop.actions.action import Action, Report, StopTraining
 
-# What stands in for callbacks that distloop has something better for; by class, the derived one first.
-_INSTEAD = {
+# The replacement of each callback that distloop has its own setting for.
+_REPLACEMENTS = {
     "BackupAndRestore": "set Config(workdir=..., checkpoint_every=...)",
     "ModelCheckpoint": "use distloop.SaveBest(metric), or set Config(checkpoint_every=...)",
     "OrbaxCheckpoint": "set Config(workdir=..., checkpoint_every=...)",
@@ -28,21 +28,21 @@ _INSTEAD = {
     "TerminateOnNaN": "leave Config(on_nonfinite='raise') as it is",
     "SwapEMAWeights": "set Config(average_decay=...)",
 }
-_TAKEN = {"on_epoch_end", "on_train_begin", "on_train_end"}
+_SUPPORTED = {"on_epoch_end", "on_train_begin", "on_train_end"}
 
 
-class FromCallback:
-    """An action that calls a Keras callback; made by `from_callback`."""
+class FromCallback(Action):
+    """An action that calls a Keras callback; created by `from_callback`."""
 
     def __init__(self, callback: keras.callbacks.Callback, every: int):
         """Use `from_callback`."""
-        self.every: int | None = every
+        self.every: int = every
         self._callback = callback
         self._model: _Model | None = None
         self._restored: Mapping[str, Any] = {}
 
     def __call__(self, report: Report) -> None:
-        """Calls `on_epoch_end`, before the first time `on_train_begin`, and in the end `on_train_end`.
+        """Calls `on_epoch_end`; before the first one `on_train_begin`, and at the end of the run `on_train_end`.
 
         Raises:
             StopTraining: if the callback set `model.stop_training`.
@@ -52,7 +52,7 @@ class FromCallback:
             self._callback.set_model(self._model)
             self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
             self._callback.on_train_begin({})
-            vars(self._callback).update(self._restored)  # on_train_begin often starts anew
+            vars(self._callback).update(self._restored)  # on_train_begin often resets attributes
         logs = {name: float(value) for name, value in report.metrics.items()}
         logs |= {name.replace("/", "_"): value for name, value in logs.items()}
         epoch = -(-report.step // self.every) - 1 if self.every else 0
@@ -63,7 +63,7 @@ class FromCallback:
             raise StopTraining(f"the callback {type(self._callback).__name__} set stop_training")
 
     def get_state(self) -> dict[str, Any]:
-        """Gives the numbers and texts that the callback keeps, for a checkpoint."""
+        """Returns the callback's attributes that are numbers or strings."""
         return {
             name: value
             for name, value in vars(self._callback).items()
@@ -71,12 +71,12 @@ class FromCallback:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `get_state` gave."""
+        """Stores a state that `get_state` returned, to be restored after `on_train_begin`."""
         self._restored = state
 
 
 class _Model:
-    """What a callback sees as its model: the user's, with the optimizer that trains and `stop_training`."""
+    """The callback's model: the user's model, with the optimizer of the run and `stop_training`."""
 
     def __init__(self, state: Any):
         self.optimizer = state.optimizer
@@ -92,34 +92,36 @@ def _is_count(value: Any) -> bool:
 
 
 def from_callback(callback: keras.callbacks.Callback, every: int) -> FromCallback:
-    """Makes an action of a Keras callback, which is called at the end of each `every` steps as at the end of an epoch.
+    """Returns an action that calls a Keras callback every `every` steps, as Keras does at the end of an epoch.
 
-    What works: `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own, if they have `on_epoch_end`,
-    `on_train_begin` (called before the first of these) and `on_train_end` alone. `logs` are the report's numbers; an
-    evaluation's `val/loss` is there as `val_loss` too. `model` is the model, with `optimizer` and `stop_training`.
-    Numbers and texts that the callback keeps in its attributes are saved with the run. Every worker calls it.
+    Supported are `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own callbacks if they define only
+    `on_epoch_end`, `on_train_begin` (called before the first `on_epoch_end`) and `on_train_end`. `logs` are the
+    report's metrics; an evaluation's `val/loss` also has the name `val_loss`. `model` is the user's model, with
+    `optimizer` and `stop_training`. The callback's attributes that are numbers or strings are saved with the run. Every
+    worker calls the callback.
 
     Args:
-        callback: of Keras.
-        every: steps of an epoch; 0: at the end of the run only.
+        callback: the Keras callback.
+        every: steps per epoch; 0: at the end of the run only.
 
     Returns:
         The action.
 
     Raises:
-        ValueError: for callbacks that distloop has a setting for, and those that are called before each epoch or batch.
+        ValueError: for a callback that distloop has its own setting for, or that must be called before each epoch or
+            each batch.
     """
     if not isinstance(callback, keras.callbacks.Callback):
         raise ValueError(f"from_callback was given {callback!r}; it takes a keras.callbacks.Callback.")
     if not _is_count(every):
         raise ValueError(f"from_callback was given every={every!r}; it takes the steps of an epoch, a whole number.")
     for kind in type(callback).__mro__:
-        if kind.__module__.startswith("keras.") and kind.__name__ in _INSTEAD:
+        if kind.__module__.startswith("keras.") and kind.__name__ in _REPLACEMENTS:
             raise ValueError(
                 f"The callback {type(callback).__name__} was given, which distloop does by itself: "
-                f"{_INSTEAD[kind.__name__]}."
+                f"{_REPLACEMENTS[kind.__name__]}."
             )
-    hooks = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_") and name not in _TAKEN]
+    hooks = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_") and name not in _SUPPORTED]
     for name in hooks:
         if name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name):
             raise ValueError(

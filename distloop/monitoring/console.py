@@ -1,13 +1,13 @@
-"""Owns what a run shows on the screen: progress, and how it ended.
+"""Console: prints a run's progress and its closing summary.
 
-A terminal gets a display that stays at the bottom, everything else plain lines for grep.
+On a terminal a live display stays at the bottom; elsewhere plain lines are printed, for grep.
 
     console = Console(steps=2_000, evals=["test"])
     console.write(500, {"loss": 0.12, "test/accuracy": 0.98})
     console.close()
-    console.summarize(clock)        # where all went well: last and best numbers, and where the time went
+    console.summarize(clock)        # after a successful run: last and best metrics, time by phase
 
-It is a writer like those of `writers.py`, and does not know where numbers come from.
+It is a writer, as `JsonWriter` is, and does not know where the metrics come from.
 """
 
 import itertools
@@ -26,27 +26,27 @@ from distloop.monitoring import timing
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 from distloop.monitoring.run_files import Series
 
-_DRAW_SECS = 0.1  # between two drawings: each takes 1.7 ms, and nobody reads faster
-_MOST_METRICS = 20  # in the closing table
-_MOST_IN_LINE = 12  # above the display
+_DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
+_MAX_METRICS = 20  # in the closing table
+_MAX_IN_LINE = 12  # metrics in a line above the display
 _BAR_WIDTHS = (8, 40)
 
 
 def say(text: str) -> None:
-    """Tells the user something that is no number."""
+    """Prints a message of distloop."""
     print(f"distloop: {text}", flush=True)
 
 
 class Console:
-    """Says how far a run is: a display on a terminal, else a line a write.
+    """Shows the progress of a run: a live display on a terminal, otherwise one line per write.
 
-    On a terminal two lines stay at the bottom, a bar and the training metrics, and writes with evaluations leave a line
-    above them. A line reads
+    On a terminal two lines stay at the bottom, a progress bar and the training metrics; a write with evaluations leaves
+    a line above them. A line reads
 
         step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
 
-    Steps per second are those reported; the time left is by the clock since the first write, evaluations included. What
-    holds the run up stands behind the speed where it is not the step itself: `input-bound 63 %`.
+    Steps per second are the reported ones; the time left is extrapolated from the time since the first write, which
+    includes evaluations. If the bottleneck is not the step itself, it follows the speed: `input-bound 63 %`.
     """
 
     def __init__(
@@ -58,109 +58,109 @@ class Console:
         evals: Sequence[str] = (),
         may_draw: bool = True,
     ):
-        """Starts the clock; says nothing.
+        """Starts the clock; prints nothing.
 
         Args:
-            steps: the global step that the run ends with.
-            start: the global step that it starts from.
-            stream: where to; None: standard output.
+            steps: the global step at which the run ends.
+            start: the global step at which it starts.
+            stream: the file to print to; None: standard output.
             evals: names of the evaluations.
-            may_draw: whether a terminal gets a display; else it gets lines, too.
+            may_draw: False: print lines on a terminal, too.
         """
         self._steps = steps
         self._step = start
         self._evals = frozenset(evals)
         self._since = (start, time.monotonic())
         self._has_written = False
-        self._last: Mapping[str, float] = {}  # the last row
+        self._last: Mapping[str, float] = {}  # the last metrics
         self._series: dict[str, Series] = {}  # of evaluations
         self._console = rich.console.Console(file=stream, highlight=False)
         self._live: rich.live.Live | None = None
-        # FORCE_COLOR makes no terminal of a log.
+        # With FORCE_COLOR rich takes any file for a terminal.
         self._is_terminal = self._console.is_interactive and self._console.file.isatty()
         if may_draw and self._is_terminal:
-            # Drawn at writes: no thread, and nothing before the first number.
+            # Drawn by write(): needs no thread, and shows nothing before the first metrics.
             self._live = rich.live.Live(
                 console=self._console,
                 auto_refresh=False,
                 redirect_stdout=stream is None,
                 redirect_stderr=stream is None,
             )
-        self._shown: tuple[list[str], list[str]] = ([], [])  # what the display says: the run's, the metrics
-        self._drawn = 0.0  # when; seconds of the monotonic clock
+        self._shown: tuple[list[str], list[str]] = ([], [])  # words of the display's two lines
+        self._drawn_at = 0.0  # seconds of the monotonic clock
 
     def remember(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Takes note of the rows that the run left before this process."""
+        """Adds the rows that earlier processes of the run wrote, for the best values."""
         for row in rows:
             self._note(int(row["step"]), row)
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Shows a row.
+        """Shows metrics.
 
         Args:
-            step: that the numbers belong to.
-            metrics: name -> number; those about the run (`learning_rate`, `input_wait`, ...) are left to the files.
+            step: the step of the metrics.
+            metrics: name -> number; numbers about the run (`learning_rate`, `input_wait`, ...) are not shown.
             when: not shown.
         """
         self._note(step, metrics)
         about = [f"step {step}/{self._steps}"]
         speed, left = self._speed(step, metrics.get("steps_per_sec"))
-        which, share = timing.verdict(metrics)
-        verdict = [f"{which}-bound {timing.show_share(share)}"] if which != "step" else []
+        cause, share = timing.bottleneck(metrics)
+        bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if cause != "step" else []
         shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
         if self._live is None:
-            line = "  ".join([*about, *shown.values(), *speed, *verdict, *left])
+            line = "  ".join([*about, *shown.values(), *speed, *bottleneck, *left])
             print(line, file=self._console.file, flush=True)
             return
         if any(self._is_eval(name) for name in shown):
             self._start_display()
             named = list(shown.values())
-            if len(named) > _MOST_IN_LINE:
-                of_evals = [text for name, text in shown.items() if self._is_eval(name)][:_MOST_IN_LINE]
-                named = [*of_evals, f"and {len(named) - len(of_evals)} more"]
+            if len(named) > _MAX_IN_LINE:
+                evals = [text for name, text in shown.items() if self._is_eval(name)][:_MAX_IN_LINE]
+                named = [*evals, f"and {len(named) - len(evals)} more"]
             self._console.print("  ".join([*about, *named]), markup=False)
         done = [f"{100 * step // self._steps} %"] if self._steps else []
         names = sorted((name for name in shown if not self._is_eval(name)), key=lambda name: not name.endswith("loss"))
-        of_training = [shown[name] for name in names]  # what the terminal has no room for is cut off
-        self._shown = ([*about, *done, *speed, *left, *verdict], of_training)
-        if time.monotonic() - self._drawn >= _DRAW_SECS or step >= self._steps:
+        training = [shown[name] for name in names]  # the terminal's width cuts it off
+        self._shown = ([*about, *done, *speed, *left, *bottleneck], training)
+        if time.monotonic() - self._drawn_at >= _DRAW_SECS or step >= self._steps:
             self._draw()
 
     def close(self) -> None:
-        """Takes its hands off the terminal; may be called twice."""
+        """Ends the live display; may be called twice."""
         if self._live is not None and self._live.is_started:
             self._draw()
             self._live.stop()
 
     def summarize(self, clock: timing.Clock) -> None:
-        """Shows how the run ended: the last and best numbers, and where the time went.
+        """Prints the closing summary: last and best metrics, time by phase, and a hint if there is one.
 
         Args:
-            clock: of the run.
+            clock: the run's clock.
         """
         seconds = clock.seconds()
         total = sum(seconds.values())
         rows = self._closing_rows()
-        left_out = f"and {len(rows) - _MOST_METRICS} more" if len(rows) > _MOST_METRICS else ""
+        left_out = f"and {len(rows) - _MAX_METRICS} more" if len(rows) > _MAX_METRICS else ""
         end = f"step {self._step}/{self._steps} reached in {timing.show_secs(total)}"
         if self._is_terminal:
-            self._show_tables(end, rows[:_MOST_METRICS], left_out, seconds)
+            self._show_tables(end, rows[:_MAX_METRICS], left_out, seconds)
         else:
             lines = [end]
             lines += [f"{name} {last}{f', best {best} at step {at}' if best else ''}" for name, last, best, at in rows]
-            lines[_MOST_METRICS + 1 :] = [left_out] if left_out else []
+            lines[_MAX_METRICS + 1 :] = [left_out] if left_out else []
             by_phase = [f"{name} {s:.1f} s ({timing.show_share(s / total)})" for name, s in seconds.items() if total]
             for text in [*lines, f"time {', '.join(by_phase)}"]:
                 print(f"distloop: {text}", file=self._console.file)
         if advice := clock.advice():
-            # A terminal would break words at its edge; grep wants a line.
+            # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
             self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)
         self._console.file.flush()
 
     def _show_tables(
         self, end: str, rows: Sequence[tuple[str, ...]], left_out: str, seconds: Mapping[str, float]
     ) -> None:
-        """Shows the closing numbers and times side by side, or one above the other where the terminal is narrow."""
+        """Prints the closing metrics and times side by side, or one above the other on a narrow terminal."""
         metrics = rich.table.Table("metric", "last", "best", "at step", box=rich.box.SIMPLE, caption=left_out or None)
         for column in metrics.columns[1:]:
             column.justify = "right"
@@ -182,19 +182,19 @@ class Console:
             self._console.print(metrics, times, sep="")
 
     def _closing_rows(self) -> list[tuple[str, str, str, str]]:
-        """Returns name, last value, best value and its step, in words; the last two empty where they do not apply.
+        """Returns for each metric its name, last value, best value and the best value's step, as text.
 
-        Evaluations come first: what is too much is cut off.
+        The last two are empty if the metric has no best. Evaluations come first: the end of a long list is cut off.
         """
         rows = []
         for name, series in self._series.items():
             best, at = (show_number(series.best[0]), str(series.best[1])) if series.best else ("", "")
             rows.append((name, show_number(series.last), best, at))
-        of_training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
-        return rows + [(name, show_number(v), "", "") for name, v in of_training.items() if self._is_shown(name, v)]
+        training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
+        return rows + [(name, show_number(v), "", "") for name, v in training.items() if self._is_shown(name, v)]
 
     def _note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps what the closing table tells."""
+        """Stores metrics for the closing table."""
         self._step, self._last = step, metrics
         for name in metrics if self._evals else ():
             if self._is_eval(name):
@@ -206,13 +206,13 @@ class Console:
         assert self._live is not None
         if not self._live.is_started:
             self._live.start()
-            self._console.show_cursor(True)  # a process that is killed cannot give it back
+            self._console.show_cursor(True)  # a killed process could not restore it
 
     def _draw(self) -> None:
-        """Draws the display as it is."""
+        """Draws the live display."""
         assert self._live is not None
         self._start_display()
-        self._drawn = time.monotonic()
+        self._drawn_at = time.monotonic()
         about, metrics = ("  ".join(words) for words in self._shown)
         least, most = _BAR_WIDTHS
         width = max(least, min(most, self._console.width - len(about) - 3))
@@ -235,11 +235,11 @@ class Console:
         return self._is_eval(name) or name.rpartition("/")[2] not in ABOUT_THE_RUN
 
     def _speed(self, step: int, reported: float | None) -> tuple[list[str], list[str]]:
-        """Returns steps per second, and the time left, in words, as far as they are known."""
+        """Returns steps per second and the time left, as text; empty lists if they are unknown."""
         now = time.monotonic()
         start, start_secs = self._since
         by_clock = (step - start) / (now - start_secs) if step > start and now > start_secs else None
-        if not self._has_written:  # until here tracing took its time, too
+        if not self._has_written:  # the time until here includes tracing
             self._has_written = True
             self._since = (step, now)
             by_clock = reported or by_clock
@@ -250,11 +250,11 @@ class Console:
 
 
 def show_parts(parts: Mapping[str, int], most: int = 8) -> str:
-    """Writes what a sum is made of, as in `conv2d 288 + dense 650`; many parts by the largest of them.
+    """Returns the parts of a sum as text, such as `conv2d 288 + dense 650`; small parts are added up if there are many.
 
     Args:
-        parts: name -> how many.
-        most: how many of them are named.
+        parts: name -> count.
+        most: the largest number of summands.
     """
     largest = set(sorted(parts, key=lambda name: -parts[name])[: most if len(parts) <= most else most - 1])
     named = [f"{name} {count:,}" for name, count in parts.items() if name in largest]
@@ -263,7 +263,7 @@ def show_parts(parts: Mapping[str, int], most: int = 8) -> str:
 
 
 def show_split(sizes: Sequence[int]) -> str:
-    """Writes the shares of a batch: `128 + 128`, of more than four in a row as `6 x 42 + 2 x 43`."""
+    """Returns the sizes of a batch's shards as text: `128 + 128`, or `6 x 42 + 2 x 43` for more than four."""
     if len(sizes) <= 4:
         return " + ".join(map(str, sizes))
     groups = [(size, len(list(same))) for size, same in itertools.groupby(sorted(sizes))]

@@ -1,9 +1,9 @@
-"""Owns *curves*: as a line of characters, and as a picture; without TensorFlow.
+"""Curves: metrics drawn as lines of characters, or as a picture; without TensorFlow.
 
-    lines = draw_lines([run.series["loss"] for run in found], 32)      # one a run
-    draw_picture(found, "runs.png")                                    # with matplotlib, if it is there
+    lines = draw_lines([run.series["loss"] for run in runs], 32)       # one line per run
+    draw_picture(runs, "runs.png")                                     # needs matplotlib
 
-The runs of a metric share one scale. It does not know where numbers come from.
+All runs of a metric share one scale. It does not know where the numbers come from.
 """
 
 import math
@@ -14,19 +14,19 @@ from distloop.monitoring.run_files import Run, Series
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _NOT_FINITE = "!"
-_LOG_RANGE = 100  # positive values over more than this have a logarithmic scale
+_LOG_RANGE = 100  # positive values get a logarithmic scale if the largest exceeds the least by this factor
 
 
 def draw_lines(group: Sequence[Series], length: int, *, is_ascii: bool = False) -> list[str]:
-    """Draws the same metric of several runs, each as a line of characters, all on one scale and along the same steps.
+    """Returns one line of characters per run for the same metric, all on one scale and along the same steps.
 
-    Each character is the mean over its part of the steps, or `!` if a value in it is not finite. A value stands for the
-    steps since the one before it, as the means of training do.
+    Each character shows the mean over its range of steps, or `!` if a value in the range is not finite. A value counts
+    for all steps since the previous value, as the means of training do.
 
     Args:
-        group: one a run.
-        length: of the longest line, at most.
-        is_ascii: whether to do without block characters.
+        group: the metric's series, one per run.
+        length: the most characters of a line.
+        is_ascii: True: use no block characters.
     """
     bars = _ASCII_BARS if is_ascii else _BARS
     values = [value for series in group for value in series.finite]
@@ -45,7 +45,7 @@ def draw_lines(group: Sequence[Series], length: int, *, is_ascii: bool = False) 
 
 
 def _cells(series: Series, last_step: int, length: int) -> list[list[float]]:
-    """Returns the values that stand for each part of the steps, up to the last one that is known."""
+    """Returns the values that count for each of `length` ranges of steps, up to the series' last step."""
     cells: list[list[float]] = []
     for step, value in zip(series.steps, series.values, strict=True):
         end = max(0, step * length - 1) // last_step
@@ -60,12 +60,12 @@ def _is_wide(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) > _LOG_RANGE * min(values)
 
 
-def draw_picture(found: Sequence[Run], path: str) -> None:
-    """Writes the curves as a PNG, a chart a metric.
+def draw_picture(runs: Sequence[Run], path: str) -> None:
+    """Writes the curves as a PNG with one chart per metric.
 
     Args:
-        found: the runs.
-        path: of the file.
+        runs: the runs.
+        path: the file.
 
     Raises:
         ValueError: if matplotlib is missing, or the file cannot be written.
@@ -76,10 +76,10 @@ def draw_picture(found: Sequence[Run], path: str) -> None:
         raise ValueError(
             f"The picture {path!r} needs matplotlib, which is not installed: pip install matplotlib, or do without."
         ) from None
-    groups = list(run_files.by_metric(found))
+    groups = list(run_files.by_metric(runs))
     num_rows = max(1, math.ceil(len(groups) / 2))
-    figure = Figure(figsize=(12, 3.5 * num_rows + 0.2 * len(found)), layout="constrained")
-    styles = {run.name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, run in enumerate(found)}
+    figure = Figure(figsize=(12, 3.5 * num_rows + 0.2 * len(runs)), layout="constrained")
+    styles = {run.name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, run in enumerate(runs)}
     lines = {}
     for i, (name, group) in enumerate(groups):
         axes = figure.add_subplot(num_rows, 2, i + 1, xlabel="step")

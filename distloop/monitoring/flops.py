@@ -1,10 +1,10 @@
-"""Owns how much a model computes: floating-point operations, counted in a traced graph, and what devices can do.
+"""FLOPs: the floating-point operations of a traced graph, and the peak performance of known devices.
 
-    per_pass = count(graph)                                  # None: there is something in it that cannot be counted
+    per_pass = count(graph)                                  # None: some operation cannot be counted
     peak = peak_of("NVIDIA A100-SXM4-80GB", is_half=True)    # 312e12 a second
 
-Multiplications and additions of matrix products, convolutions and einsums, as is usual for the utilization of a device
-(Chowdhery et al. 2022, arXiv:2204.02311, appendix B); all else is small beside them.
+Counted are the multiplications and additions of matrix products, convolutions and einsums, as is usual for model FLOPs
+utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); all other operations are negligible.
 """
 
 import math
@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-TRAINING_PASSES = 3  # forward, and backward twice as much: gradients of inputs and of weights (arXiv:2001.08361)
+TRAINING_PASSES = 3  # one forward; backward costs two: gradients of inputs and of weights (arXiv:2001.08361)
 
-# What a device does at best, dense, in operations a second: float32 (TF32 where it has that, TensorFlow's default), and
-# half precision. From NVIDIA's data sheets; the first name that a device's name holds counts.
+# Peak dense operations per second in float32 (TF32 if the device has it, TensorFlow's default) and in half precision,
+# from NVIDIA's data sheets. The first entry whose name occurs in the device's name counts.
 _PEAKS = {
     "H200": (494e12, 989e12),
     "H100 PCIe": (378e12, 756e12),
@@ -32,42 +32,39 @@ _BRANCHES = {"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessC
 
 
 def peak_of(device: str, is_half: bool) -> float | None:
-    """Tells what a device can do at best.
+    """Returns the peak performance of a device, in floating-point operations per second; None: unknown device.
 
     Args:
-        device: its name, as its maker calls it.
-        is_half: in float16 or bfloat16; else in float32.
-
-    Returns:
-        Floating-point operations a second; None: not known.
+        device: the vendor's name of the device.
+        is_half: True for float16 and bfloat16, False for float32.
     """
     names = [name for name in _PEAKS if re.search(rf"\b{re.escape(name)}\b", device)]
     return _PEAKS[names[0]][is_half] if names else None
 
 
 def count(graph: tf.Graph) -> float | None:
-    """Counts the floating-point operations that one run of a graph takes.
+    """Returns the floating-point operations of one run of a graph.
 
     Returns:
-        None where a size is not known while tracing, or depends on a loop or a branch.
+        None if a shape is unknown while tracing, or if a loop or a branch contains operations that count.
     """
     total = 0.0
     for op in graph.get_operations():
         if op.type in _CALLS:
-            found = count(_body(graph, op.get_attr("f").name))
+            operations = count(_body(graph, op.get_attr("f").name))
         elif op.type in _BRANCHES:
-            # How often a body runs is known only then; where there is nothing to count in it, no matter.
-            found = 0.0 if all(count(_body(graph, name)) == 0.0 for name in _bodies(op)) else None
+            # The number of iterations is unknown; it does not matter if there is nothing to count in the body.
+            operations = 0.0 if all(count(_body(graph, name)) == 0.0 for name in _bodies(op)) else None
         else:
-            found = _count_op(op)
-        if found is None:
+            operations = _count_op(op)
+        if operations is None:
             return None
-        total += found
+        total += operations
     return total
 
 
 def _bodies(op: tf.Operation) -> list[str]:
-    """Names the functions that a loop or a branch may run."""
+    """Returns the names of the functions that a loop or a branch may run."""
     attributes = [
         op.get_attr(name) for name in op.node_def.attr if op.node_def.attr[name].WhichOneof("value") == "func"
     ]
@@ -76,15 +73,15 @@ def _bodies(op: tf.Operation) -> list[str]:
 
 
 def _body(graph: Any, name: str) -> tf.Graph:
-    """Finds a function that a graph calls."""
-    while (found := graph._get_function(name)) is None:
+    """Returns the graph of a function that a graph calls."""
+    while (function := graph._get_function(name)) is None:
         graph = graph.outer_graph
-    body: tf.Graph = found.graph
+    body: tf.Graph = function.graph
     return body
 
 
 def _count_op(op: tf.Operation) -> float | None:
-    """Counts those of one operation: two for each number of the result and each pair that is multiplied for it."""
+    """Returns the operations of one node: 2 x elements of the result x products in each; None: unknown."""
     kind = op.type
     if kind == "Einsum":
         terms = op.get_attr("equation").decode().partition("->")[0].split(",")

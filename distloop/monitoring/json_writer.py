@@ -1,7 +1,7 @@
-"""Owns *numbers to disk* beside TensorBoard: `metrics.jsonl`.
+"""JSON writer: appends metrics to `metrics.jsonl`.
 
-Each writer has `write(step, metrics, when)` and `close()`; it does not know when it is called, nor where numbers come
-from.
+Like every writer it has `write(step, metrics, when)` and `close()`. It does not know when it is called, or where the
+metrics come from.
 
     writers = [JsonWriter("run/metrics.jsonl"), SummaryWriter("run/summaries", evals=["test"])]
     for writer in writers:
@@ -9,7 +9,7 @@ from.
     for writer in writers:
         writer.close()
 
-A name is `loss`, `<update>/loss` or `<eval>/loss`.
+Metric names are `loss`, `<update>/loss` or `<eval>/loss`.
 """
 
 import itertools
@@ -23,19 +23,19 @@ from distloop.monitoring.records import format_row, parse_row
 
 
 class JsonWriter:
-    """Appends one JSON object a write: `step`, `time` (Unix, seconds), and each number under its name.
+    """Appends one JSON object per write: `step`, `time` (Unix, seconds), and the metrics by name.
 
-    JSON knows no NaN and no infinity: they become null, which keeps a column numeric in every reader (pandas gives
-    NaN). TensorBoard's files tell which of them it was.
+    JSON has no NaN and no infinity: both become null, which keeps a column numeric in every reader (pandas reads NaN).
+    TensorBoard's files hold the original value.
     """
 
     def __init__(self, path: str, start: int | None = None):
-        """Opens the file, and makes its directory if it is missing.
+        """Opens the file, and creates its directory if it is missing.
 
         Args:
-            path: of the file.
-            start: the global step that the run starts from; rows after it, of a run that was cut off, are left out. 0:
-                the file of an earlier run is renamed, with a number at its end. None: all rows stay.
+            path: the file.
+            start: the global step that the run starts from; later rows, of an interrupted run, are removed. 0: the file
+                of an earlier run is renamed, with a number at its end. None: all rows stay.
 
         Raises:
             OSError: if it cannot be written.
@@ -50,14 +50,14 @@ class JsonWriter:
         self._file = open(path, "ab+")
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a run that was killed left half a row; keep it apart from the next one
+            if self._file.read(1) != b"\n":  # a killed run left half a row: the next one begins on a new line
                 self._file.write(b"\n")
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Appends a row.
 
         Args:
-            step: that the numbers belong to.
+            step: the step of the metrics.
             metrics: name -> number.
             when: Unix, seconds; None: now.
         """
@@ -65,7 +65,7 @@ class JsonWriter:
         self._file.write(format_row({"step": int(step), "time": when or time.time(), **row}))
 
     def flush(self) -> None:
-        """Hands all rows to the operating system."""
+        """Hands all rows to the operating system, so that they survive this process."""
         self._file.flush()
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class JsonWriter:
 
 
 def _drop_rows(path: str, after: int) -> None:
-    """Leaves out the rows after a step, and half a row; the file is whole at every moment."""
+    """Removes the rows after a step, and an incomplete row, by replacing the file in one rename."""
     with open(path, "rb") as file:
         lines = file.read().splitlines(keepends=True)
     kept = [line for line in lines if _is_kept(line, after)]

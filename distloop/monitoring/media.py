@@ -1,6 +1,6 @@
-"""Owns *what can be shown beside numbers*: texts, histograms, images, sounds, curves, as TensorBoard takes them.
+"""Media: texts, histograms, images, sounds and curves, encoded for TensorBoard's plugins.
 
-    media = Images(samples, max=8)        # an action returns it under a name, as it does a number
+    media = Images(samples, max=8)        # an action returns it under a name, like a metric
     tensor, metadata = media.encode()     # for the plugin that shows it
 
 It needs no TensorFlow, and does not know files.
@@ -32,15 +32,15 @@ from tensorboard.util.tensor_util import make_tensor_proto
 Encoded = tuple[TensorProto, SummaryMetadata]
 
 _BUCKETS = 30
-_THRESHOLDS = 201  # of a precision-recall curve, as TensorBoard's own
+_THRESHOLDS = 201  # points of a precision-recall curve, TensorBoard's default
 
 
 class Media(abc.ABC):
-    """Something to show that is no number."""
+    """A result to show that is not a number."""
 
     @abc.abstractmethod
     def encode(self) -> Encoded:
-        """Gives it as TensorBoard's plugin for its kind takes it."""
+        """Returns the tensor and the metadata for TensorBoard's plugin of this kind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,35 +50,35 @@ class Text(Media):
     text: str
 
     def encode(self) -> Encoded:
-        """Gives a string for the text plugin."""
+        """Returns a string for the text plugin."""
         return make_tensor_proto([self.text.encode()], DT_STRING, shape=[]), text.create_summary_metadata(None, None)
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedMedia(Media):
-    """What was encoded before: the arrays that it was made of may have changed."""
+    """Media that is already encoded, and so independent of arrays that may change."""
 
     encoded: Encoded
 
     def encode(self) -> Encoded:
-        """Gives it."""
+        """Returns the stored encoding."""
         return self.encoded
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram(Media):
-    """How numbers are distributed, of any shape; those that are not finite are left out."""
+    """The distribution of numbers in an array of any shape; values that are not finite are left out."""
 
     values: Any
 
     def encode(self) -> Encoded:
-        """Gives rows of left edge, right edge and count, `[k, 3]`, for the histogram plugin."""
+        """Returns rows of left edge, right edge and count, `[k, 3]`, for the histogram plugin."""
         values = np.asarray(self.values, np.float64).ravel()
         values = values[np.isfinite(values)]
         buckets = np.zeros([1, 3])
         if values.size:
             low, high = values.min(), values.max()
-            if high - low <= 1e-12 * max(abs(low), abs(high)):  # nearly one value, which no bucket is narrow enough for
+            if high - low <= 1e-12 * max(abs(low), abs(high)):  # nearly one value: floats allow no narrower buckets
                 low, high = low - 0.5 * max(abs(low), 1.0), high + 0.5 * max(abs(high), 1.0)
             counts, edges = np.histogram(values, _BUCKETS, (low, high))
             buckets = np.stack([edges[:-1], edges[1:], counts], 1)
@@ -87,11 +87,11 @@ class Histogram(Media):
 
 @dataclass(frozen=True, eq=False)
 class Images(Media):
-    """Images in a row.
+    """A row of images.
 
     Attributes:
-        array: `[N, H, W, C]`, C in 1 (grey), 3 (RGB), 4 (RGBA): uint8, or floats in 0..1, cut off outside.
-        max: how many are shown, the first ones.
+        array: `[N, H, W, C]`, C in 1 (grey), 3 (RGB), 4 (RGBA): uint8, or floats, clipped to 0..1.
+        max: the most images to show, from the first.
     """
 
     array: Any
@@ -109,7 +109,7 @@ class Images(Media):
             raise ValueError(f"Images was given an array of {dtype}; it takes uint8, or floats in 0..1: convert it.")
 
     def encode(self) -> Encoded:
-        """Gives width, height and a PNG of each for the image plugin."""
+        """Returns width, height and a PNG per image for the image plugin."""
         array = np.asarray(self.array[: self.max])
         if array.dtype != np.uint8:
             array = np.round(255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)).astype(np.uint8)
@@ -121,7 +121,7 @@ class Audio(Media):
     """A sound.
 
     Attributes:
-        array: `[T]` or `[T, channels]`, floats in -1..1, cut off outside.
+        array: `[T]` or `[T, channels]`, floats, clipped to -1..1.
         rate: samples per second.
     """
 
@@ -136,7 +136,7 @@ class Audio(Media):
             )
 
     def encode(self) -> Encoded:
-        """Gives a WAV file of 16 bits and an empty label for the audio plugin."""
+        """Returns a 16-bit WAV file and an empty label for the audio plugin."""
         array = np.clip(np.nan_to_num(np.asarray(self.array, np.float32)), -1, 1)
         file = io.BytesIO()
         with wave.open(file, "wb") as sound:
@@ -150,11 +150,11 @@ class Audio(Media):
 
 @dataclass(frozen=True, eq=False)
 class PRCurve(Media):
-    """Precision over recall of a yes-or-no classifier.
+    """The precision-recall curve of a binary classifier.
 
     Attributes:
-        labels: `[N]`, true or 1 where the answer is yes.
-        probabilities: `[N]`, in 0..1, of yes.
+        labels: `[N]`, True or 1 for positive examples.
+        probabilities: `[N]`, predicted probability of the positive class.
     """
 
     labels: Any
@@ -168,14 +168,14 @@ class PRCurve(Media):
             )
 
     def encode(self) -> Encoded:
-        """Gives true and false positives and negatives, precision and recall by threshold, `[6, thresholds]`."""
+        """Returns TP, FP, TN, FN, precision and recall by threshold, `[6, thresholds]`, for the PR-curve plugin."""
         labels, probabilities = np.ravel(self.labels).astype(np.float64), np.ravel(self.probabilities)
         buckets = np.clip(np.nan_to_num(probabilities) * (_THRESHOLDS - 1), 0, _THRESHOLDS - 1).astype(np.int64)
 
-        def above(weights: Any) -> Any:  # how many lie at or above each threshold
+        def at_or_above(weights: Any) -> Any:  # weighted count of examples at or above each threshold
             return np.bincount(buckets, weights, _THRESHOLDS)[::-1].cumsum()[::-1]
 
-        hits, misses = above(labels), above(1 - labels)
+        hits, misses = at_or_above(labels), at_or_above(1 - labels)
         precision, recall = hits / np.maximum(hits + misses, 1e-7), hits / max(hits[0], 1e-7)
         rows = np.stack([hits, misses, misses[0] - misses, hits[0] - hits, precision, recall])
         metadata = pr_curves.create_summary_metadata(None, None, _THRESHOLDS)
@@ -184,12 +184,12 @@ class PRCurve(Media):
 
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(Media):
-    """A picture of how often each label was taken for each other one.
+    """A picture of how often each label was predicted as each class.
 
     Attributes:
-        labels: `[N]`, whole numbers from 0.
-        predictions: `[N]`, whole numbers from 0.
-        names: of the classes; None: their numbers.
+        labels: `[N]`, class indices from 0.
+        predictions: `[N]`, class indices from 0.
+        names: names of the classes; None: their indices.
     """
 
     labels: Any
@@ -212,17 +212,17 @@ class ConfusionMatrix(Media):
             )
 
     def counts(self) -> np.ndarray:
-        """Counts examples by label and prediction, `[classes, classes]`."""
+        """Returns the number of examples by label and prediction, `[classes, classes]`."""
         labels, predictions = (np.asarray(a).astype(np.int64) for a in (self.labels, self.predictions))
         size = len(self.names) if self.names is not None else int(max(labels.max(), predictions.max())) + 1
         return np.bincount(labels * size + predictions, minlength=size * size).reshape(size, size)
 
     def encode(self) -> Encoded:
-        """Gives a PNG for the image plugin: a row per label, a column per prediction, darker where more of the row."""
+        """Returns a PNG for the image plugin: a row per label, a column per prediction; darker: more of the row."""
         counts = self.counts()
         names = list(self.names) if self.names is not None else [str(i) for i in range(len(counts))]
         shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        side = 40 if len(names) <= 30 else 12  # pixels of a cell; numbers fit into large ones only
+        side = 40 if len(names) <= 30 else 12  # pixels per cell; counts fit into large cells only
         draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
         margin = 26 + max(round(draw.textlength(name)) for name in names)
         picture = Image.new("RGB", (margin + side * len(names) + 8, margin + side * len(names) + 8), "white")
@@ -247,13 +247,13 @@ class ConfusionMatrix(Media):
 
 @dataclass(frozen=True, eq=False)
 class HParams(Media):
-    """What a run was started with, by name: booleans, numbers or strings; TensorBoard lists runs by it."""
+    """The hyperparameters of a run, by name: booleans, numbers or strings; TensorBoard's HParams page lists them."""
 
     values: Mapping[str, Any]
     start: float  # Unix, seconds
 
     def encode(self) -> Encoded:
-        """Gives the start of a session for the HParams plugin."""
+        """Returns the start of a session for the HParams plugin."""
         info = plugin_data_pb2.SessionStartInfo(start_time_secs=self.start)
         for name, value in self.values.items():
             if isinstance(value, bool):
@@ -268,13 +268,13 @@ class HParams(Media):
 
 @dataclass(frozen=True, eq=False)
 class RunEnd(Media):
-    """That a run has ended well or failed; one without counts as running."""
+    """The end of a run, successful or failed; a run without it counts as running."""
 
     has_succeeded: bool
     end: float  # Unix, seconds
 
     def encode(self) -> Encoded:
-        """Gives the end of a session for the HParams plugin."""
+        """Returns the end of a session for the HParams plugin."""
         status = api_pb2.STATUS_SUCCESS if self.has_succeeded else api_pb2.STATUS_FAILURE
         info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=self.end)
         data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
@@ -283,12 +283,12 @@ class RunEnd(Media):
 
 @dataclass(frozen=True, eq=False)
 class Layout(Media):
-    """Which charts the custom-scalars page shows: category -> title -> regular expressions of tags."""
+    """The charts of the custom-scalars page: category -> title -> regular expressions of tags."""
 
     categories: Mapping[str, Mapping[str, Sequence[str]]]
 
     def encode(self) -> Encoded:
-        """Gives the layout for the custom-scalars plugin."""
+        """Returns the layout for the custom-scalars plugin."""
         layout = layout_pb2.Layout(
             category=[
                 layout_pb2.Category(

@@ -1,4 +1,4 @@
-"""Owns how much memory there is: the highest level so far, of the host and of its devices, and what is left."""
+"""Memory: the peak use of the host and of its devices, and the memory that is available."""
 
 import os
 import resource
@@ -12,46 +12,46 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
 def peaks() -> dict[str, float]:
-    """Tells the highest level since the process began, in GB (10^9 bytes).
+    """Returns the peak memory since the process began, in GB (10^9 bytes).
 
     Returns:
-        `host_memory_gb`, what this process has held of the host's memory; with GPUs or TPUs also `device_memory_gb`,
-        what TensorFlow has held of that one of this process which held most.
+        `host_memory_gb`, the memory of this process on the host. With GPUs or TPUs also `device_memory_gb`, the memory
+        that TensorFlow allocated on the device of this process where it allocated most.
     """
-    found = {"host_memory_gb": _host_peak_bytes() / 1e9}
+    peak = {"host_memory_gb": _host_peak_bytes() / 1e9}
     accelerators = [device.name for device in tf.config.list_logical_devices() if device.device_type != "CPU"]
-    if accelerators:  # what CPUs hold is the host's
-        found["device_memory_gb"] = max(device_peak_gb(devices.short_device(name)) for name in accelerators)
-    return found
+    if accelerators:  # CPUs use the host's memory
+        peak["device_memory_gb"] = max(device_peak_gb(devices.short_device(name)) for name in accelerators)
+    return peak
 
 
 def device_peak_gb(device: str) -> float:
-    """Tells the highest level of a GPU or TPU since the process began, in GB (10^9 bytes); `device` as in `GPU:0`."""
+    """Returns the peak memory of a GPU or TPU, such as `GPU:0`, since the process began, in GB (10^9 bytes)."""
     return float(tf.config.experimental.get_memory_info(device)["peak"]) / 1e9
 
 
 def available_gb() -> float:
-    """Tells how much of the host's memory a process may still take without swapping, in GB (10^9 bytes).
+    """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
 
-    On Linux that is what the kernel says, or less where a container's limit (cgroup 2) is nearer; elsewhere half of
-    all.
+    On Linux this is the kernel's estimate, or the rest of a container's limit (cgroup 2) if that is smaller; on other
+    systems half of the physical memory.
     """
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            found = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
-        available = found["MemAvailable"]
+            sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
+        available = sizes["MemAvailable"]
     except (OSError, KeyError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
         available = min(available, limit - used)
-    except (OSError, ValueError):  # no such limit
+    except (OSError, ValueError):  # no limit
         pass
     return max(0, available) / 1e9
 
 
 def _host_peak_bytes() -> int:
-    """Finds the highest level of this program; `getrusage` counts that of the process which started it, too."""
+    """Returns the peak memory of this program; `getrusage` may return that of the parent process, if it was higher."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))

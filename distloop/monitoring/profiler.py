@@ -1,13 +1,13 @@
-"""Owns the profile of some steps, for TensorBoard's profile plugin.
+"""Profiler: profiles a window of steps for TensorBoard's profile plugin.
 
     profile = Profile("100:110", "run/summaries/train")
     boundary = min(boundary, profile.next_boundary(step))
-    with profile.loop(step):        # profiled if the window says so
+    with profile.loop(step):        # profiled if the step is in the window
         ...
     profile.close()
 
-The plugin takes each turn of a compiled loop for a step, and then finds none. So in the window, and for the step before
-it, which traces, steps are called one by one; what lies between two of them is what such a call costs.
+The plugin does not recognize the steps inside a compiled loop. Therefore steps are called one by one in the window, and
+the one before it, which traces; the gap between two of them in the profile is the cost of such a call.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from distloop.config import profile_window
 
 
 class Profile:
-    """Starts the profiler when the first step of a window comes, names each, and stops it after the last.
+    """Starts the profiler at the first step of a window, marks each step, and stops it after the last.
 
     Attributes:
-        directory: of a TensorBoard run, to which the profile is written.
-        is_written: whether it was.
+        directory: the TensorBoard run that the profile is written to.
+        is_written: whether the profile has been written.
     """
 
     def __init__(self, window: str, directory: str):
-        """Plans; starts nothing.
+        """Stores the window; starts nothing.
 
         Args:
-            window: `"100:110"`: the steps after 100, up to 110; empty: none.
+            window: `"100:110"` for steps 101 to 110; empty: no profile.
             directory: as the attribute.
         """
         self._window = profile_window(window)
@@ -40,21 +40,21 @@ class Profile:
         self._is_on = False
 
     def next_boundary(self, step: int) -> float:
-        """Tells where a loop that begins after so many steps ends at the latest."""
+        """Returns the step at which a loop that starts at `step` must end at the latest."""
         start, stop = self._window
         return start - 1 if step < start - 1 else step + 1 if step < stop else float("inf")
 
     def is_single(self, step: int) -> bool:
-        """Says whether the step after so many is to be called alone."""
+        """Returns True if the next step must be called by itself."""
         start, stop = self._window
         return start - 1 <= step < stop
 
     @contextlib.contextmanager
     def loop(self, step: int) -> Iterator[None]:
-        """Profiles what is run meanwhile, if it is a step of the window.
+        """Profiles the block if its step is in the window.
 
         Args:
-            step: how many steps are done.
+            step: number of steps done before it.
         """
         start, stop = self._window
         if not start <= step < stop:
@@ -71,12 +71,12 @@ class Profile:
         try:
             tf.profiler.experimental.start(self.directory)
             self._is_on = True
-        except tf.errors.OpError as error:  # another profile is on, or a GPU's tools are missing
+        except tf.errors.OpError as error:  # another profiler is running, or a GPU's tools are missing
             logging.warning("These steps are not profiled: %s", error.message)
             self._window = (0, 0)
 
     def close(self) -> None:
-        """Writes what was profiled, where the run ends within the window, too."""
+        """Stops the profiler and writes the profile, also if the run ends inside the window."""
         if self._is_on:
             self._is_on = False
             self._window = (0, 0)

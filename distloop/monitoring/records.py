@@ -1,6 +1,6 @@
-"""Owns *the rows that a run leaves*: one JSON object a line, written and read, and how a number is shown.
+"""Records: the rows that a run writes, one JSON object per line, and how numbers are formatted.
 
-It starts at once: neither TensorFlow nor TensorBoard is imported.
+It imports neither TensorFlow nor TensorBoard, and does not know who writes the rows.
 
     append_row("run/incidents.jsonl", {"step": 250, "reason": "..."})
     rows = read_metrics("run")      # [{"step": 100, "time": 1.8e9, "loss": 0.12, "test/accuracy": 0.98}, ...]
@@ -12,13 +12,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# What the clock and the machine say: runs that are equal differ in it.
+# Measurements of time and memory: they differ between runs that compute the same.
 OF_THE_MACHINE = frozenset(
     ["steps_per_sec", "examples_per_sec", "input_wait", "host_share", "step_secs_p50", "step_secs_p90", "step_secs_p99"]
     + ["replica_imbalance", "host_memory_gb", "device_memory_gb", "device_busy_share"]
     + ["model_flops_per_sec", "model_flops_utilization"]
 )
-# Numbers about the run, not the model: the files have them, in front of people they would hide the others.
+# Numbers about the run rather than the model: written to files, not shown on the console and in reports.
 ABOUT_THE_RUN = OF_THE_MACHINE | {
     *["clipped_share", "gradient_norm", "learning_rate", "loss_scale", "weight_norm", "update_norm", "update_ratio"]
 }
@@ -27,18 +27,18 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """Reads the numbers of a run, of one that is still training too.
+    """Returns the metrics of a run; the run may still be training.
 
     Args:
-        workdir: the run's; `~` is expanded.
+        workdir: the run's workdir; `~` is expanded.
 
     Returns:
-        A row a boundary, in order: `step` (a whole number), `time` (Unix, seconds), and each number under its name,
-        where it was measured. What was not finite is nan. Half a row, of a run that writes or was killed, is left out;
-        so are the rows of earlier runs (`metrics.jsonl.1`).
+        One row per log, in order: `step` (an integer), `time` (Unix, seconds), and the metrics that were measured, by
+        name. Values that were not finite are nan. An incomplete row, of a run that is writing or was killed, is left
+        out; so are the rows of earlier runs (`metrics.jsonl.1`).
 
     Raises:
-        ValueError: if there is no such directory, or none that holds the numbers of a run.
+        ValueError: if the directory does not exist, or holds no metrics.
     """
     directory = os.path.expanduser(os.fspath(workdir))
     if not os.path.isdir(directory):
@@ -57,7 +57,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Reads the rows of a file, without what is none.
+    """Returns the rows of a file; lines that are not rows are left out.
 
     Raises:
         OSError: if it cannot be read.
@@ -68,7 +68,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def read_steps(path: str) -> set[int]:
-    """Finds the steps that a file has rows of; none where there is no file."""
+    """Returns the steps of a file's rows; an empty set if there is no file."""
     try:
         return {row["step"] for row in read_rows(path)}
     except FileNotFoundError:
@@ -76,11 +76,11 @@ def read_steps(path: str) -> set[int]:
 
 
 def append_row(path: str, row: Mapping[str, Any]) -> None:
-    """Appends a row to a file, with the `time` (Unix, seconds).
+    """Appends a row to a file, with the current `time` (Unix, seconds).
 
     Args:
-        path: of the file, which is made if it is missing.
-        row: what JSON can hold.
+        path: the file; created if it is missing.
+        row: values that JSON can hold.
 
     Raises:
         OSError: if it cannot be written.
@@ -90,12 +90,12 @@ def append_row(path: str, row: Mapping[str, Any]) -> None:
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:
-    """Writes a row as a line."""
+    """Returns a row as a line of JSON."""
     return _ENCODER.encode(row).encode() + b"\n"
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Reads a line; None if it is no row with a `step`, such as half of one."""
+    """Returns the row of a line; None if it is not an object with a `step`, such as half a row."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -104,7 +104,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def show_number(value: float) -> str:
-    """Writes a number with four significant digits, and large ones as whole numbers rather than powers of ten."""
+    """Returns a number with four significant digits; from 10,000 as an integer rather than with an exponent."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 

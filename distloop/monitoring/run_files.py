@@ -1,9 +1,9 @@
-"""Owns what the files of a run tell: how far it came, how fast, its numbers, its settings; without TensorFlow.
+"""Run files: reads a run's status, speed, metrics and settings from its workdir; without TensorFlow.
 
     for run in load_all(["runs"]):
         print(run.name, run.status, {name: series.last for name, series in run.series.items()})
 
-A run that is still training can be read at any time. It does not know how runs are shown.
+A run can be read while it trains. This module does not know how runs are displayed.
 """
 
 import functools
@@ -19,29 +19,30 @@ from typing import Any
 
 from distloop.monitoring import records
 
-_FRESH_SECS = 60  # a run whose last row is younger may still train, and so
-_FRESH_GAPS = 5  # may one whose last row is younger than so many times the usual time between two rows
+# A run counts as running if its last row is at most this old,
+_FRESH_SECS = 60
+_FRESH_GAPS = 5  # or this many times the median time between two rows.
 
-# Words in names that tell what is better; where there are several, the last one does.
+# Words in a metric's name that say whether smaller or larger is better; the last one in a name counts.
 _SMALLER = "loss error mae mse rmse nll perplexity crossentropy cross_entropy".split()
 _LARGER = r"accuracy acc auc precision recall f1(?!\d) r2(?!\d) iou bleu".split()
 _KNOWN = re.compile(rf"(?<![a-z])(?:(?P<smaller>{'|'.join(_SMALLER)})|(?P<larger>{'|'.join(_LARGER)}))(?![a-z])")
 
 
 def better(name: str) -> str | None:
-    """Says by a metric's name whether `smaller` or `larger` is better; None: the name does not tell."""
-    found = [match.lastgroup for match in _KNOWN.finditer(name.lower())]
-    return found[-1] if found else None
+    """Returns whether "smaller" or "larger" is better, by the metric's name; None: unknown."""
+    words = [match.lastgroup for match in _KNOWN.finditer(name.lower())]
+    return words[-1] if words else None
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of a run, where it was measured.
+    """The measurements of one metric in a run.
 
     Attributes:
-        name: the metric's.
-        steps: in order.
-        values: one a step; nan where it was not finite.
+        name: name of the metric.
+        steps: the steps where it was measured, in order.
+        values: one value per step; nan if it was not finite.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Series:
 
     @functools.cached_property
     def finite(self) -> list[float]:
-        """The values that are finite."""
+        """The finite values."""
         return [value for value in self.values if math.isfinite(value)]
 
     @property
@@ -70,27 +71,27 @@ class Series:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The best value and the first step that had it; None if the name does not tell what is better."""
-        which = better(self.name)
-        if which is None or not self.finite:
+        """The best value and its first step; None if the name does not say what is better."""
+        direction = better(self.name)
+        if direction is None or not self.finite:
             return None
-        value = self.least if which == "smaller" else self.largest
+        value = self.least if direction == "smaller" else self.largest
         return value, self.steps[self.values.index(value)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run tell.
+    """A run as its files describe it.
 
     Attributes:
-        name: its path, from the directory that all runs shown have in common.
-        path: its workdir.
-        rows: of `metrics.jsonl`, as `read_metrics` gives them.
+        name: path relative to the directory that all loaded runs have in common.
+        path: the workdir.
+        rows: the rows of `metrics.jsonl`, as `read_metrics` returns them.
         incidents: the rows of `incidents.jsonl`.
-        settings: those of `config.json`, and the program's own flags in `flags.txt`; `workdir` is left out.
-        until: the step that it is to end with; None: nothing tells.
-        stop_reason: why an action ended it before that.
-        silent_secs: how old its last row is.
+        settings: the values in `config.json`, and the program's own flags in `flags.txt`; without `workdir`.
+        until: the step at which it ends; None: unknown.
+        stop_reason: why an action ended it early; None: no action did.
+        silent_secs: age of the last row.
     """
 
     name: str
@@ -104,28 +105,29 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that it told of."""
+        """The step of the last row."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @functools.cached_property
     def series(self) -> dict[str, Series]:
-        """The metrics by name, as they came; what is about the run is left out, and skipped steps if there are none."""
-        found: dict[str, Series] = {}
+        """The model's metrics by name, in order of appearance; with `skipped_steps` if any step was skipped."""
+        series_by_name: dict[str, Series] = {}
         for row in self.rows:
             for name, value in row.items():
-                series = found.setdefault(name, Series(name, [], []))
+                series = series_by_name.setdefault(name, Series(name, [], []))
                 series.steps.append(int(row["step"]))
                 series.values.append(value)
-        hidden = {"step", "time", *(name for name in found if name.rpartition("/")[2] in records.ABOUT_THE_RUN)}
-        if "skipped_steps" in found and not any(found["skipped_steps"].values):
+        hidden = {"step", "time"}
+        hidden |= {name for name in series_by_name if name.rpartition("/")[2] in records.ABOUT_THE_RUN}
+        if "skipped_steps" in series_by_name and not any(series_by_name["skipped_steps"].values):
             hidden.add("skipped_steps")
-        return {name: series for name, series in found.items() if name not in hidden}
+        return {name: series for name, series in series_by_name.items() if name not in hidden}
 
     @property
     def status(self) -> str:
-        """What became of it: complete, stopped (by an action), diverged, running, interrupted; else ended.
+        """One of complete, stopped (by an action), diverged, running, interrupted, ended (its length is unknown).
 
-        Whether a run still trains is a guess by the time of its last row.
+        Whether a run is still training is a guess from the age of its last row.
         """
         if self.incidents and self.incidents[-1].get("action") == "raise":
             if not self.rows or self.incidents[-1].get("time", 0) >= self.rows[-1].get("time", 0):
@@ -138,27 +140,27 @@ class Run:
         gap = statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) if len(times) > 1 else 0.0
         if self.silent_secs <= max(_FRESH_SECS, _FRESH_GAPS * gap):
             return "running"
-        return "interrupted" if self.until else "ended"  # without an end to reach, nothing tells
+        return "interrupted" if self.until else "ended"
 
     @property
     def training_secs(self) -> float:
-        """The time that its steps took; tracing, evaluations, saves and pauses are not in it."""
+        """The time of the steps, without tracing, evaluations, saves and pauses."""
         return sum(secs for _, secs, _ in self._windows)
 
     @property
     def elapsed_secs(self) -> float | None:
-        """The time by the clock, from the first step to the last row; pauses are in it. None: nothing tells."""
+        """The time from the first step to the last row, with pauses; None: unknown."""
         times = self._times
         return times[-1] - times[0] + self._windows[0][1] if self._windows else None
 
     @property
     def steps_per_sec(self) -> float | None:
-        """Steps per second of training; None: nothing tells."""
+        """Steps per second of training time; None: unknown."""
         return sum(steps for steps, _, _ in self._windows) / self.training_secs if self._windows else None
 
     @property
     def examples_per_sec(self) -> float | None:
-        """Examples per second of training; None: nothing tells."""
+        """Examples per second of training time; None: unknown."""
         return sum(examples for _, _, examples in self._windows) / self.training_secs if self._windows else None
 
     @property
@@ -167,11 +169,11 @@ class Run:
 
     @functools.cached_property
     def _windows(self) -> list[tuple[int, float, float]]:
-        """Returns steps, seconds and examples between each two rows whose speed is known."""
-        windows, before = [], 0
+        """Returns steps, seconds and examples since the previous row, for rows with a speed."""
+        windows, previous = [], 0
         for row in self.rows:
-            steps, speed = int(row["step"]) - before, row.get("steps_per_sec", math.nan)
-            before = int(row["step"])
+            steps, speed = int(row["step"]) - previous, row.get("steps_per_sec", math.nan)
+            previous = int(row["step"])
             if speed > 0 and steps > 0:
                 secs = steps / speed
                 windows.append((steps, secs, secs * row.get("examples_per_sec", math.nan)))
@@ -185,53 +187,55 @@ def load_all(paths: Sequence[str]) -> list[Run]:
         paths: workdirs, and directories of workdirs.
 
     Returns:
-        The runs, in the order given; those of one directory by name.
+        The runs in the order of `paths`; the runs of one directory are sorted by name.
 
     Raises:
-        ValueError: if there is no run in one of them.
+        ValueError: if a path holds no run.
     """
     try:
-        found = {os.path.realpath(path): os.path.normpath(path) for given in paths for path in _find(given)}
-        root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in found.values()])
-        return [_load(path, os.path.relpath(path, root)) for path in found.values()]
+        workdirs = {
+            os.path.realpath(workdir): os.path.normpath(workdir) for path in paths for workdir in _workdirs(path)
+        }
+        root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in workdirs.values()])
+        return [_load(path, os.path.relpath(path, root)) for path in workdirs.values()]
     except OSError as error:
         raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}): give what you may read.") from error
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Returns the settings that are not alike in all runs: name -> a value a run, None where it has none."""
+    """Returns the settings that differ between runs: name -> one value per run, None if a run does not have it."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name) for run in runs] for name in names}
     return {name: column for name, column in values.items() if len(set(map(str, column))) > 1}
 
 
-def by_metric(found: Sequence[Run]) -> Iterator[tuple[str, list[tuple[Run, Series]]]]:
-    """Yields each metric with the runs that have it, the best first if its name tells what is better.
+def by_metric(runs: Sequence[Run]) -> Iterator[tuple[str, list[tuple[Run, Series]]]]:
+    """Yields each metric with its runs and their series, the best run first if the name says what is better.
 
     Args:
-        found: the runs, which may have different metrics.
+        runs: the runs, which may have different metrics.
     """
-    for name in dict.fromkeys(name for run in found for name in run.series):
-        group = [(run, run.series[name]) for run in found if name in run.series]
+    for name in dict.fromkeys(name for run in runs for name in run.series):
+        group = [(run, run.series[name]) for run in runs if name in run.series]
         sign = -1 if better(name) == "larger" else 1
         yield name, sorted(group, key=lambda pair: sign * pair[1].best[0] if pair[1].best else math.inf)
 
 
-def _find(given: str) -> list[str]:
-    """Returns a directory if it is the workdir of a run, else those in it that are."""
-    given = os.path.expanduser(given)
-    if not os.path.isdir(given):
-        raise ValueError(f"There is no directory {given!r}: give workdirs of runs, or a directory of them.")
-    for candidates in ([given], [os.path.join(given, name) for name in sorted(os.listdir(given), key=_by_number)]):
-        if found := [path for path in candidates if os.path.isfile(os.path.join(path, "metrics.jsonl"))]:
-            return found
+def _workdirs(path: str) -> list[str]:
+    """Returns the path itself if it is a run's workdir, else the workdirs in it."""
+    path = os.path.expanduser(path)
+    if not os.path.isdir(path):
+        raise ValueError(f"There is no directory {path!r}: give workdirs of runs, or a directory of them.")
+    for candidates in ([path], [os.path.join(path, name) for name in sorted(os.listdir(path), key=_by_number)]):
+        if workdirs := [c for c in candidates if os.path.isfile(os.path.join(c, "metrics.jsonl"))]:
+            return workdirs
     raise ValueError(
-        f"Neither {given!r} nor a directory in it holds a metrics.jsonl: give the workdirs of runs that have begun."
+        f"Neither {path!r} nor a directory in it holds a metrics.jsonl: give the workdirs of runs that have begun."
     )
 
 
 def _by_number(name: str) -> list[Any]:
-    """Sorts run2 before run10, and lr0.003 before lr0.01."""
+    """Returns a sort key that orders run2 before run10, and lr0.003 before lr0.01."""
     return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
 
 
@@ -241,9 +245,9 @@ def _load(path: str, name: str) -> Run:
     incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
     settings, saved = _read_settings(path), _read_end(os.path.join(path, "checkpoints"))
     step, until, reason = rows[-1]["step"] if rows else 0, settings.get("steps") or None, None
-    if saved.get("step", -1) >= step:  # else the run may have been given another end since
+    if saved.get("step", -1) >= step:  # else the run may have another end since
         until, reason = saved["until"], saved["stop_reason"]
-    elif until is None and saved.get("until", 0) > step:  # as with `epochs`
+    elif until is None and saved.get("until", 0) > step:  # a run given by `epochs`
         until = saved["until"]
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(os.path.join(path, "metrics.jsonl"))
     return Run(name, path, rows, incidents, settings, until, reason, max(0.0, time.time() - since))
@@ -259,12 +263,12 @@ def _read_settings(path: str) -> dict[str, Any]:
         lines = []
     for flag, _, value in lines:
         if (name := flag[2:]) not in settings:
-            own[name] = f"{own[name]},{value}" if name in own else value  # one that may be given several times
+            own[name] = f"{own[name]},{value}" if name in own else value  # a flag that may be repeated
     return {name: value for name, value in {**settings, **own}.items() if name != "workdir"}
 
 
 def _read_end(directory: str) -> dict[str, Any]:
-    """Returns `step`, `until` and `stop_reason` of the newest checkpoint; nothing if there is none."""
+    """Returns `step`, `until` and `stop_reason` of the newest checkpoint; an empty dict if there is none."""
     steps = [int(name) for name in os.listdir(directory) if name.isdigit()] if os.path.isdir(directory) else []
     manifest = _read_json(os.path.join(directory, str(max(steps)), "manifest.json")) if steps else {}
     try:
@@ -274,7 +278,7 @@ def _read_end(directory: str) -> dict[str, Any]:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    """Returns a file's object; an empty one if there is none, or it is damaged."""
+    """Returns the JSON object in a file; an empty dict if the file is missing or damaged."""
     try:
         with open(path, "rb") as file:
             value = json.loads(file.read())

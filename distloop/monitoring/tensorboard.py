@@ -1,4 +1,4 @@
-"""Owns TensorBoard's files: what is written where, and that no step comes twice.
+"""TensorBoard: writes metrics and media to event files, so that no step appears twice.
 
     writer = SummaryWriter("run/summaries", evals=["test"], start=0)
     writer.begin({"learning_rate": 1e-3}, {"run/config": Text("...")}, Layout({...}))
@@ -6,7 +6,8 @@
     writer.show(500, {"samples": Images(array)})
     writer.close(has_succeeded=True)
 
-Where a run goes on, TensorBoard is told to forget what comes after its first step. It does not know when it is called.
+When a run resumes, a marker in the file makes TensorBoard discard later steps. The writer does not know when it is
+called.
 """
 
 import glob
@@ -20,34 +21,34 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, HParams, Layout, Media, RunEnd
 
-# The run that the HParams page lists. A directory of its own, as TensorBoard takes every number in it for a column,
-# and keeps the first status that it reads of a run for ever: its files are those of the last start alone.
+# The run that the HParams page lists. It has its own directory, because TensorBoard shows every number in it as a
+# column. It holds only the files of the last start, because TensorBoard keeps the first status that it reads.
 _HPARAMS = "hparams"
 
 
 class SummaryWriter:
-    """Writes for TensorBoard: what belongs to an evaluation to `<directory>/<eval>`, all else to `<directory>/train`.
+    """Writes event files: evaluations to `<directory>/<eval>`, everything else to `<directory>/train`.
 
-    An evaluation's tag is its name without the prefix, so that its chart lies over the one of training; an evaluation
-    that is called `train` or `hparams` keeps its prefix. Files are made at the first thing for them.
+    A tag has no evaluation's prefix, so that evaluation and training share a chart. An evaluation called `train` or
+    `hparams` is written to `train` and keeps its prefix. Files are created when they are first written to.
     """
 
     def __init__(self, directory: str, evals: Sequence[str], start: int | None = None):
-        """Remembers where; writes nothing.
+        """Stores the paths; writes nothing.
 
         Args:
-            directory: under which the directories are made.
+            directory: the parent of the runs' directories.
             evals: names of the evaluations.
-            start: the global step that the run starts from; TensorBoard is told to forget what comes after it. None:
-                it is not.
+            start: the global step that the run starts from; TensorBoard discards later steps of earlier files. None:
+                it keeps them.
         """
         self.path = directory
         self._start = start
         self._evals = frozenset(evals) - {"train", _HPARAMS}
-        self._places: dict[str, tuple[str, str]] = {}  # by name
+        self._places: dict[str, tuple[str, str]] = {}  # run and tag by metric name
         self._files: dict[str, _EventFile] = {}
         self._has_begun = False
-        self._last: tuple[int, dict[str, float]] | None = None  # what the HParams page is still to be told
+        self._last: tuple[int, dict[str, float]] | None = None  # last numbers, not yet written for the HParams page
 
     def begin(
         self,
@@ -56,22 +57,22 @@ class SummaryWriter:
         layout: Layout,
         graph: bytes | None = None,
     ) -> None:
-        """Writes what is known before the first step.
+        """Writes hyperparameters, media, chart layout and graph before the first step.
 
         Args:
-            hyperparameters: what the HParams page is to tell runs apart by.
-            media: name -> what to show.
-            layout: which charts the custom-scalars page shows.
-            graph: a GraphDef.
+            hyperparameters: values for the HParams page, by name.
+            media: name -> media.
+            layout: charts of the custom-scalars page.
+            graph: a serialized GraphDef; None: no graph.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if a file cannot be written.
         """
         for path in glob.glob(os.path.join(glob.escape(os.path.join(self.path, _HPARAMS)), "events.out.tfevents.*")):
             os.remove(path)
         self._has_begun = True
-        # Not at the start, which may hold what is to stay, but at the first step after it: all that is forgotten when
-        # the run starts from here again.
+        # At the first step after the start: TensorBoard discards it if the run starts from here again. At the start
+        # itself there may be events to keep.
         step, now = (self._start or 0) + 1, time.time()
         self._add(_HPARAMS, step, now, {HPARAMS_TAG: HParams(hyperparameters, now), LAYOUT_TAG: layout})
         self.show(step, media, now)
@@ -80,15 +81,15 @@ class SummaryWriter:
         self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Writes each number, all of a directory in one event.
+        """Writes metrics, as one event per directory.
 
         Args:
-            step: that the numbers belong to.
+            step: the step of the metrics.
             metrics: name -> number.
             when: Unix, seconds; None: now.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if a file cannot be written.
         """
         when = when or time.time()
         events: dict[str, Event] = {}
@@ -105,15 +106,15 @@ class SummaryWriter:
                 self._write_last()
 
     def show(self, step: int, media: Mapping[str, Media], when: float | None = None) -> None:
-        """Writes what is no number.
+        """Writes media.
 
         Args:
-            step: that it belongs to.
-            media: name -> what to show.
+            step: the step of the media.
+            media: name -> media.
             when: Unix, seconds; None: now.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if a file cannot be written.
         """
         by_run: dict[str, dict[str, Media]] = {}
         for name, item in media.items():
@@ -123,13 +124,13 @@ class SummaryWriter:
             self._add(run, step, when or time.time(), tagged)
 
     def close(self, has_succeeded: bool | None = None) -> None:
-        """Closes the files; a later write makes new ones.
+        """Closes the files; a later write creates new ones.
 
         Args:
-            has_succeeded: what the HParams page says of the run; None: that it is running.
+            has_succeeded: the run's status on the HParams page; None: running.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if a file cannot be written.
         """
         try:
             if self._has_begun and self._files:
@@ -142,7 +143,7 @@ class SummaryWriter:
                 file.close()
 
     def _place(self, name: str) -> tuple[str, str]:
-        """Says to which run a name belongs, and what it is called there."""
+        """Returns the TensorBoard run that a name belongs to, and its tag there."""
         if (place := self._places.get(name)) is None:
             prefix, _, rest = name.partition("/")
             place = self._places[name] = (prefix, rest) if prefix in self._evals and rest else ("train", name)
@@ -156,7 +157,7 @@ class SummaryWriter:
         self._file(run).write(event)
 
     def _write_last(self) -> None:
-        """Tells the HParams page the last losses and evaluations."""
+        """Writes the last losses and evaluations for the HParams page."""
         if self._last is not None:
             (step, numbers), self._last = self._last, None
             event = Event(wall_time=time.time(), step=step)
@@ -165,10 +166,10 @@ class SummaryWriter:
             self._file(_HPARAMS).write(event)
 
     def flush(self) -> None:
-        """Hands all that was written to the operating system.
+        """Hands all events to the operating system, so that they survive this process.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if a file cannot be written.
         """
         for file in self._files.values():
             file.flush()
@@ -183,17 +184,17 @@ class SummaryWriter:
 
 
 class _EventFile:
-    """A file of events; every error is an OSError.
+    """An event file; every error is an OSError.
 
-    TensorBoard's own writer has a thread, which keeps errors to itself until it is asked to flush, and computes
-    checksums in Python, 20 ms for an image.
+    TensorBoard's own writer reports errors of its thread only at a flush, and computes checksums in Python, which takes
+    20 ms per image.
     """
 
     _numbers = itertools.count()
 
     def __init__(self, directory: str):
         os.makedirs(directory, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names.
+        # TensorBoard reads the files of a directory in alphabetical order.
         self._path = os.path.join(
             directory, f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}.{next(self._numbers)}"
         )
@@ -214,8 +215,8 @@ class _EventFile:
             self._writer.close()
 
 
-class _os_errors:  # noqa: N801 - used as a function; a generator would cost as much as the write
-    """Turns TensorFlow's errors about files into Python's."""
+class _os_errors:  # noqa: N801 - a generator-based context manager would take as long as the write
+    """Converts TensorFlow's errors about files to OSError."""
 
     def __init__(self, path: str):
         self._path = path

@@ -1,13 +1,13 @@
-"""Owns where a run's time goes: by phase, what holds it up, and what to try against that.
+"""Timing: a run's time by phase, its bottleneck, and a hint against it.
 
     clock = Clock()
-    host_secs = clock.loop(start, end, waited_secs)     # each loop: steps, and the time since the loop before it
+    host_secs = clock.loop(start, end, waited_secs)     # each loop: its steps, and the time since the previous loop
     with clock.phase("evaluation"):
         ...
     clock.seconds()     # {"start-up": 3.1, "input": 0.1, "step": 5.4, "evaluation": 0.8, ..., "other": 0.2}
-    verdict({"input_wait": 0.7, "host_share": 0.1})     # ("input", 0.63)
+    bottleneck({"input_wait": 0.7, "host_share": 0.1})     # ("input", 0.63)
 
-It only reads the clock; it does not know what a phase does.
+It does not know what happens in a phase.
 """
 
 import contextlib
@@ -15,38 +15,38 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-_WORTH_A_WORD = 0.2  # of the time
-_TOO_SHORT_SECS = 2.0  # a run that trains no longer than this needs no advice
+_MIN_SHARE = 0.2  # of the time, for a hint
+_MIN_TRAINING_SECS = 2.0  # shorter runs get no hint
 
 _ADVICE = {
     "input": "cache() the dataset, prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE)",
     "evaluation": "a larger eval_every, or larger batches to evaluate on",
     "saving": "a larger checkpoint_every, or a faster disk for the workdir",
     "logging": "a larger log_every",
-    "other": "a larger steps_per_loop, log_every or batch_size, or actions that come due less often",
+    "other": "a larger steps_per_loop, log_every or batch_size, or a larger `every` of actions",
 }
 
 
 class Clock:
-    """Adds up the time of a run by phase; begins with the start-up, which the first loop ends."""
+    """Accumulates the time of a run by phase. The first phase is the start-up, which ends at the first loop."""
 
     def __init__(self) -> None:
-        """Starts."""
-        self._since = time.time()  # Unix, as the compiled loop tells it
+        """Starts the clock."""
+        self._since = time.time()  # Unix, as in the compiled loop
         self._loop_end: float | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._first: dict[str, float] = {}  # how long the first time of a phase took
+        self._first: dict[str, float] = {}  # duration of each phase's first time
 
     def loop(self, start: float, end: float, waited_secs: float) -> float:
-        """Notes a loop.
+        """Adds a compiled loop to the phases `input` and `step`.
 
         Args:
-            start: Unix, seconds.
-            end: when its last step ended.
-            waited_secs: how much of it was spent waiting for data.
+            start: when it started; Unix, seconds.
+            end: when its last step ended; Unix, seconds.
+            waited_secs: time in it spent waiting for data.
 
         Returns:
-            The seconds between the loop before it and this one.
+            The seconds between the previous loop and this one.
         """
         between = 0.0
         if self._loop_end is None:
@@ -62,30 +62,32 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts what happens meanwhile, between two loops, to a phase."""
-        begun = time.time()
+        """Adds the time of the block, which runs between two loops, to a phase."""
+        start = time.time()
         try:
             yield
         finally:
-            secs = max(0.0, time.time() - begun)
+            secs = max(0.0, time.time() - start)
             self._seconds[name] += secs
             self._first.setdefault(name, secs)
 
     def seconds(self) -> dict[str, float]:
-        """Returns the time until now by phase; `other` is what no phase has."""
-        found = {name: self._seconds[name] for name in ("start-up", "input", "step", "evaluation", "saving", "logging")}
-        found |= {name: secs for name, secs in self._seconds.items() if name not in found}
-        found["other"] = found.pop("other", 0.0) + max(0.0, time.time() - self._since - sum(self._seconds.values()))
-        return found
+        """Returns the time until now by phase; `other` is the time outside all phases."""
+        seconds = {
+            name: self._seconds[name] for name in ("start-up", "input", "step", "evaluation", "saving", "logging")
+        }
+        seconds |= {name: secs for name, secs in self._seconds.items() if name not in seconds}
+        seconds["other"] = seconds.pop("other", 0.0) + max(0.0, time.time() - self._since - sum(self._seconds.values()))
+        return seconds
 
     def advice(self) -> str | None:
-        """Says what to try where the loop waited for data, or the host between two loops, for long.
+        """Returns a hint if input or host work took over 20 % of the run, else None.
 
-        The first time of each phase does not count: it traces, and no setting spares it.
+        The first time of each phase does not count: it includes tracing, which no setting avoids.
         """
         seconds = self.seconds()
         training = sum(seconds.values()) - seconds["start-up"]
-        if training < _TOO_SHORT_SECS:
+        if training < _MIN_TRAINING_SECS:
             return None
         input_secs, step_secs = seconds["input"], seconds["step"]
         between = {
@@ -95,7 +97,7 @@ class Clock:
         }
         total = input_secs + step_secs + sum(between.values())
         input_share, host_share = input_secs / total, sum(between.values()) / total
-        if max(input_share, host_share) <= _WORTH_A_WORD:
+        if max(input_share, host_share) <= _MIN_SHARE:
             return None
         if input_share >= host_share:
             return f"{show_share(input_share)} of the time went by waiting for data: try {_ADVICE['input']}."
@@ -105,11 +107,11 @@ class Clock:
         return f"{show_share(host_share)} of the time went by between two loops{most}: try {what}."
 
 
-def verdict(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """Finds what most of a window's time went to: "input", "host" or "step", and its share of the time.
+def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:
+    """Returns where most of the time went, "input", "host" or "step", and its fraction of the time.
 
     Args:
-        metrics: of a report: `input_wait` (the share of the loops' time) and `host_share` (of all) are read.
+        metrics: a report's; `input_wait` (fraction of the loops' time) and `host_share` (of all time) are read.
     """
     host = metrics.get("host_share", 0.0)
     waited = metrics.get("input_wait", 0.0) * (1.0 - host)
@@ -119,11 +121,11 @@ def verdict(metrics: Mapping[str, float]) -> tuple[str, float]:
 
 
 def show_share(share: float) -> str:
-    """Writes a share in percent."""
+    """Returns a fraction as a percentage."""
     return f"{100 * share:.0f} %"
 
 
 def show_secs(secs: float) -> str:
-    """Writes a time as hours, minutes and seconds."""
+    """Returns a duration as hours, minutes and seconds."""
     whole = round(secs)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

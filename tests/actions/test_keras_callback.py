@@ -90,5 +90,5 @@ def test_an_epoch_of_no_whole_number_of_steps_is_refused():
 
 def test_every_callback_of_keras_is_decided_upon():
     known = {"Callback", "CallbackList", "ReduceLROnPlateau", "RemoteMonitor", "LambdaCallback"}
-    known |= set(distloop.actions.keras_callback._INSTEAD)
+    known |= set(distloop.actions.keras_callback._REPLACEMENTS)
     assert {name for name in dir(keras.callbacks) if name[0].isupper()} <= known

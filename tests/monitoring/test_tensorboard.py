@@ -25,7 +25,8 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
-from distloop.actions.action import Report, Write
+from distloop.actions.action import Report
+from distloop.actions.write import Write
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.media import Layout

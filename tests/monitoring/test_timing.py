@@ -2,7 +2,7 @@
 
 import pytest
 
-from distloop.monitoring.timing import Clock, show_secs, verdict
+from distloop.monitoring.timing import Clock, bottleneck, show_secs
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_a_clock_that_is_set_back_counts_no_negative_time(now):
         (0.0, 1.0, ("host", 1.0)),
     ],
 )
-def test_the_largest_share_of_the_time_is_the_verdict(input_wait, host_share, expected):
-    which, share = verdict({"input_wait": input_wait, "host_share": host_share})
+def test_the_largest_share_of_the_time_is_the_bottleneck(input_wait, host_share, expected):
+    which, share = bottleneck({"input_wait": input_wait, "host_share": host_share})
     assert (which, pytest.approx(share)) == expected
 
 
 def test_without_measurements_it_is_the_step():
-    assert verdict({"loss": 1.0}) == ("step", 1.0)
+    assert bottleneck({"loss": 1.0}) == ("step", 1.0)
 
 
 def test_a_run_that_trains_has_no_advice(now):
