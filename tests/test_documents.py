@@ -109,3 +109,28 @@ def test_the_settings_page_is_what_its_program_writes():
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     assert program.PAGE.read_text(encoding="utf-8") == program.render(), "run `make docs`"
+
+
+def modules_on_the_map():
+    """Returns the dotted names of the modules in the map of WORKSPACE.md, in its order."""
+    names, folder = [], ""
+    text = (ROOT / "WORKSPACE.md").read_text(encoding="utf-8")
+    for line in re.search(r"^    distloop/\n(.*?)^    experiments/", text, re.M | re.S)[1].splitlines():
+        entry = re.split(r"  +", line.strip())[0]
+        indent = len(line) - len(line.lstrip())
+        folder = "" if indent == 6 else folder
+        if entry.endswith("/"):
+            folder = entry.replace("/", ".")
+        else:
+            names += [f"{folder}{name}" for name in entry.split(", ")]
+    return names
+
+
+def test_the_map_names_every_module_once():
+    paths = [path.relative_to(ROOT / "distloop").with_suffix("") for path in (ROOT / "distloop").rglob("*.py")]
+    modules = {".".join(path.parts) for path in paths if path.name != "__init__" or len(path.parts) == 1}
+    assert sorted(modules_on_the_map()) == sorted(modules)
+
+
+def test_the_workspace_page_is_short():
+    assert len((ROOT / "WORKSPACE.md").read_text(encoding="utf-8").splitlines()) <= 150

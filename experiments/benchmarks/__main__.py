@@ -4,7 +4,7 @@
     make bench FLAGS="--workloads=tiny --replicas=1,2 --only=training"        # a part, printed
 
 Every workload and place is measured in a fresh process, in which the systems take turns. This process does not import
-TensorFlow.
+TensorFlow. Orbit, which needs Keras 2, gets its own environment, `.venv-orbit`.
 """
 
 import datetime
@@ -30,10 +30,10 @@ KERAS50_FAILS = "steps_per_execution above 1 crashes under MirroredStrategy"
 KERAS50_TAKES_LONG = "50 steps of mlp41m are longer than all turns together"
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
-_WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Which models.")
-_REPLICAS = flags.DEFINE_list("replicas", ["1", "2", "4"], "Numbers of replicas.")
-_SYSTEMS = flags.DEFINE_list("systems", SYSTEMS, "Which systems.")
-_ONLY = flags.DEFINE_list("only", list(page.PARTS), "Which parts.")
+_WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Workloads to measure.")
+_REPLICAS = flags.DEFINE_list("replicas", ["1", "2", "4"], "Numbers of replicas to measure.")
+_SYSTEMS = flags.DEFINE_list("systems", SYSTEMS, "Systems to measure.")
+_ONLY = flags.DEFINE_list("only", list(page.PARTS), "Parts to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns per system.", lower_bound=1)
 _TURN_SECS = flags.DEFINE_float("turn_secs", 0.4, "Approximate seconds per turn.", lower_bound=0)
 _WRITE = flags.DEFINE_bool("write", False, f"Write {PAGE.name} even if only a part is measured.")
