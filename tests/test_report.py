@@ -271,7 +271,7 @@ def test_the_report_says_where_the_picture_is(sweep, capsys):
     assert (sweep / "runs.png").exists()
 
 
-def test_help_says_what_is_better(capsys):
+def test_the_help_explains_what_is_better(capsys):
     with pytest.raises(SystemExit) as left:
         report.main(["--help"])
-    assert left.value.code == 0 and "What is better is known by name alone" in capsys.readouterr().out
+    assert left.value.code == 0 and "better follows from a metric's name" in capsys.readouterr().out
