@@ -89,14 +89,6 @@ class Config:
         "Pipeline stages of a network, one per device of a worker, made by distloop.split(model, num_stages).",
         minimum=1,
     )
-    communication: str = setting(
-        DEVICES,
-        "auto",
-        "All-reduce implementation between workers; auto: nccl for GPUs, ring for CPUs.",
-        choices=("auto", "ring", "nccl"),
-    )
-    bytes_per_pack: int = setting(DEVICES, 0, "Gradients travel between workers in packs of so many bytes; 0: in one.")
-    inter_op_threads: int = setting(DEVICES, 0, "Threads that run operations in parallel; 0: TensorFlow's default.")
     intra_op_threads: int = setting(
         DEVICES, 0, "Threads within one operation; 0: one per core, divided among virtual CPUs."
     )

@@ -35,7 +35,7 @@ def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
 @pytest.mark.slow
 def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts():
     spec = {"part": "training", "workload": "tiny", "replicas": 2, "rounds": 1, "turn_secs": 0.01}
-    found = processes.run_cell({**spec, "systems": ["distloop"], "settings": {"inter_op_threads": 3}})
+    found = processes.run_cell({**spec, "systems": ["distloop"], "settings": {"intra_op_threads": 3}})
     assert found.get("failed") is None and len(found["times"]["distloop"]) == 1
 
 

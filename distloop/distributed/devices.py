@@ -85,16 +85,14 @@ def short_device(device: str) -> str:
 
 
 def _set_threads(config: Config) -> None:
+    if not config.intra_op_threads:
+        return
     try:
-        if config.inter_op_threads:
-            tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads)
-        if config.intra_op_threads:
-            tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads)
+        tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads)
     except RuntimeError:
         raise ValueError(
-            f"inter_op_threads={config.inter_op_threads} and intra_op_threads={config.intra_op_threads} were given, "
-            "but TensorFlow has already started with other numbers: call distloop.prepare(config) before the first "
-            "tensor, dataset or model."
+            f"intra_op_threads={config.intra_op_threads} was given, but TensorFlow has already started with another "
+            "number: call distloop.prepare(config) before the first tensor, dataset or model."
         ) from None
 
 

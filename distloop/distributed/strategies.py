@@ -182,8 +182,6 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
         return _multi_worker_strategies[cluster]
     if devices.choose_device_type(config) == "GPU":
         environment.check_gpus_of_tasks(len(tf.config.list_physical_devices("GPU")))
-    elif config.communication == "nccl":
-        raise ValueError("communication=nccl was given, which is for GPUs, but the workers run on CPUs: use auto.")
     versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(cluster.addresses)}
     heartbeat = Heartbeat(cluster.addresses, cluster.index, versions | facts(config))
     try:
@@ -199,12 +197,6 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
 
 def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribute.Strategy:
     device_type = devices.choose_device_type(config)
-    # No timeout_seconds: TensorFlow starts a thread for each collective that sleeps for so long, 14,000 of them after
-    # 25 seconds of a small model. The heartbeat notices a hanging worker instead.
-    options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=config.bytes_per_pack,
-        implementation=tf.distribute.experimental.CommunicationImplementation(config.communication.upper()),
-    )
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": cluster.addresses}),
         task_type="worker",
@@ -217,7 +209,9 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     heartbeat.phase = JOINING
     try:
         with tensorflow_internals.local_devices(device_type, count), tensorflow_internals.joining_without_gil():
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+            # No CommunicationOptions(timeout_seconds=...): for each collective TensorFlow starts a thread that sleeps
+            # for so long, 14,000 of them after 25 seconds of a small model. The heartbeat notices a hanging worker.
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except RuntimeError as error:
         raise ValueError(
             f"Worker {cluster.index} cannot join the others, because TensorFlow has already started ({error}): call "
@@ -228,7 +222,7 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     if numbers.tolist() != list(range(1, len(cluster.addresses) + 1)):
         raise ValueError(
             f"The workers' numbers came back as {numbers.tolist()}; the network or the collective library gives wrong "
-            "sums: try other CommunicationOptions, or fewer devices."
+            "sums: try fewer devices."
         )
     heartbeat.phase = "starting"
     if threading.current_thread() is threading.main_thread():
