@@ -175,8 +175,7 @@ class Fit:
         if self.config.on_divergence == "rollback" and not self.progress.has_checkpoint():
             self.progress.save()
         self._forward = self.trace_forward()
-        split = self.source.split()
-        batch_size = split[0] if split is not None else None
+        batch_size = self.source.info.batch_size
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
         step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)
         self._executor = self.state.placement.choose_executor(self.state.strategy, self.config.executor, step_flops)

@@ -194,9 +194,8 @@ class Trainer:
                 limit=config.overfit_batches or config.limit_train_batches,
                 is_cached=bool(config.overfit_batches),
             )
-        split = self._train_source.split()
-        if split is not None:
-            self.state.placement.check_microbatches(config.microbatches, split[0])
+        if (batch_size := self._train_source.info.batch_size) is not None:
+            self.state.placement.check_microbatches(config.microbatches, batch_size)
         return self._train_source
 
     def _evaluations(self, evals: Mapping[str, Data]) -> list[Evaluate]:
@@ -233,8 +232,7 @@ class Trainer:
 
     def _trace_forward(self, source: Source) -> tf.Graph | None:
         """Returns the graph of the forward pass, traced once for each kind of data; None: it would take too long."""
-        split = source.split()
-        kind = source.element_spec, split[0] if split is not None else None
+        kind = source.info.element_spec, source.info.batch_size
         if self._forward is None or self._forward[0] != kind:
             self._forward = kind, overview.trace_forward(self.state, self.config, *kind)
         return self._forward[1]
@@ -477,7 +475,7 @@ class Trainer:
         """Makes of data what can be read from its beginning, or finds what was made of it before."""
         source = next((s for s in self._passes if s.data is data), None)
         source = source or Source(data, self.strategy, repeat=False, batch_size=self.config.batch_size)
-        if source.is_endless and not may_be_endless:
+        if source.info.is_endless and not may_be_endless:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
             )
@@ -500,7 +498,7 @@ class Trainer:
         self._build(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
 
     def _build(self, source: Source) -> None:
-        self._element_spec = source.element_spec
+        self._element_spec = source.info.element_spec
         if not self.state.is_built:
             with loss_scale.policy(self.config.precision):
                 self.state.build(source.first_rows())

@@ -1,41 +1,170 @@
-"""What a dataset tells before it is read: its length, its batch size, and whether its elements are batches."""
+"""What is known about a dataset before it is read: its element spec, length, batch size and each replica's rows.
 
+    info = inspect(dataset, strategy, microbatches=4)
+    info.batch_size, info.replica_batch_sizes        # 10, (5, 5)
+
+It does not know iterators or the place in the data.
+"""
+
+import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from distloop.data.shards import static_batch_size
+from distloop.data.shards import Layout, shard_bounds, static_batch_size
+from distloop.distributed import strategies, workers
+from distloop.errors import EMPTY_DATASET
 
-# What may stand behind `batch`; a function that is mapped over batches is taken to keep their rows.
+# Datasets behind which the batch size stays the same; a function mapped over batches is assumed to keep their rows.
 _KEEP_BATCHES = frozenset(
     f"{name}Dataset"
     for name in "Map ParallelMap Prefetch Repeat Shuffle Skip Take Shard Cache Options Filter AssertCardinality".split()
 )
 
 
-def batch_size_told(dataset: Any) -> int | None:
-    """Finds the rows of a whole batch without reading any; a last one may have fewer. None: nothing tells."""
-    if (static := static_batch_size(dataset.element_spec)) is not None:
-        return static
+@dataclasses.dataclass(frozen=True)
+class DataInfo:
+    """What is known about a dataset before it is read.
+
+    Attributes:
+        element_spec: of a batch, before padding.
+        layout: what tracing needs to know about the batches.
+        num_batches: of one pass, the longest over all workers' shards; inf: endless; None: unknown.
+        num_missing_batches: how many batches this worker's shard has less than the longest one.
+        min_rows: that a batch needs for one in every microbatch of every replica; smaller batches are padded.
+        batch_size: of a whole batch, of this worker's shard if the data is sharded; None if unknown, or if TensorFlow
+            splits the batches.
+        replica_batch_sizes: the rows of a whole batch that each replica takes, of this worker's if the data is sharded.
+    """
+
+    element_spec: Any
+    layout: Layout
+    num_batches: float | None
+    num_missing_batches: int
+    min_rows: int
+    batch_size: int | None
+    replica_batch_sizes: tuple[int, ...]
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass over the data never ends."""
+        return self.num_batches == math.inf
+
+
+def inspect(
+    dataset: Any, strategy: tf.distribute.Strategy, *, microbatches: int = 1, is_sharded: bool = False
+) -> DataInfo:
+    """Checks a dataset and returns what is known about it; on several workers, all of them call it.
+
+    Args:
+        dataset: a `tf.data.Dataset` or a `DistributedDataset`; read only to count a shard's batches.
+        strategy: whose replicas share out each batch.
+        microbatches: the parts in which a replica computes its rows.
+        is_sharded: whether the dataset is this worker's shard, so that other workers have other examples.
+
+    Raises:
+        ValueError: if the dataset is not batched or known to be empty, or if the shards do not fit together.
+    """
+    is_split = isinstance(dataset, tf.distribute.DistributedDataset)
+    if not is_split:
+        _require_batched(dataset.element_spec)
+    num_batches, num_missing = cardinality(dataset), 0
+    if num_batches == 0:
+        raise ValueError(EMPTY_DATASET)
+    replicas = workers.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
+    min_rows = replicas * microbatches
+    static_size = None if is_split else static_batch_size(dataset.element_spec)
+    is_padded = not is_split and min_rows > 1 and (static_size is None or static_size < min_rows)
+    if is_sharded:
+        num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
+        is_padded = bool(workers.gather(strategy, is_padded or num_missing > 0).any())
+    batch_size = None if is_split else _find_batch_size(dataset)
+    sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
+    return DataInfo(
+        dataset.element_spec,
+        Layout(is_split, is_padded, is_sharded, _max_replica_rows(sizes, strategy, is_sharded)),
+        num_batches,
+        num_missing,
+        min_rows,
+        batch_size,
+        sizes,
+    )
+
+
+def cardinality(data: Any) -> float | None:
+    """Returns the number of batches in one pass; inf if endless, None if the dataset does not know."""
+    length = int(data.cardinality().numpy() if callable(getattr(data, "cardinality", None)) else data.cardinality)
+    if length == tf.data.INFINITE_CARDINALITY:
+        return math.inf
+    return None if length == tf.data.UNKNOWN_CARDINALITY else length
+
+
+def count_batches(dataset: tf.data.Dataset) -> float:
+    """Returns the number of batches in one pass, inf if endless; reads a dataset of unknown length once."""
+    length = cardinality(dataset)
+    if length is None:
+        logging.info("The dataset does not know its length: reading it once to count its batches.")
+        length = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+    return length
+
+
+def _compare_shards(num_batches: float, strategy: tf.distribute.Strategy) -> tuple[float, int]:
+    """Returns the number of batches of the longest shard, and how many of them this worker's shard lacks."""
+    lengths = workers.gather(strategy, -1.0 if num_batches == math.inf else float(num_batches))
+    if lengths.min() < 0 < lengths.max():
+        raise ValueError(
+            f"The function of InputContext gave shards of {lengths.tolist()} batches, where -1 is endless; the "
+            "workers' shards are all endless or all finite: call repeat() on all of them or on none."
+        )
+    if 0 in lengths:
+        raise ValueError(
+            f"The function of InputContext gave shards of {lengths.astype(int).tolist()} batches; every worker "
+            "needs one batch at least: shard by examples, or make as many files as there are workers."
+        )
+    if num_batches == math.inf:
+        return math.inf, 0
+    return int(lengths.max()), int(lengths.max() - num_batches)
+
+
+def _find_batch_size(dataset: Any) -> int | None:
+    """Returns the rows of a whole batch without reading any, or None; the last batch may have fewer."""
+    if (static_size := static_batch_size(dataset.element_spec)) is not None:
+        return static_size
     while dataset is not None:
-        if (found := getattr(dataset, "_batch_size", None)) is not None:
-            return int(found)
+        if (batch_size := getattr(dataset, "_batch_size", None)) is not None:
+            return int(batch_size)
         if type(dataset).__name__.lstrip("_") not in _KEEP_BATCHES:
             return None
         (dataset,) = dataset._inputs()
     return None
 
 
-def cardinality(data: Any) -> float | None:
-    """Batches in one pass; inf if endless, None if the dataset does not know."""
-    length = int(data.cardinality().numpy() if callable(getattr(data, "cardinality", None)) else data.cardinality)
-    if length == tf.data.INFINITE_CARDINALITY:
-        return np.inf
-    return None if length == tf.data.UNKNOWN_CARDINALITY else length
+def _replica_batch_sizes(batch_size: int, replicas: int, min_rows: int) -> tuple[int, ...]:
+    """Returns how many rows of a whole batch each replica takes; padding comes last and does not count."""
+    rows = max(batch_size, min_rows)
+    bounds = (shard_bounds(replica, replicas, rows) for replica in range(replicas))
+    return tuple(min(batch_size, end) - min(batch_size, start) for start, end in bounds)
 
 
-def require_batched(element_spec: Any) -> None:
+def _max_replica_rows(sizes: tuple[int, ...], strategy: tf.distribute.Strategy, is_sharded: bool) -> int | None:
+    """Returns the largest number of rows that a replica of any worker takes.
+
+    Returns:
+        None if unknown, or if no collective needs it, since each number costs a trace.
+    """
+    if not strategies.uses_collectives(strategy):
+        return None
+    most = max(sizes, default=0)
+    if is_sharded:
+        rows_by_worker = workers.gather(strategy, most)
+        most = 0 if 0 in rows_by_worker else int(rows_by_worker.max())
+    return most or None
+
+
+def _require_batched(element_spec: Any) -> None:
     """Raises a ValueError unless every entry is a batch of dense or ragged tensors, `[B, ...]`, with one B."""
     specs = tf.nest.flatten(element_spec)
     if not specs:
@@ -48,7 +177,7 @@ def require_batched(element_spec: Any) -> None:
             )
         if isinstance(spec, tf.SparseTensorSpec):
             raise ValueError(
-                f"The dataset gives a sparse tensor ({spec}); rows of it cannot be shared out: "
+                f"The dataset gives a sparse tensor ({spec}), whose rows cannot be split between replicas: "
                 "turn it into a dense or ragged one with Dataset.map."
             )
         if spec.shape.rank == 0:

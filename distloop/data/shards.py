@@ -20,26 +20,26 @@ from distloop.errors import require
 
 
 class Batch(NamedTuple):
-    """A global batch, or a value per replica of one that TensorFlow has split already."""
+    """A global batch, or one value per replica of a batch that TensorFlow has split."""
 
     rows: Any  # the user's structure, tensors [B, ...]
-    size: tf.Tensor | None  # []: how many rows count; None: all of them
+    size: tf.Tensor | None  # []: the number of rows that count; None: all of them
 
 
 class Layout(NamedTuple):
-    """What must be known while tracing about the elements of an iterator."""
+    """What tracing needs to know about the batches of an iterator."""
 
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
-    is_padded: bool  # whether elements are pairs of rows and how many of them count
-    is_sharded: bool = False  # whether each worker has rows of its own
-    most_rows: int | None = None  # of a replica's share, where the dataset tells; for collectives
+    is_padded: bool  # whether the iterator's elements are `Batch`es, whose size says how many rows count
+    is_sharded: bool = False  # whether each worker reads a shard of the data, so that its batches are its own
+    max_replica_rows: int | None = None  # of a whole batch, on any worker, if known; for collectives
 
 
 class LastBatch:
-    """A copy of the batch that a compiled loop took last, for a second look at it."""
+    """A copy of the last batch that a compiled loop took, to look at it again after a failure."""
 
     def __init__(self, iterator: Any):
-        """Makes room for what an iterator gives; to be called outside a `tf.function`."""
+        """Creates variables for the tensors of a batch; call it outside a `tf.function`."""
         self._batch: Any = None  # its structure
         with tf.device(HOST):
             self._copies = [
@@ -55,7 +55,7 @@ class LastBatch:
             copy.assign(part)
 
     def get(self) -> Batch:
-        """Gives the last batch that was kept."""
+        """Returns the last batch that was kept."""
         values = iter(self._copies)
         parts = [
             None if part is None else next(values).read_value()
@@ -65,13 +65,13 @@ class LastBatch:
 
 
 def next_batch(iterator: Any, layout: Layout) -> Batch:
-    """Takes a batch; in a `tf.function`, outside `strategy.run`."""
+    """Returns the iterator's next batch; call it in a `tf.function`, outside `strategy.run`."""
     spec = iterator.element_spec
     leaves = tf.nest.flatten(spec)
     if layout.is_split or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
         return _as_batch(next(iterator), layout)
-    # `next` hands over to another thread and back, 40 us of a small step; this waits where it is. The pipeline has
-    # threads of its own (`_own_threads`), so that it is never the pipeline that waits for this one.
+    # `next` switches to another thread and back, 40 us of a small step; this operation waits in its own thread. It
+    # cannot block the pipeline, which has a private thread pool (`source.Source`).
     tensors = tf.raw_ops.IteratorGetNextSync(
         iterator=iterator._iterator_resource,
         output_types=[leaf.dtype for leaf in leaves],
@@ -81,7 +81,7 @@ def next_batch(iterator: Any, layout: Layout) -> Batch:
 
 
 def next_batch_if_any(iterator: Any, layout: Layout) -> tuple[tf.Tensor, Callable[[], Batch]]:
-    """Takes a batch if there is one left: says whether, and gives a function that gets it."""
+    """Returns whether the iterator had another batch, and a function that returns it."""
     optional = iterator.get_next_as_optional()
     return optional.has_value(), lambda: _as_batch(optional.get_value(), layout)
 
@@ -91,30 +91,35 @@ def _as_batch(element: Any, layout: Layout) -> Batch:
 
 
 def count_examples(batch: Batch, strategy: tf.distribute.Strategy) -> tf.Tensor:
-    """Counts the rows of a batch that are no padding: a scalar int32; in a `tf.function`, outside `strategy.run`.
+    """Returns the number of rows without padding, int32 []; on this worker alone if each has its own batches.
 
-    Where each worker has rows of its own, those of this one alone.
+    Call it in a `tf.function`, outside `strategy.run`.
     """
     if batch.size is not None:
         return batch.size
-    first = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
-    return tf.add_n([tf.convert_to_tensor(batch_size(part)) for part in first])
+    parts = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
+    return tf.add_n([tf.convert_to_tensor(batch_size(part)) for part in parts])
+
+
+def shard_bounds(index: Any, shards: int, rows: Any) -> tuple[Any, Any]:
+    """Returns the first row of a shard and the one after its last: `rows` cut as evenly as whole rows allow."""
+    return index * rows // shards, (index + 1) * rows // shards
 
 
 def take_shard(
     batch: Batch, layout: Layout, microbatches: int = 1, microbatch: tf.Tensor | int = 0
 ) -> tuple[Any, tf.Tensor | None]:
-    """Slices what one microbatch of this replica works on; in a replica's context.
+    """Returns the rows of one microbatch of this replica; call it in replica context.
 
     Args:
-        batch: the global batch, or this replica's part where the layout is split.
-        layout: of the iterator that gave it.
-        microbatches: k, the parts a share is cut into.
-        microbatch: which one, from 0.
+        batch: the global batch, or this replica's part if the layout is split.
+        layout: of the iterator that the batch is from.
+        microbatches: k, the parts into which a replica's shard is cut.
+        microbatch: the index of the part, from 0.
 
     Returns:
-        The rows, in the user's structure, `[b, ...]`, and their weights `[b]` (float32, 0 for padding), or None where
-        all count.
+        The rows in the user's structure, `[b, ...]`, and their weights `[b]` (float32, 0 for padding), or None if all
+        rows count.
     """
     context = tf.distribute.get_replica_context()
     replicas, replica = context.num_replicas_in_sync, context.replica_id_in_sync_group
@@ -128,27 +133,25 @@ def take_shard(
         rows, size = pad(rows, microbatches)
     if replicas * microbatches == 1 and size is None:
         return rows, None
-    total = batch_size(rows)
-    share = replica * total // replicas, (replica + 1) * total // replicas
-    length = share[1] - share[0]
-    start = share[0] + microbatch * length // microbatches
-    end = share[0] + (microbatch + 1) * length // microbatches
-    # Untested, no GPU: on the host, so that a GPU is sent its own rows and not all of them.
+    shard_start, shard_end = shard_bounds(replica, replicas, batch_size(rows))
+    start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
+    start, end = shard_start + start, shard_start + end
+    # Untested, no GPU: on the host, so that a GPU receives its own rows and not all of them.
     on_host = not layout.is_split and strategies.has_gpus(context.strategy)
     with tf.device(HOST) if on_host else contextlib.nullcontext():
-        share_rows = tf.nest.map_structure(lambda t: t[start:end], rows)
+        shard = tf.nest.map_structure(lambda t: t[start:end], rows)
     weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
-    return share_rows, weights
+    return shard, weights
 
 
 def shard_size(batch: Batch, layout: Layout) -> tf.Tensor | int:
-    """Counts the rows of this replica's share that are no padding; in a replica's context."""
+    """Returns the number of rows of this replica's shard without padding; call it in replica context."""
     rows, weights = take_shard(batch, layout)
     return batch_size(rows) if weights is None else tf.reduce_sum(weights)
 
 
 def batch_size(rows: Any) -> tf.Tensor | int:
-    """B: an int where it is known while tracing, else a scalar."""
+    """Returns B: an int if it is known while tracing, else a scalar."""
     first = tf.nest.flatten(rows)[0]
     if isinstance(first, tf.RaggedTensor):
         return tf.cast(first.nrows(), tf.int32)
@@ -156,13 +159,13 @@ def batch_size(rows: Any) -> tf.Tensor | int:
 
 
 def static_batch_size(element_spec: Any) -> int | None:
-    """B where the element spec knows it."""
+    """Returns B if the element spec holds it, else None."""
     sizes = {spec.shape[0] for spec in tf.nest.flatten(element_spec)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def check_rows(rows: Any) -> Any:
-    """Checks, where tracing cannot know it, that a batch's entries have as many rows as each other."""
+    """Returns the rows of a batch; reading them fails if its entries differ in their number of rows."""
     size = batch_size(rows)
     entries = tf.nest.flatten(rows)
     wrong = (
@@ -174,13 +177,13 @@ def check_rows(rows: Any) -> Any:
     return rows
 
 
-def pad(rows: Any, least: int) -> Batch:
-    """Repeats a batch's own rows, with weight 0, until there are `least` of them."""
+def pad(rows: Any, min_rows: int) -> Batch:
+    """Returns a batch of at least `min_rows` rows, padded with its own rows; its size is that without padding."""
     size = tf.convert_to_tensor(batch_size(rows))
-    numbers = tf.range(least) % tf.maximum(size, 1)
+    numbers = tf.range(min_rows) % tf.maximum(size, 1)
 
     def repeated() -> Any:
         return tf.nest.map_structure(lambda t: tf.gather(t, numbers), rows)
 
-    is_small = (size > 0) & (size < least)
+    is_small = (size > 0) & (size < min_rows)
     return Batch(tf.cond(is_small, repeated, lambda: tf.nest.map_structure(tf.identity, rows)), size)

@@ -1,26 +1,24 @@
-"""A user's dataset with a place in it: repeated, padded, and started again where a run stopped.
-
-A `Source` has one iterator on the host, whose global batches every replica slices by its own id, so rows keep their
-order on any number of replicas:
+"""A user's data with a place in it: repeated, padded, and read again up to the place where a run stopped.
 
     source = Source(dataset, strategy, microbatches=1)
     batch = next_batch(source.iterator(), source.layout)
+
+One iterator on the host gives the global batches. Each replica slices its rows by its own id (`shards.take_shard`), so
+the rows keep their order on any number of replicas. It does not know what a step does with a batch.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
-from distloop.data.info import batch_size_told, cardinality, require_batched
+from distloop.data.info import count_batches, inspect
 from distloop.data.iterators import iterate
-from distloop.data.shards import Layout, check_rows, pad, static_batch_size
-from distloop.distributed import cores, strategies, workers
+from distloop.data.shards import check_rows, pad, static_batch_size
+from distloop.distributed import cores, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
 
@@ -33,7 +31,15 @@ Data: TypeAlias = (
 
 
 class Source:
-    """Data of the user, repeated or not, with one iterator and the number of batches it gave."""
+    """A user's data, one iterator over it, and the number of batches taken from it.
+
+    Attributes:
+        data: the object that the user gave, to recognize it.
+        info: what is known about the data.
+        layout: what tracing needs to know about the batches.
+        batches_taken: how many batches the iterator has given since the first one.
+        skipped_batches: the numbers, from 0, of batches to leave out of training.
+    """
 
     def __init__(
         self,
@@ -48,45 +54,33 @@ class Source:
         batch_size: int = 1,
         shuffle_seed: int | None = None,
     ):
-        """Checks the data and plans the pipeline; reads nothing yet.
+        """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
         Args:
             data: a dataset of global batches; a function of `tf.distribute.InputContext` that returns one worker's
-                share; or a `DistributedDataset` that `strategy` made.
-            strategy: who takes part.
-            microbatches: into how many parts a replica cuts its share.
+                shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
+            strategy: whose replicas share out each batch.
+            microbatches: the parts in which a replica computes its rows.
             repeat: whether finite data starts again at its end.
-            may_go_back: whether a position is to be restored after the data was read; it is copied then, so that each
-                time it is shuffled alike.
-            limit: how many batches a pass has at most; 0: all.
-            is_cached: whether each pass gives the batches of the first one again.
+            may_go_back: whether a position may be restored after the data was read. The dataset is copied then, so
+                that it is shuffled alike each time.
+            limit: the most batches in a pass; 0: all.
+            is_cached: whether each pass repeats the batches of the first one.
             batch_size: of arrays, the examples in a global batch.
             shuffle_seed: of arrays, the seed of the order, which changes each epoch; None: the order given.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
-        self.data = data  # what the user gave, to know it again
+        self.data = data
         self.batches_taken = 0
-        self.skipped_batches: set[int] = set()  # numbers, from 0, of those that nobody trains on
-        self._microbatches = microbatches
+        self.skipped_batches: set[int] = set()
+        self._strategy = strategy
         self._repeat = repeat
         self._iterator: Any = None
-        self._whole: tf.data.Dataset | None = None  # the pipeline from the beginning, once it was built
-        data = as_dataset(data, batch_size, shuffle_seed)
-        is_sharded = False
-        if callable(data) and not isinstance(data, tf.data.Dataset):
-            num_workers, index = workers.num_workers(strategy), workers.worker_index(strategy)
-            data = data(tf.distribute.InputContext(num_workers, index, strategy.num_replicas_in_sync))
-            is_sharded = num_workers > 1
-        is_split = isinstance(data, tf.distribute.DistributedDataset)
-        if not isinstance(data, tf.data.Dataset) and not is_split:
-            raise ValueError(
-                f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
-                "function of tf.distribute.InputContext that returns one, or NumPy arrays, [N, ...], alone or in a "
-                "dict, tuple or list: turn lists of numbers into arrays with np.asarray, or make a dataset with "
-                "distloop.make_dataset(arrays, batch_size)."
-            )
+        self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
+        dataset, is_sharded = _call(as_dataset(data, batch_size, shuffle_seed), strategy)
+        is_split = isinstance(dataset, tf.distribute.DistributedDataset)
         if limit and is_split:
             raise ValueError(
                 f"A pass of {limit} batches was asked for (limit_train_batches or overfit_batches), but the data given "
@@ -94,174 +88,78 @@ class Source:
                 "on it before it is distributed."
             )
         if limit:
-            data = data.take(limit)
-        if is_cached:
-            data = data.cache()
-        self._dataset = data
+            dataset = dataset.take(limit)
+        self._dataset = dataset.cache() if is_cached else dataset
         self._may_go_back = may_go_back and not is_split
-        self.element_spec = data.element_spec
-        if not is_split:
-            require_batched(self.element_spec)
-        length = cardinality(data)
-        if length == 0:
-            raise ValueError(EMPTY_DATASET)
-        self.is_endless = length == np.inf
-        replicas = workers.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
-        self._least = replicas * microbatches  # rows, so that every microbatch has one
-        static = static_batch_size(self.element_spec) if not is_split else None
-        is_padded = not is_split and self._least > 1 and (static is None or static < self._least)
-        self._share_length, self._missing = None, 0
-        self._strategy = strategy
-        if is_sharded:
-            self._share_length, self._missing, is_padded = self._agree_on_length(strategy, is_padded)
-        self.layout = Layout(is_split, is_padded, is_sharded)
-        self.layout = self.layout._replace(most_rows=self._most_rows())
+        self.info = inspect(self._dataset, strategy, microbatches=microbatches, is_sharded=is_sharded)
+        self.layout = self.info.layout
 
     def describe(self) -> str:
-        """Says what this worker reads and which part of it its replicas take."""
-        num_workers, index = workers.num_workers(self._strategy), workers.worker_index(self._strategy)
-        local, replicas = workers.num_local_replicas(self._strategy), self._strategy.num_replicas_in_sync
-        worker = f"worker {index} of {num_workers}"
+        """Returns a sentence about what this worker reads and which part of it its replicas take."""
+        index, local = workers.worker_index(self._strategy), workers.num_local_replicas(self._strategy)
+        worker = f"worker {index} of {workers.num_workers(self._strategy)}"
         if self.layout.is_sharded:
-            batches = "endless batches" if self._share_length is None else f"{self._share_length} batches a pass"
-            lacking = f", {self._missing} of which are other workers' alone" if self._missing else ""
-            return f"{worker} reads its own share, {batches}{lacking}."
+            batches = "endless batches" if self.info.is_endless else f"{self.info.num_batches} batches a pass"
+            missing = self.info.num_missing_batches
+            fillers = f", {missing} of them without examples, as other shards are longer" if missing else ""
+            return f"{worker} reads its own shard, {batches}{fillers}."
         if self.layout.is_split:
-            return f"{worker} reads what TensorFlow's DistributedDataset gives it."
+            return f"{worker} reads its part of TensorFlow's DistributedDataset."
         first, last = index * local, (index + 1) * local - 1
-        which = f"share {first}" if local == 1 else f"shares {first} to {last}"
-        return f"{worker} reads every batch and trains on {which} of {replicas} of its rows."
-
-    def split(self) -> tuple[int, list[int]] | None:
-        """Finds the size of a whole batch, and how many of its rows each replica takes; of a share, this worker's.
-
-        Returns:
-            None where the dataset does not tell, and where TensorFlow splits it.
-        """
-        batch_size = None if self.layout.is_split else batch_size_told(self._dataset)
-        if batch_size is None:
-            return None
+        shards = f"shard {first}" if local == 1 else f"shards {first} to {last}"
         replicas = self._strategy.num_replicas_in_sync
-        if self.layout.is_sharded:
-            replicas = workers.num_local_replicas(self._strategy)
-        rows = max(batch_size, self._least)  # those that pad it come last, and do not count
-        ends = [min(batch_size, replica * rows // replicas) for replica in range(replicas + 1)]
-        return batch_size, [end - start for start, end in itertools.pairwise(ends)]
+        return f"{worker} reads every batch and trains on {shards} of {replicas} of its rows."
 
-    def _most_rows(self) -> int | None:
-        """Finds how many rows a replica takes at most, on any worker.
+    def batches_per_epoch(self) -> int:
+        """Returns the number of batches in one pass; reads a dataset of unknown length once to count them.
 
-        Returns:
-            None where the dataset does not tell, and where nobody asks, for each number is a trace of its own.
+        Raises:
+            ValueError: if the data is endless or empty.
         """
-        if not strategies.uses_collectives(self._strategy):
-            return None
-        split = self.split()
-        most = 0 if split is None else max(split[1])
-        if self.layout.is_sharded:
-            each = workers.gather(self._strategy, most)
-            most = 0 if 0 in each else int(each.max())
-        return most or None
+        num_batches = self.info.num_batches
+        if num_batches is None and not self.layout.is_split:
+            num_batches = count_batches(self._dataset)
+            if not num_batches:
+                raise ValueError(EMPTY_DATASET)
+        if num_batches is None or self.info.is_endless:
+            raise ValueError(
+                "epochs were given, but the dataset is endless or of unknown length, so an epoch has no end: "
+                "give steps instead."
+            )
+        return int(num_batches)
 
-    def _agree_on_length(self, strategy: tf.distribute.Strategy, is_padded: bool) -> tuple[int | None, int, bool]:
-        """Compares the shares of all workers.
+    def first_rows(self) -> Any:
+        """Returns the first batch, to build a model from; if TensorFlow has split it, the first replica's part.
 
-        Returns:
-            The batches of the longest (None: endless), how many this one lacks, and whether any is padded.
+        Raises:
+            ValueError: if the data is empty.
         """
-        own = -1.0 if self.is_endless else self._count_batches()
-        lengths = workers.gather(strategy, own)
-        if lengths.min() < 0 < lengths.max():
-            raise ValueError(
-                f"The function of InputContext gave shares of {lengths.tolist()} batches, where -1 is endless; the "
-                "workers' shares are all endless or all finite: call repeat() on all of them or on none."
-            )
-        if 0 in lengths:
-            raise ValueError(
-                f"The function of InputContext gave shares of {lengths.astype(int).tolist()} batches; every worker "
-                "needs one batch at least: shard by examples, or make as many files as there are workers."
-            )
-        is_padded = bool(workers.gather(strategy, is_padded).any() or lengths.min() < lengths.max())
-        return (None if own < 0 else int(lengths.max())), int(lengths.max() - own), is_padded
-
-    def _count_batches(self) -> int:
-        length = cardinality(self._dataset)
-        if length is None:
-            logging.info("The dataset does not know its length: reading it once to count its batches.")
-            length = int(self._dataset.reduce(np.int64(0), lambda count, *_: count + 1))
-        return int(length)
+        for rows in self._dataset:
+            return tf.nest.map_structure(lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, rows)
+        raise ValueError(EMPTY_DATASET)
 
     def iterator(self) -> Any:
-        """Gives the iterator, at the place where the last loop left it."""
+        """Returns the iterator, at the place where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
         return self._iterator
 
     def new_iterator(self) -> Any:
-        """Makes an iterator at the data's beginning."""
+        """Returns a new iterator at the first batch; the place in the data stays."""
         if self.layout.is_split:
             return iterate(self._dataset)
         with tf.device(HOST):
-            if self._whole is None or self._may_go_back:  # tracing its functions takes longer than a short pass
-                self._whole = self._pipeline()
-            return iterate(self._whole)
-
-    def save_position(self) -> dict[str, Any]:
-        """Returns the place of the iterator, as JSON can hold it: the number of batches taken, and those to skip.
-
-        TensorFlow's own state of an iterator is no alternative: where a pipeline prefetches and shuffles each epoch
-        anew, later epochs came in another order in 12 to 22 of 38 restores.
-        """
-        return {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
-
-    def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Goes to where `save_position` was called, in the same data, on any number of replicas."""
-        self._may_go_back |= self._iterator is not None and not self.layout.is_split
-        self.batches_taken = position["batches"]
-        self.skipped_batches = set(position["skipped"])
-        if self.batches_taken:
-            logging.info("Reading the dataset up to batch %d.", self.batches_taken)
-        if self.layout.is_split:
-            left = self._left_of_pass()
-            self._iterator = iterate(self._dataset)
-            for _ in range(self.batches_taken if left is None else int(cardinality(self._dataset) or 0) - left):
-                next(self._iterator)
-            return
-        with tf.device(HOST):
-            self._iterator = iterate(self._pipeline(skip=self.batches_taken))
-
-    def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
-        dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
-        if len(tf.nest.flatten(self.element_spec)) > 1 and static_batch_size(self.element_spec) is None:
-            dataset = dataset.map(lambda *batch: check_rows(_undo_unpacking(batch, self.element_spec)))
-        if self.layout.is_padded:
-            dataset = dataset.map(lambda *batch: pad(_undo_unpacking(batch, self.element_spec), self._least))
-        if self._missing:  # other workers have more: their last steps see rows of this one that do not count
-            filler = next(iterate(dataset))._replace(size=tf.constant(0))
-            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(self._missing))
-        if self._repeat:
-            dataset = dataset.repeat()
-        if skip:
-            dataset = dataset.skip(skip)
-        return _own_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
-
-    def first_rows(self) -> Any:
-        """Reads the first batch, for a model that does not know its input shapes; of a split one, the first part.
-
-        Raises:
-            ValueError: if the data is empty.
-        """
-        for element in self._dataset:
-            return tf.nest.map_structure(
-                lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, element
-            )
-        raise ValueError(EMPTY_DATASET)
+            if (
+                self._whole_pipeline is None or self._may_go_back
+            ):  # tracing its functions takes longer than a short pass
+                self._whole_pipeline = self._pipeline()
+            return iterate(self._whole_pipeline)
 
     def start_loop(self) -> int | None:
-        """Makes ready for a loop: drops the batches to skip that stand here.
+        """Takes the batches to skip at this place, before a loop starts.
 
         Returns:
-            How many batches the loop may take at most; None: any number.
+            The most batches that the loop may take; None: any number.
         """
         left = self._left_of_pass()
         while self.batches_taken in self.skipped_batches:
@@ -271,50 +169,88 @@ class Source:
         ahead = [batch - self.batches_taken for batch in self.skipped_batches if batch > self.batches_taken]
         return min([*ahead, *([] if left is None else [left])], default=None)
 
+    def save_position(self) -> dict[str, Any]:
+        """Returns the place in the data for JSON: the number of batches taken and the batches to skip.
+
+        TensorFlow's own state of an iterator is not used: if a pipeline prefetches and shuffles each epoch anew, later
+        epochs came in another order in 12 to 22 of 38 restores.
+        """
+        return {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
+
+    def restore_position(self, position: Mapping[str, Any]) -> None:
+        """Reads the same data up to the place of `save_position`, on any number of replicas."""
+        self._may_go_back |= self._iterator is not None and not self.layout.is_split
+        self.batches_taken = position["batches"]
+        self.skipped_batches = set(position["skipped"])
+        if self.batches_taken:
+            logging.info("Reading the dataset up to batch %d.", self.batches_taken)
+        if self.layout.is_split:
+            left = self._left_of_pass()
+            self._iterator = iterate(self._dataset)
+            for _ in range(self.batches_taken if left is None else int(self.info.num_batches or 0) - left):
+                next(self._iterator)
+            return
+        with tf.device(HOST):
+            self._iterator = iterate(self._pipeline(skip=self.batches_taken))
+
+    def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
+        """Returns the dataset with all that training needs: checked, padded, repeated, prefetched."""
+        spec, num_missing = self.info.element_spec, self.info.num_missing_batches
+        dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
+        if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
+            dataset = dataset.map(lambda *batch: check_rows(_pack_element(batch, spec)))
+        if self.layout.is_padded:
+            dataset = dataset.map(lambda *batch: pad(_pack_element(batch, spec), self.info.min_rows))
+        if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
+            filler = next(iterate(dataset))._replace(size=tf.constant(0))
+            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
+        if self._repeat:
+            dataset = dataset.repeat()
+        if skip:
+            dataset = dataset.skip(skip)
+        return _with_private_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
+
     def _left_of_pass(self) -> int | None:
-        """Counts what is left of a pass over what TensorFlow has split, which cannot be repeated within a loop."""
-        if not self.layout.is_split:
+        """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""
+        if not self.layout.is_split or self.info.is_endless:
             return None
-        length = cardinality(self._dataset)
-        if length is None:
+        if self.info.num_batches is None:
             raise ValueError(
                 "The DistributedDataset given does not know its length; distloop has to, to start it again at its end: "
                 "give the plain dataset, which distloop splits itself, or call repeat() before it is distributed."
             )
-        if length == np.inf:
-            return None
-        left = int(length) - self.batches_taken % int(length)
-        if left == length:
+        num_batches = int(self.info.num_batches)
+        left = num_batches - self.batches_taken % num_batches
+        if left == num_batches:
             self._iterator = None
         return left
 
-    def batches_per_epoch(self) -> int:
-        """Counts the batches of one pass, by reading it where the dataset does not know.
 
-        Raises:
-            ValueError: if it is endless.
-        """
-        length = cardinality(self._dataset) if self._share_length is None else self._share_length
-        if length is None and not self.layout.is_split:
-            length = self._count_batches()
-            if not length:
-                raise ValueError(EMPTY_DATASET)
-        if length is None or length == np.inf:
-            raise ValueError(
-                "epochs were given, but the dataset is endless or of unknown length, so an epoch has no end: "
-                "give steps instead."
-            )
-        return int(length)
+def _call(data: Any, strategy: tf.distribute.Strategy) -> tuple[Any, bool]:
+    """Returns the dataset, which a function makes for this worker, and whether it is only a shard of the data."""
+    is_sharded = False
+    if callable(data) and not isinstance(data, tf.data.Dataset):
+        num_workers, index = workers.num_workers(strategy), workers.worker_index(strategy)
+        data = data(tf.distribute.InputContext(num_workers, index, strategy.num_replicas_in_sync))
+        is_sharded = num_workers > 1
+    if not isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        raise ValueError(
+            f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
+            "function of tf.distribute.InputContext that returns one, or NumPy arrays, [N, ...], alone or in a "
+            "dict, tuple or list: turn lists of numbers into arrays with np.asarray, or make a dataset with "
+            "distloop.make_dataset(arrays, batch_size)."
+        )
+    return data, is_sharded
 
 
-def _own_threads(dataset: tf.data.Dataset, options_given: tf.data.Options) -> tf.data.Dataset:
-    """Gives a pipeline a thread pool of its own, unless the user did."""
+def _with_private_threads(dataset: tf.data.Dataset, user_options: tf.data.Options) -> tf.data.Dataset:
+    """Returns the pipeline with a thread pool of its own, unless the user has set one."""
     options = tf.data.Options()
-    if options_given.threading.private_threadpool_size is None:
+    if user_options.threading.private_threadpool_size is None:
         options.threading.private_threadpool_size = cores.count()
     return dataset.with_options(options)
 
 
-def _undo_unpacking(batch: tuple[Any, ...], spec: Any) -> Any:
-    """`Dataset.map` spreads tuples over arguments; this gives back what the element was."""
-    return batch if isinstance(spec, tuple) and not hasattr(spec, "_fields") else batch[0]
+def _pack_element(arguments: tuple[Any, ...], spec: Any) -> Any:
+    """Returns a dataset's element from the arguments over which `Dataset.map` has spread it."""
+    return arguments if isinstance(spec, tuple) and not hasattr(spec, "_fields") else arguments[0]

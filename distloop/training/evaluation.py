@@ -37,7 +37,7 @@ class EvalStep:
         Returns:
             The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`.
         """
-        replica_fn = gathering.with_max_rows(functools.partial(self._forward, layout), layout.most_rows)
+        replica_fn = gathering.with_max_rows(functools.partial(self._forward, layout), layout.max_replica_rows)
         tallies = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
         with tf.device(HOST):
             return tf.add_n([tf.cast(replica_tallies, tf.float64) for replica_tallies in tallies])

@@ -269,8 +269,8 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         f"precision {settings.precision}",
         f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
     ]
-    if (split := source.split()) is not None:
-        batch_size, sizes = split
+    if (batch_size := source.info.batch_size) is not None:
+        sizes = source.info.replica_batch_sizes
         on_each = " on each worker" if source.layout.is_sharded else ""
         lines.append(f"batch {batch_size}{on_each}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
     lines += state.placement.describe()

@@ -185,7 +185,7 @@ class TrainStep:
         return Outcome(finite, failed, tallies, diagnosis, tf.add_n(secs) if secs else None)
 
     def _replica_fn(self, trace: _UpdateTrace, layout: shards.Layout) -> Callable[[Batch, tf.Tensor], _Forward]:
-        return gathering.with_max_rows(functools.partial(self._forward, trace, layout), layout.most_rows)
+        return gathering.with_max_rows(functools.partial(self._forward, trace, layout), layout.max_replica_rows)
 
     def _count_examples(self, batch: Batch, layout: shards.Layout) -> tf.Tensor:
         """Counts the rows of a step; those of this worker alone where it has rows of its own and nobody asks."""

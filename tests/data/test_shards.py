@@ -160,7 +160,7 @@ def test_the_batch_size_is_an_int_only_where_it_is_known():
     assert int(shards.batch_size(tf.ragged.constant([[1], [2, 3]]))) == 2
 
 
-def test_replicas_take_as_many_rows_as_split_says():
+def test_replicas_take_as_many_rows_as_the_info_says():
     source = Source(numbers(20, 10), mirrored(3))
     iterator = source.iterator()
 
@@ -168,4 +168,4 @@ def test_replicas_take_as_many_rows_as_split_says():
         return shards.batch_size(shards.take_shard(batch, source.layout)[0])
 
     take = tf.function(lambda: mirrored(3).run(count, args=(shards.next_batch(iterator, source.layout),)))
-    assert [int(n) for n in mirrored(3).experimental_local_results(take())] == source.split()[1]
+    assert [int(n) for n in mirrored(3).experimental_local_results(take())] == list(source.info.replica_batch_sizes)

@@ -31,7 +31,7 @@ def test_a_source_that_is_not_repeated_ends():
 def test_a_limit_bounds_each_pass():
     assert taken(Source(numbers(6, 2), ONE, limit=2), 4) == [[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]]
     assert Source(numbers(6, 2), ONE, limit=2).batches_per_epoch() == 2
-    assert not Source(numbers(6, 2).repeat(), ONE, limit=2).is_endless
+    assert not Source(numbers(6, 2).repeat(), ONE, limit=2).info.is_endless
 
 
 def test_cached_batches_come_again_as_they_were_in_the_first_pass():
