@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from distloop import flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
 from distloop.actions.evaluate import Evaluate
+from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
 from distloop.actions.save import Save
 from distloop.actions.sync_stop import SyncStop
@@ -32,7 +32,7 @@ from distloop.actions.write import Write
 from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
-from distloop.data.source import Source
+from distloop.data.source import Data, Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.monitoring.console import Console, say
@@ -44,6 +44,7 @@ from distloop.monitoring.timing import Clock
 from distloop.training import overview
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
+from distloop.training.step import TrainStep
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,7 +60,7 @@ class Fit:
         until: the global step to end with.
         evaluations: an action for each dataset to evaluate on.
         actions: the user's.
-        trace_forward: traces the forward pass, for its graph and its floating-point operations.
+        forward_pass: traced for its graph and its floating-point operations.
         clock: counts where the time of the run goes.
     """
 
@@ -71,7 +72,7 @@ class Fit:
     until: int
     evaluations: Sequence[Evaluate]
     actions: Sequence[Action]
-    trace_forward: Callable[[], tf.Graph | None]
+    forward_pass: overview.ForwardPass
     clock: Clock
 
     def resume(self) -> "Fit":
@@ -174,7 +175,7 @@ class Fit:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
         if self.config.on_divergence == "rollback" and not self.progress.has_checkpoint():
             self.progress.save()
-        self._forward = self.trace_forward()
+        self._forward = self.forward_pass.trace(self.source)
         batch_size = self.source.info.batch_size
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
         step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)
@@ -236,11 +237,11 @@ class Fit:
             say(text)
 
 
-def check_actions(actions: Sequence[Action]) -> None:
-    """Checks what `fit` was given as actions.
+def check_arguments(evals: Any, actions: Sequence[Action]) -> None:
+    """Checks what `fit` was given as evaluations and actions.
 
     Raises:
-        ValueError: if one of them is no action.
+        ValueError: if they are something else.
     """
     for action in actions:
         if not callable(action) or not hasattr(action, "every"):
@@ -248,6 +249,8 @@ def check_actions(actions: Sequence[Action]) -> None:
                 f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
                 "set it, as in `action.every = 100`."
             )
+    if not isinstance(evals or {}, Mapping):
+        raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
 
 
 def last_step(config: Config, source: Source, steps: int | None, epochs: int | None) -> int:
@@ -274,3 +277,42 @@ def last_step(config: Config, source: Source, steps: int | None, epochs: int | N
             "fit(epochs=...), or set one in the config."
         )
     return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
+
+
+def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
+    """Builds what trains; to be called when the weights are those that training begins with."""
+    histograms = None
+    if config.workdir and config.histograms_every:
+        histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, config.histograms_every)
+    step = TrainStep(
+        state,
+        microbatches=config.microbatches,
+        clip_norm=config.clip_norm,
+        skip_nonfinite=config.on_nonfinite == "skip",
+        jit_compile=config.jit_compile,
+        locate_nonfinite=config.locate_nonfinite,
+        loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
+        histograms=histograms,
+    )
+    return TrainLoop(state, step, log_every=config.log_every, steps_per_loop=config.steps_per_loop, eager=config.eager)
+
+
+def make_training_source(data: Data, state: TrainState, config: Config) -> Source:
+    """Builds the source of the data to train on.
+
+    Raises:
+        ValueError: if the data breaks a rule, or a pipeline gets more microbatches than a batch has rows.
+    """
+    source = Source(
+        data,
+        state.strategy,
+        batch_size=config.batch_size,
+        shuffle_seed=config.seed,
+        microbatches=config.microbatches,
+        may_go_back=config.on_divergence == "rollback",
+        limit=config.overfit_batches or config.limit_train_batches,
+        is_cached=bool(config.overfit_batches),
+    )
+    if source.info.batch_size is not None:
+        state.placement.check_microbatches(config.microbatches, source.info.batch_size)
+    return source

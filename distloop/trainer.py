@@ -1,4 +1,4 @@
-"""Owns the user's verbs: `fit`, `evaluate`, `predict`, `export`. It holds the parts and no knowledge of its own.
+"""The Trainer: `fit`, `evaluate`, `predict`, `export`. It holds the parts of a run and knows nothing of how they work.
 
 trainer = Trainer(model_fn, Config(steps=1000, device="cpu", num_devices=2))
 trainer.fit(train_dataset, evals={"test": test_dataset})
@@ -11,35 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluate
-from distloop.actions.histograms import WeightHistograms
-from distloop.checkpoints import sidecar, signatures
+from distloop.checkpoints import sidecar
 from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.resume import Progress
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.config import Config
-from distloop.data.arrays import are_arrays, as_dataset
+from distloop.data.arrays import as_dataset
 from distloop.data.copies import fresh_copy
+from distloop.data.passes import Passes
 from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
 from distloop.diagnostics.audit import Audit, audit
 from distloop.distributed import devices, strategies, workers
-from distloop.fit import Fit, check_actions, last_step
+from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
 from distloop.monitoring.console import say
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
-from distloop.training import overview
 from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import TrainLoop
-from distloop.training.prediction import PredictLoop, PredictStep, cannot_join
+from distloop.training.overview import ForwardPass
+from distloop.training.predictor import Predictor
 from distloop.training.state import ModelSpec, TrainState
-from distloop.training.step import TrainStep
-
-_KEPT_PASSES = 8  # datasets that are remembered: to make them ready takes as long as a short pass over them
 
 
 class Trainer:
@@ -63,10 +59,10 @@ class Trainer:
         Args:
             model_fn: makes models and optimizers and returns a `ModelSpec`; called once, in the strategy's scope.
             config: the settings of the run.
-            strategy: goes before the config's strategy, device and num_devices.
+            strategy: used in place of the one that the config's strategy, device and num_devices describe.
 
         Raises:
-            ValueError: if there are no such devices, or `model_fn` breaks a rule; the message says which.
+            ValueError: if there are no such devices, or `model_fn` breaks a rule.
         """
         if not callable(model_fn) or isinstance(model_fn, keras.Model):
             raise ValueError(
@@ -91,18 +87,19 @@ class Trainer:
         self.state.placement.require_stages(config.num_stages)
         self._is_chief = workers.is_chief(self.strategy)
         self._progress = Progress(self.state, config)
-        if (others := workers.heartbeat_of(self.strategy)) is not None:
-            others.step = lambda: self.step
-            others.phase = "starting"
+        if (heartbeat := workers.heartbeat_of(self.strategy)) is not None:
+            heartbeat.step = lambda: self.step
+            heartbeat.phase = "starting"
         self._train_source: Source | None = None
-        self._passes: list[Source] = []  # of evaluations and predictions, the latest first
+        self._passes = Passes(self.strategy, config.batch_size)
+        self._predictor = Predictor(self.state, eager=config.eager)
+        self._eval_loop = EvalLoop(self.state, eager=config.eager)
+        self._forward_pass = ForwardPass(self.state, config)
         self._element_spec: Any = None
-        self._forward: tuple[Any, tf.Graph | None] | None = None  # the kind of data, and the graph of the forward pass
-        self._predict_loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and keep_dtypes
 
     @property
     def step(self) -> int:
-        """How many times the train step was called, skipped ones too."""
+        """The number of calls of the train step, skipped steps included."""
         return int(self.state.step)
 
     @property
@@ -112,7 +109,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, under float16 the `LossScaleOptimizer` around it; of several updates, a dict by name."""
+        """The optimizer, under float16 the `LossScaleOptimizer` around it; with several updates, a dict by name."""
         return self.state.optimizer
 
     def fit(
@@ -124,30 +121,30 @@ class Trainer:
         evals: Mapping[str, Data] | None = None,
         actions: Sequence[Action] = (),
     ) -> dict[str, float]:
-        """Trains until a global step; does nothing if it is reached already.
+        """Trains until a global step; does nothing if the run is there already.
 
         A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
-        With a workdir it goes on from the newest checkpoint there, saves each `checkpoint_every` steps and at the end;
-        SIGTERM, Ctrl-C and `max_secs` end the process with code 75 when the loop in flight has ended and is saved.
+        With a workdir, training resumes from the newest checkpoint, and saves every `checkpoint_every` steps and at the
+        end. After SIGTERM, Ctrl-C or `max_secs` it saves at the next boundary, and the process exits with code 75.
 
         Args:
             train: a dataset of global batches, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or
                 NumPy arrays `[N, ...]`, alone or in a dict, tuple or list: batches of `Config.batch_size` examples,
                 shuffled with `Config.seed`; `evals` and other methods take them in order.
-            steps: the global step to end with; goes before the config's steps and epochs.
-            epochs: instead of `steps`: how many passes over the dataset, counted from step 0.
-            evals: name -> data to evaluate on each `eval_every` steps and at the end.
+            steps: the global step to end with; overrides the config's steps and epochs.
+            epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
+            evals: name -> data to evaluate on every `eval_every` steps and at the end.
             actions: called in order after the evaluations; see `distloop.Action`.
 
         Returns:
-            The last numbers, evaluations as `"test/accuracy"`; empty if there was nothing to do.
+            The last metrics, those of evaluations as `"test/accuracy"`; empty if there was nothing to do.
 
         Raises:
-            ValueError: if the data, the loss or an argument breaks a rule; the message says which.
+            ValueError: if the data, the loss or an argument breaks a rule.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
-            SystemExit: with code 75, if the run was interrupted and saved; before anything is trained, with
-                `audit=True`, with code 1 if there are findings, else 0, and with `autotune_batch=True`, with code 0.
+            SystemExit: with code 75 after an interruption; before training, with `audit=True`, with code 1 if there are
+                findings, else 0, and with `autotune_batch=True`, with code 0.
         """
         clock = Clock()
         if self.config.audit:
@@ -155,10 +152,12 @@ class Trainer:
         if self.config.autotune_batch:
             tuning.autotune_batch(self, train)
             raise SystemExit(0)
-        source = self._training_source(train)
+        check_arguments(evals, actions)
+        if self._train_source is None or self._train_source.data is not train:
+            self._train_source = make_training_source(train, self.state, self.config)
+        source = self._train_source
         until = self.step + 1 if self.config.fast_dev_run else last_step(self.config, source, steps, epochs)
-        check_actions(actions)
-        evaluations = self._evaluations(evals or {})
+        eval_sources = {name: self._eval_source(data) for name, data in (evals or {}).items()}
         self._build(source)
         run = Fit(
             state=self.state,
@@ -167,9 +166,12 @@ class Trainer:
             make_loop=lambda: self._train_loop,
             source=source,
             until=until,
-            evaluations=evaluations,
+            evaluations=[
+                Evaluate(name, functools.partial(self._evaluate, eval_source), self.config.eval_every)
+                for name, eval_source in eval_sources.items()
+            ],
             actions=actions,
-            trace_forward=functools.partial(self._trace_forward, source),
+            forward_pass=self._forward_pass,
             clock=clock,
         )
         if run.resume().is_over:
@@ -180,67 +182,15 @@ class Trainer:
             self._dry_run(source)
         return metrics
 
-    def _training_source(self, data: Data) -> Source:
-        """Returns the source of the data, the same as in the last call if the data is the same object."""
-        config = self.config
-        if self._train_source is None or self._train_source.data is not data:
-            self._train_source = Source(
-                data,
-                self.strategy,
-                batch_size=config.batch_size,
-                shuffle_seed=config.seed,
-                microbatches=config.microbatches,
-                may_go_back=config.on_divergence == "rollback",
-                limit=config.overfit_batches or config.limit_train_batches,
-                is_cached=bool(config.overfit_batches),
-            )
-        if (batch_size := self._train_source.info.batch_size) is not None:
-            self.state.placement.check_microbatches(config.microbatches, batch_size)
-        return self._train_source
-
-    def _evaluations(self, evals: Mapping[str, Data]) -> list[Evaluate]:
-        if not isinstance(evals, Mapping):
-            raise ValueError(
-                f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
-            )
-        sources = {name: self._eval_source(data) for name, data in evals.items()}
-        return [
-            Evaluate(name, functools.partial(self._evaluate, source), self.config.eval_every)
-            for name, source in sources.items()
-        ]
-
     @functools.cached_property
     def _train_loop(self) -> TrainLoop:
-        """Traced once for each kind of data, so it serves every call of `fit`."""
-        config, state = self.config, self.state
-        histograms = None
-        if config.workdir and config.histograms_every:
-            histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, config.histograms_every)
-        step = TrainStep(
-            state,
-            microbatches=config.microbatches,
-            clip_norm=config.clip_norm,
-            skip_nonfinite=config.on_nonfinite == "skip",
-            jit_compile=config.jit_compile,
-            locate_nonfinite=config.locate_nonfinite,
-            loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
-            histograms=histograms,
-        )
-        return TrainLoop(
-            state, step, log_every=config.log_every, steps_per_loop=config.steps_per_loop, eager=config.eager
-        )
-
-    def _trace_forward(self, source: Source) -> tf.Graph | None:
-        """Returns the graph of the forward pass, traced once for each kind of data; None: it would take too long."""
-        kind = source.info.element_spec, source.info.batch_size
-        if self._forward is None or self._forward[0] != kind:
-            self._forward = kind, overview.trace_forward(self.state, self.config, *kind)
-        return self._forward[1]
+        """What trains: traced once for each kind of data, so it serves every call of `fit`."""
+        return make_train_loop(self.state, self.config)
 
     def _dry_run(self, source: Source) -> None:
         """Tries what a run may need after its steps; see `dry_run.check`."""
         self._say(f"fast_dev_run: step {self.step} trained, all evaluations measured on a batch")
-        predict_fns = self._predict_fns() if self.state.spec.predict_fn is not None else {}
+        predict_fns = self._predictor.predict_fns if self.state.spec.predict_fn is not None else {}
 
         def predict(signature: str) -> int:
             outputs = next(self.stream_predictions(source.data, signature=signature))
@@ -256,7 +206,7 @@ class Trainer:
             self._say(f"fast_dev_run: {line}")
 
     def save(self) -> None:
-        """Saves a checkpoint to the workdir, and waits until it is whole.
+        """Saves a checkpoint to the workdir and waits until it is complete.
 
         Raises:
             ValueError: if there is no workdir, or nothing was trained or restored.
@@ -266,13 +216,13 @@ class Trainer:
         self._progress.wait()
 
     def restore(self, path: str | None = None) -> None:
-        """Goes on from a checkpoint: weights, optimizer, averages, counts, and in the next `fit` the place in the data.
+        """Restores a checkpoint: weights, optimizer, averages, counters, and for the next `fit` the place in the data.
 
         Args:
-            path: a checkpoint's directory, or a workdir, whose newest is taken; None: this run's workdir.
+            path: directory of a checkpoint, or a workdir, of which the newest is restored; None: this run's workdir.
 
         Raises:
-            ValueError: if there is none, it is damaged, or it is of another model or optimizer.
+            ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         self._progress.restore(path)
 
@@ -312,29 +262,27 @@ class Trainer:
         raise SystemExit(1 if found.findings else 0)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
-        """Measures one pass over a dataset; changes nothing.
+        """Evaluates on one pass over a dataset, with the averaged weights if there are any; changes nothing.
 
         Args:
             dataset: as for `fit`; finite.
 
         Returns:
-            Name -> number, over all examples, with the averaged weights where there are some.
+            Name -> metric over all examples.
 
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        source = self._eval_source(dataset)
-        self._build(source)
-        return self._evaluate(source)
+        return self._evaluate(self._build(self._eval_source(dataset)))
 
     def evaluate_checkpoints(
         self, dataset: Data, *, name: str = "test", poll_secs: float = 5.0, timeout_secs: float = 0.0
     ) -> dict[int, dict[str, float]]:
-        """Measures each checkpoint of a run that another process trains, once, until that run is complete.
+        """Evaluates each checkpoint of a run that another process trains, once, until that run is complete.
 
-        The run's workdir gets `evaluations/<name>.jsonl`, and `summaries/<name>` for TensorBoard; called again, it goes
-        on with the checkpoints that have no row yet. Give the run `keep_checkpoints` enough that none is gone before
-        its turn.
+        It writes `evaluations/<name>.jsonl`, and `summaries/<name>` for TensorBoard, into the run's workdir. A second
+        call leaves out the checkpoints that have a row already. `keep_checkpoints` of the run must be large enough that
+        no checkpoint is deleted before its turn.
 
         Args:
             dataset: as for `fit`; finite.
@@ -343,25 +291,14 @@ class Trainer:
             timeout_secs: how long to wait for one; 0: for ever.
 
         Returns:
-            Step -> name -> number, of the checkpoints measured now.
+            Step -> name -> metric, of the checkpoints that this call evaluated.
 
         Raises:
             ValueError: if there is no workdir, the data breaks a rule, or a checkpoint is of another model.
-            TimeoutError: if no checkpoint came for so long.
+            TimeoutError: if there was no new checkpoint for so long.
         """
-        if workers.num_workers(self.strategy) > 1:
-            raise ValueError(
-                "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same "
-                "moment: call it in one process beside them, without TF_CONFIG."
-            )
-        if self.config.fast_dev_run:
-            raise ValueError(
-                "evaluate_checkpoints was called with fast_dev_run=True, whose temporary directory no other run writes "
-                "to: leave fast_dev_run out."
-            )
-        source = self._eval_source(dataset)
-        self._build(source)
-        evaluate = functools.partial(self._evaluate, source)
+        sidecar.check(self.config, self.strategy)
+        evaluate = functools.partial(self._evaluate, self._build(self._eval_source(dataset)))
         return sidecar.evaluate_checkpoints(
             self._progress, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
         )
@@ -371,23 +308,16 @@ class Trainer:
 
         Args:
             dataset: as for `fit`; finite.
-            signature: which function of a `predict_fn` that is a dict, by name; None: the first.
-            keep_dtypes: whether float16 and bfloat16 outputs stay as they are; else they become float32.
+            signature: the key of a function if `predict_fn` is a dict; None: the first.
+            keep_dtypes: whether float16 and bfloat16 outputs keep their dtype; else they become float32.
 
         Returns:
-            What `predict_fn` returns, as NumPy arrays `[N, ...]`.
+            The outputs of `predict_fn`, as NumPy arrays `[N, ...]`.
 
         Raises:
             ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
-        name = self._signature(signature)
-        batches = list(self._stream(self._pass_over(dataset), name, keep_dtypes, is_joined=True))
-        if not batches:
-            raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
-        try:
-            return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
-        except ValueError as error:
-            raise cannot_join(error) from None
+        return self._predictor.predict(self._build(self._passes.source(dataset)), signature, keep_dtypes)
 
     def stream_predictions(
         self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False
@@ -400,39 +330,30 @@ class Trainer:
             keep_dtypes: as for `predict`.
 
         Yields:
-            What `predict_fn` returns for each batch, as NumPy arrays `[B, ...]`.
+            The outputs of `predict_fn` for each batch, as NumPy arrays `[B, ...]`.
 
         Raises:
             ValueError: if there is no such `predict_fn`.
         """
-        name = self._signature(signature)
-        return self._stream(self._pass_over(dataset, may_be_endless=True), name, keep_dtypes)
-
-    def _stream(self, source: Source, signature: str, keep_dtypes: bool, is_joined: bool = False) -> Iterator[Any]:
-        self._build(source)
-        if (signature, keep_dtypes) not in self._predict_loops:
-            step = PredictStep(self.state, self._predict_fns()[signature], keep_dtypes)
-            self._predict_loops[signature, keep_dtypes] = PredictLoop(self.state, step, eager=self.config.eager)
-        return self._predict_loops[signature, keep_dtypes].predict(source, is_joined=is_joined)
+        source = self._build(self._passes.source(dataset, may_be_endless=True))
+        return self._predictor.stream(source, signature, keep_dtypes)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
-        """Writes what can be served without distloop, with the averaged weights if there are any.
+        """Writes the model for serving without distloop, with the averaged weights if there are any.
 
-        `path/model.keras` gets the Keras model as a file: layers and weights, without optimizer and losses. Any other
-        path gets a SavedModel of `predict_fn`. Its signature `serving_default` takes the batch entries that
-        `predict_fn` reads, by name, with a free batch dimension, and returns the outputs by name (`output` where there
-        is one without a name). Of a dict of functions, each has a signature of its name, and the first is also
-        `serving_default` unless one has that name.
+        `path/model.keras` becomes a Keras file: layers and weights, without optimizer and losses. Any other path
+        becomes a SavedModel: one signature for each function of `predict_fn`, the first as `serving_default`, too. A
+        signature takes the batch entries that the function reads, by name, with a free batch dimension, and returns its
+        outputs by name (`output` for a single tensor).
 
         Args:
-            path: of a file, if it ends with `.keras`, else of a directory; replaced, if it is an older export, when the
-                new one is whole.
-            keep_dtypes: as for `predict`; a Keras model gives what its layers give.
+            path: a file if it ends with `.keras`, else a directory; the complete export replaces an older one.
+            keep_dtypes: as for `predict`; a Keras file returns what the layers return.
 
         Raises:
             ValueError: for a SavedModel, if there is no `predict_fn`, or no dataset was seen yet; for a Keras file, if
                 the model is not a Keras model, not built, or has layers that Keras cannot read back; for both, if
-                something else is in the way, or what was written answers otherwise than the model.
+                something else is at the path, or the export predicts otherwise than the model.
         """
         path = os.fspath(path)
         if self.config.fast_dev_run and (path := dry_run.aside(given := path, self.config.workdir)) != given:
@@ -440,51 +361,12 @@ class Trainer:
         if os.path.normpath(path).endswith(".keras"):
             write_keras_file(self.state, path)
             return
-        predict_fns = self._predict_fns()
+        predict_fns = self._predictor.predict_fns
         if self._element_spec is None:
             raise ValueError(
                 "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
             )
         write_saved_model(self.state, predict_fns, self._element_spec, path, keep_dtypes)
-
-    def _predict_fns(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Gives what predicts, by the names of the signatures."""
-        given = self.state.spec.predict_fn
-        if given is None:
-            raise ValueError(
-                "ModelSpec has no predict_fn; give ModelSpec(..., predict_fn=lambda batch: model(batch['image'])), a "
-                "function from a batch to outputs, [B, ...]."
-            )
-        return given if isinstance(given, Mapping) else {signatures.DEFAULT: given}
-
-    def _signature(self, signature: str | None) -> str:
-        """Gives the name of the function that is meant."""
-        names = list(self._predict_fns())
-        if signature in names:
-            return str(signature)
-        if signature in (None, signatures.DEFAULT):  # as exports call the first one, too
-            return names[0]
-        if names == [signatures.DEFAULT]:
-            raise ValueError(
-                f"signature={signature!r} was given, but there is just one predict_fn: leave signature out, or give "
-                f"ModelSpec(..., predict_fn={{{signature!r}: function, ...}})."
-            )
-        raise ValueError(f"signature={signature!r} was given; predict_fn has {names}: give one of them.")
-
-    def _pass_over(self, data: Data, may_be_endless: bool = False) -> Source:
-        """Makes of data what can be read from its beginning, or finds what was made of it before."""
-        source = next((s for s in self._passes if s.data is data), None)
-        source = source or Source(data, self.strategy, repeat=False, batch_size=self.config.batch_size)
-        if source.info.is_endless and not may_be_endless:
-            raise ValueError(
-                "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
-            )
-        if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place
-            self._passes = [source, *(s for s in self._passes if s is not source)][:_KEPT_PASSES]
-        return source
-
-    def _eval_source(self, data: Data) -> Source:
-        return self._pass_over(data, may_be_endless=self.config.limit_eval_batches > 0)
 
     def build(self, dataset: Data) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.
@@ -497,19 +379,20 @@ class Trainer:
         """
         self._build(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
 
-    def _build(self, source: Source) -> None:
+    def _build(self, source: Source) -> Source:
+        """Builds the model from what the data looks like, if it is not built yet; returns the data."""
         self._element_spec = source.info.element_spec
         if not self.state.is_built:
             with loss_scale.policy(self.config.precision):
                 self.state.build(source.first_rows())
             self._progress.take_over()
+        return source
+
+    def _eval_source(self, data: Data) -> Source:
+        return self._passes.source(data, may_be_endless=self.config.limit_eval_batches > 0)
 
     def _evaluate(self, source: Source) -> dict[str, float]:
         return self._eval_loop.evaluate(source, self.config.limit_eval_batches)
-
-    @functools.cached_property
-    def _eval_loop(self) -> EvalLoop:
-        return EvalLoop(self.state, eager=self.config.eager)
 
     def _say(self, text: str) -> None:
         if self._is_chief and self.config.console != "quiet":

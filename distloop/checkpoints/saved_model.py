@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from distloop.checkpoints import signatures
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
 
 
@@ -47,8 +48,8 @@ def write_saved_model(
         specs_read[name] = signatures.specs_read(name, fn, element_spec, specs)
         functions[name] = signatures.make_signature(fn, element_spec, specs, specs_read[name], keep_dtypes)
     first = next(iter(predict_fns))
-    functions.setdefault(signatures.DEFAULT, functions[first])
-    specs_read.setdefault(signatures.DEFAULT, specs_read[first])
+    functions.setdefault(DEFAULT_SIGNATURE, functions[first])
+    specs_read.setdefault(DEFAULT_SIGNATURE, specs_read[first])
     module = tf.Module()
     module.variables_served = [*state.model_variables()]
     # The server has other devices.

@@ -8,10 +8,32 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+import tensorflow as tf
+
 from distloop.checkpoints.resume import Progress
+from distloop.config import Config
+from distloop.distributed import workers
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import read_steps
 from distloop.monitoring.tensorboard import SummaryWriter
+
+
+def check(config: Config, strategy: tf.distribute.Strategy) -> None:
+    """Checks that this process can follow another one's run.
+
+    Raises:
+        ValueError: if there are several workers, or the workdir is a dry run's.
+    """
+    if workers.num_workers(strategy) > 1:
+        raise ValueError(
+            "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same moment: "
+            "call it in one process beside them, without TF_CONFIG."
+        )
+    if config.fast_dev_run:
+        raise ValueError(
+            "evaluate_checkpoints was called with fast_dev_run=True, whose temporary directory no other run writes to: "
+            "leave fast_dev_run out."
+        )
 
 
 def evaluate_checkpoints(

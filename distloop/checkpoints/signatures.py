@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.training.prediction import check_outputs
-
-DEFAULT = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
+from distloop.training.predictor import DEFAULT_SIGNATURE
 
 
 def make_signature(
@@ -104,7 +103,7 @@ def specs_read(
 
 def title(name: str) -> str:
     """Returns a prediction function's name as the user wrote it."""
-    return "predict_fn" if name == DEFAULT else f"predict_fn[{name!r}]"
+    return "predict_fn" if name == DEFAULT_SIGNATURE else f"predict_fn[{name!r}]"
 
 
 def _same_name(name: str) -> str:

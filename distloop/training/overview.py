@@ -219,6 +219,24 @@ def trace_forward(
         return None
 
 
+class ForwardPass:
+    """The graph of the forward pass, traced once for each kind of data."""
+
+    def __init__(self, state: TrainState, settings: Config):
+        """Prepares; nothing is traced yet. The arguments are those of `trace_forward`."""
+        self._state = state
+        self._settings = settings
+        self._kind: Any = None
+        self._graph: tf.Graph | None = None
+
+    def trace(self, source: Source) -> tf.Graph | None:
+        """Returns the graph for this data, as `trace_forward` does."""
+        kind = source.info.element_spec, source.info.batch_size
+        if self._kind != kind:
+            self._kind, self._graph = kind, trace_forward(self._state, self._settings, *kind)
+        return self._graph
+
+
 def drawable(traced: tf.Graph) -> bytes | None:
     """Makes of a graph what TensorBoard draws.
 

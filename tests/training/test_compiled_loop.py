@@ -3,6 +3,7 @@
 import numpy as np
 
 import distloop
+from distloop.fit import make_training_source
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.step import TrainStep
 from tests.problems import classification, classifier, on
@@ -13,7 +14,7 @@ def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
     data = distloop.make_dataset(classification(64), 16)
     trainer.build(data)
     loop = CompiledLoop(trainer.state, step := TrainStep(trainer.state))
-    source = trainer._training_source(data)
+    source = make_training_source(data, trainer.state, trainer.config)
     loop.trace(source, executor="")
     first = loop.run(source, 5, 2, executor="", is_single=False)
     assert [row.steps for row in first] == [2, 2, 1]
@@ -32,5 +33,5 @@ def test_a_single_step_is_run_without_a_tensorflow_loop():
     data = distloop.make_dataset(classification(64), 16)
     trainer.build(data)
     loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
-    (row,) = loop.run(trainer._training_source(data), 1, 0, executor="", is_single=True)
+    (row,) = loop.run(make_training_source(data, trainer.state, trainer.config), 1, 0, executor="", is_single=True)
     assert row.steps == 1 and row.examples == 16 and trainer.step == 1

@@ -1,0 +1,43 @@
+"""Passes over finite datasets, as evaluation and prediction make them; the latest datasets are remembered."""
+
+import tensorflow as tf
+
+from distloop.data.arrays import are_arrays
+from distloop.data.source import Data, Source
+
+_MAX_REMEMBERED = 8  # preparing a dataset takes as long as a short pass over it
+
+
+class Passes:
+    """Returns a `Source` for each dataset, the same one as before if the dataset is one of the latest."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, batch_size: int):
+        """Prepares; reads nothing.
+
+        Args:
+            strategy: who reads the data.
+            batch_size: examples of a global batch, where arrays are given.
+        """
+        self._strategy = strategy
+        self._batch_size = batch_size
+        self._sources: list[Source] = []  # the latest first
+
+    def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
+        """Returns what is read from its beginning in each pass.
+
+        Args:
+            data: a dataset, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or arrays.
+            may_be_endless: whether a pass ends although the data does not.
+
+        Raises:
+            ValueError: if the data breaks a rule, or is endless and may not be.
+        """
+        source = next((s for s in self._sources if s.data is data), None)
+        source = source or Source(data, self._strategy, repeat=False, batch_size=self._batch_size)
+        if source.info.is_endless and not may_be_endless:
+            raise ValueError(
+                "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
+            )
+        if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place
+            self._sources = [source, *(s for s in self._sources if s is not source)][:_MAX_REMEMBERED]
+        return source
