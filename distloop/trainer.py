@@ -25,7 +25,8 @@ from distloop.data.copies import fresh_copy
 from distloop.data.passes import Passes
 from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
-from distloop.diagnostics.audit import Audit, audit
+from distloop.diagnostics.audit import audit
+from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
 from distloop.monitoring.console import say

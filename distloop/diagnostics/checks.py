@@ -1,0 +1,147 @@
+"""Checks of data, code and gradients: functions from a probe to findings, as `audit` lists them."""
+
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.diagnostics.findings import Finding
+from distloop.diagnostics.probe import Probe
+from distloop.training import nonfinite
+from distloop.variables import named_variables
+
+_GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer in the model or of the model itself"
+
+
+def data_order(probe: Probe) -> Iterator[Finding]:
+    """Two passes over the data with the same seed begin with the same batches."""
+    first, second = probe.passes
+    if first != second:
+        batch = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
+        yield Finding(
+            "data in another order",
+            f"batch {batch}",
+            "two passes with the same seed differ from there on, so a run that goes on sees other rows: give "
+            "shuffle and Python generators a seed, start each pass alike, and keep the dataset deterministic",
+        )
+
+
+def created_variables(probe: Probe) -> Iterator[Finding]:
+    """`loss_fn` creates no variable."""
+    if (created := probe.trace.created) is not None:
+        advice = "make it, or the layer that makes it, in model_fn, and put it into ModelSpec's model"
+        yield Finding(
+            "variable made in a step",
+            f"{created} ({nonfinite.user_line(traceback.extract_tb(created.__traceback__))})",
+            _GIVE_SEED if "seed_generator_state" in str(created) else f"each trace makes another one: {advice}",
+        )
+
+
+def foreign_variables(probe: Probe) -> Iterator[Finding]:
+    """Every variable that `loss_fn` reads or writes is in a checkpoint."""
+    for verb, is_wanted in (("writes", True), ("reads", False)):
+        variables = [v.name.removesuffix(":0") for v, is_written in probe.foreign_variables if is_written == is_wanted]
+        if variables:
+            more = f" and {len(variables) - 3} more" if len(variables) > 3 else ""
+            yield Finding(
+                "state in no checkpoint",
+                f"{', '.join(variables[:3])}{more}",
+                f"loss_fn {verb} what is not in ModelSpec's model, so that a run that goes on starts it anew: put "
+                "it, or the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
+            )
+
+
+def python_values(probe: Probe) -> Iterator[Finding]:
+    """Two traces of `loss_fn` hold the same Python values."""
+    first, second, _ = probe.trace.calls
+    if [op.type for op in first] != [op.type for op in second]:
+        return  # the model keeps something of its first trace, as caches do
+    for one, other in zip(first, second, strict=True):
+        if "PartitionedCall" in one.type and (changed := _changed_argument(one, other)):
+            function, argument, values = changed
+            yield Finding(
+                "traced again and again",
+                f"{function}({argument})",
+                f"this tf.function gets the Python values {values} one after the other, and is traced for each: "
+                "give it a tensor",
+            )
+            return
+        if one.type == "Const" and one.node_def.attr["value"] != other.node_def.attr["value"]:
+            yield Finding(
+                "Python value that changes",
+                nonfinite.user_line(one.traceback) or one.name,
+                "loss_fn is traced once, so a counter or a random number of Python's stays what it was then: use a "
+                "tf.Variable in the model, such as the optimizer's iterations, or keras.random",
+            )
+            return
+
+
+def _changed_argument(one: tf.Operation, other: tf.Operation) -> tuple[str, str, list[Any]] | None:
+    """Returns an argument of a `tf.function` that has another Python value in each of two calls, or None.
+
+    Returns:
+        The function's name, the argument's name, and both values.
+    """
+    types = []
+    for op in (one, other):
+        function = op.graph._get_function(op.node_def.attr["f"].func.name)
+        if function is None:
+            return None
+        types.append(function.function_type)
+    for name, parameter in types[0].parameters.items():
+        constraints = [parameter.type_constraint, getattr(types[1].parameters.get(name), "type_constraint", None)]
+        values = [getattr(constraint, "value", None) for constraint in constraints]
+        if constraints[0] != constraints[1] and None not in values:
+            return re.sub(r"^__(inference|forward)_(.*?)_\d+$", r"\2", one.node_def.attr["f"].func.name), name, values
+    return None
+
+
+def variables_left_out(probe: Probe) -> Iterator[Finding]:
+    """Every trainable variable is trained by an update."""
+    trained = {id(v) for variables in probe.state.variables_of_update.values() for v in variables}
+    seeds = {id(seed) for seed in probe.state.seeds}
+    left_out: dict[str, list[str]] = {}  # layer -> variables
+    for path, variable in named_variables(probe.state.model).items():
+        if variable.trainable and id(variable) not in trained | seeds:
+            left_out.setdefault(path.rpartition("/")[0] or path, []).append(path)
+    for layer, paths in left_out.items():
+        yield Finding(
+            "left out of training",
+            layer,
+            f"no update trains {', '.join(path.rpartition('/')[2] for path in paths)}: widen the pattern of trainable "
+            "or of the update, or set layer.trainable = False if it is to stay as it is",
+        )
+
+
+def identical_draws(probe: Probe) -> Iterator[Finding]:
+    """Two replicas draw different random numbers."""
+    names = set()
+    for op, one, other in probe.draws:
+        is_telling = one.dtype.is_floating or tf.size(one) >= 16  # a few whole numbers may be equal by chance
+        if is_telling and np.array_equal(one.numpy(), other.numpy()):
+            names.add(nonfinite.describe(op, probe.layers))
+    for name in sorted(names):
+        yield Finding("identical random numbers", name, f"every replica draws the same: {_GIVE_SEED}")
+
+
+def gradients(probe: Probe) -> Iterator[Finding]:
+    """Every trained variable has a gradient, which is not zero both before and after two steps."""
+    before, after = probe.two_steps.gradients_before, probe.two_steps.gradients_after
+    for path, gradient in after.items():
+        if gradient is None:
+            yield Finding(
+                "no gradient",
+                path,
+                "the loss does not depend on it: compute the loss from it without tf.stop_gradient, NumPy or "
+                "whole numbers between, or leave it out with ModelSpec(trainable=...)",
+            )
+        elif not np.any(gradient) and not np.any(before[path]):
+            yield Finding(
+                "zero gradient",
+                path,
+                "it is exactly 0 for a whole batch, at the start and after two steps: look for dead units, a "
+                "factor or a mask of 0 on the way to the loss",
+            )

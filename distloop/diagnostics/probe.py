@@ -1,0 +1,360 @@
+"""The audit's probe: runs a user's model and data, and keeps what it saw for the checks.
+
+    probe = Probe(state, dataset)
+    probe.trace.calls                                            # the operations of loss_fn
+    measurements, _ = probe.measure(update, probe.halves, training=True)
+
+Each observation is made once, when a check first asks for it. It starts from the same state as the others and restores
+every variable. The probe judges nothing.
+"""
+
+import contextlib
+import functools
+import gc
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.copies import fresh_copy
+from distloop.data.source import Data, Source
+from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
+from distloop.distributed import devices
+from distloop.training.state import SEED_STRIDE, TrainState, Update
+from distloop.training.step import TrainStep
+from distloop.training.variable_writes import READS
+from distloop.variables import named_variables, tensorflow_variable
+
+REPLICAS = 2  # to compare with one
+_NUM_ORDERED_BATCHES = 8  # of a pass over the data, to compare with another pass
+_TOLERANCE, _HALF_PRECISION_TOLERANCE = 1e-3, 5e-2
+
+
+class Trace(NamedTuple):
+    """Three calls of `loss_fn` in one graph: two as replica 0, one as replica 1 with its rows in reverse order.
+
+    Attributes:
+        calls: the operations of each call.
+        run: the compiled function of the rows in both orders; returns the random numbers of the first and third call.
+        collectives: how `loss_fn` communicates with other replicas, such as "all_reduce".
+        created: if `loss_fn` created a variable, the error that stopped the trace; `run` is None.
+    """
+
+    calls: list[list[tf.Operation]]
+    run: Any
+    collectives: set[str]
+    created: VariableCreated | None = None
+
+
+class Measurement(NamedTuple):
+    """What an update computes from some rows.
+
+    Attributes:
+        gradients: by the variable's path; None if the loss does not depend on it.
+        values: the metrics.
+        weight: the sum of the loss's weights.
+        written: by path, the untrained variables after the forward pass.
+    """
+
+    gradients: dict[str, np.ndarray | None]
+    values: dict[str, float]
+    weight: float
+    written: dict[str, np.ndarray]
+
+
+class TwoSteps(NamedTuple):
+    """What two steps of training change.
+
+    Attributes:
+        gradients_before: of all updates over the whole batch, by path.
+        gradients_after: the same, after the steps.
+        paths_apart: variables that have other values on other replicas after the steps.
+    """
+
+    gradients_before: dict[str, np.ndarray | None]
+    gradients_after: dict[str, np.ndarray | None]
+    paths_apart: list[str]
+
+
+class Probe:
+    """Runs a model on its first batch.
+
+    Attributes:
+        state: of the model.
+        rows: the first batch.
+        halves: its shards for two replicas.
+        layers: all layers of the model.
+        tolerance: the largest relative difference of values that are to be equal.
+    """
+
+    def __init__(self, state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1):
+        """Reads the first batch; the arguments are those of `audit`."""
+        if isinstance(data, tf.distribute.DistributedDataset):
+            raise ValueError(
+                "audit was given a DistributedDataset, which TensorFlow has split already: give the plain dataset."
+            )
+        self.state = state
+        self._data = data
+        self._seed = seed
+        self._microbatches = microbatches
+        self.rows = next(iter(self._dataset()), None)
+        if self.rows is None or shards.batch_size(self.rows) < REPLICAS:
+            raise ValueError(
+                f"The dataset's first batch has less than {REPLICAS} rows; an audit splits it between as many "
+                "replicas: give larger batches."
+            )
+        size = int(shards.batch_size(self.rows))
+        cuts = [size * i // REPLICAS for i in range(REPLICAS + 1)]
+        self.halves = [
+            tf.nest.map_structure(lambda t, start=start, end=end: t[start:end], self.rows)
+            for start, end in zip(cuts, cuts[1:], strict=False)
+        ]
+        self.layers = [
+            layer for layers in state.layers_of_update.values() for top in layers for layer in top._flatten_layers()
+        ]
+        is_half_precision = any(layer.compute_dtype in ("float16", "bfloat16") for layer in self.layers)
+        self.tolerance = _HALF_PRECISION_TOLERANCE if is_half_precision else _TOLERANCE
+
+    @functools.cached_property
+    def passes(self) -> list[list[str]]:
+        """Checksums of the first batches of two passes over the data, each as in a new process with the same seed."""
+        passes = []
+        for _ in range(2):
+            random.seed(self._seed)
+            np.random.seed(self._seed)
+            tf.random.set_seed(self._seed)
+            passes.append([_checksum(rows) for rows in self._dataset().take(_NUM_ORDERED_BATCHES)])
+        return passes
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """Three calls of `loss_fn`, which are traced and not run."""
+        state, calls, collectives = self.state, [], set[str]()
+
+        def trace(rows: Any, other_rows: Any) -> Any:
+            first_seeds = [tf.convert_to_tensor(seed) for seed in state.seeds]
+            for replica, batch in ((0, rows), (0, rows), (1, other_rows)):
+                for seed, value in zip(state.seeds, first_seeds, strict=True):
+                    seed.assign(value + tf.constant([replica * SEED_STRIDE, 0], value.dtype))
+                with as_replica(replica, REPLICAS, collectives) as operations, no_new_variables():
+                    for update in state.spec.updates:
+                        update.loss_fn(batch, True)
+                calls.append(operations)
+            return [[op.outputs[0] for op in drawing_operations(calls[call])] for call in (0, 2)]
+
+        try:
+            return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives)
+        except VariableCreated as created:
+            return Trace(calls, None, collectives, created)
+
+    @functools.cached_property
+    def foreign_variables(self) -> list[tuple[tf.Variable, bool]]:
+        """Variables that `loss_fn` uses and no checkpoint holds, each with whether it is written."""
+        known = {id(part.handle) for variable in _variables_of(self.state) for part in self.parts(variable)}
+        captures = {
+            id(outer): inner
+            for outer, inner in self.trace.run.graph.captures
+            if outer.dtype == tf.resource and id(outer) not in known
+        }
+        objects = gc.get_objects() if captures else []  # millions in some processes
+        foreign = {id(v.handle): v for v in objects if _is_variable(v) and id(v.handle) in captures}
+        written = {
+            id(tensor)
+            for operations in self.trace.calls
+            for op in operations
+            if op.type not in READS
+            for tensor in op.inputs
+            if tensor.dtype == tf.resource
+        }
+        return [(variable, id(captures[handle]) in written) for handle, variable in foreign.items()]
+
+    @functools.cached_property
+    def draws(self) -> list[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
+        """Operations of `loss_fn` that draw random numbers, each with what replicas 0 and 1 draw."""
+        with self._restored():
+            drawn = self.trace.run(self.rows, self._reversed_rows())
+        return list(zip(drawing_operations(self.trace.calls[0]), *drawn, strict=False))
+
+    @functools.cached_property
+    def untrained_variables(self) -> dict[str, Any]:
+        """The variables by path that the forward pass may write, random streams apart."""
+        seeds = {id(seed) for seed in self.state.seeds}
+        return {self.state.paths[id(v)]: v for v in self.state.untrained_variables if id(v) not in seeds}
+
+    def measure(self, update: Update, batches: Sequence[Any], *, training: bool) -> tuple[list[Measurement], set[str]]:
+        """Computes an update for several batches, each as a replica of its own, and each from the same start.
+
+        Returns:
+            A measurement for each batch, and how `loss_fn` communicates with other replicas.
+        """
+        with self._restored() as restore:
+            return self._measure(update, batches, training, restore)
+
+    def _measure(
+        self, update: Update, batches: Sequence[Any], training: bool, restore: Callable[[], None]
+    ) -> tuple[list[Measurement], set[str]]:
+        step = TrainStep(self.state)
+        num_examples = tf.constant(shards.batch_size(self.rows))
+        collectives: set[str] = set()
+
+        def compute(replica: int, rows: Any) -> Any:
+            with as_replica(replica, len(batches), collectives):
+                return step.gradients_of(update.name, rows, num_examples, training=training)
+
+        measurements = []
+        for replica, rows in enumerate(batches):
+            run = compiled(functools.partial(compute, replica), rows)
+            restore()
+            gradients, tallies = run(rows)
+            weight = float(tallies["loss"].weight)
+            measurements.append(
+                Measurement(
+                    {path: None if g is None else _divide(g.numpy(), weight) for path, g in gradients.items()},
+                    {name: _divide(float(tally.total), float(tally.weight)) for name, tally in tallies.items()},
+                    weight,
+                    {path: self.parts(variable)[0].numpy() for path, variable in self.untrained_variables.items()},
+                )
+            )
+        return measurements, collectives
+
+    def compare_operations(
+        self, update: Update, *, training: bool
+    ) -> list[tuple[tf.Operation, tf.Tensor, list[tf.Tensor]]]:
+        """Runs `loss_fn` on the whole batch and on its halves.
+
+        Returns:
+            Each operation with one floating-point output, in order: its output for the whole batch, and for each half.
+            Empty if the graph for a half is another one.
+        """
+        calls: list[list[tf.Operation]] = []
+
+        def trace(whole: Any, halves: Any) -> Any:
+            for replica, rows in enumerate([whole, *halves]):
+                with as_replica(max(replica - 1, 0), REPLICAS if replica else 1, set()) as operations:
+                    update.loss_fn(rows, training)
+                calls.append(operations)
+            if len({tuple(op.type for op in operations) for operations in calls}) > 1:
+                calls.clear()
+            return [
+                [op.outputs[0] for op in operations]
+                for operations in zip(*calls, strict=True)
+                if _is_comparable(operations[0])
+            ]
+
+        with self._restored():
+            outputs = compiled(trace, self.rows, self.halves)(self.rows, self.halves)
+        operations = [op for op in calls[0] if _is_comparable(op)] if calls else []
+        return [(op, whole, halves) for op, (whole, *halves) in zip(operations, outputs, strict=True)]
+
+    @functools.cached_property
+    def two_steps(self) -> TwoSteps:
+        """Two steps of training on the beginning of the data."""
+        with self._restored():
+            before = self._gradients()
+            source = Source(self._dataset(), self.state.strategy, microbatches=self._microbatches)
+            step = TrainStep(self.state, microbatches=self._microbatches)
+
+            def train(iterator: Any) -> tf.Tensor:
+                with tf.device(devices.HOST):
+                    batch = shards.next_batch(iterator, source.layout)
+                return step(batch, source.layout).tallies
+
+            iterator = source.new_iterator()
+            run = compiled(train, iterator)
+            for _ in range(2):
+                run(iterator)
+            apart = self._paths_apart()
+            return TwoSteps(before, self._gradients(), apart)
+
+    def _gradients(self) -> dict[str, np.ndarray | None]:
+        """Returns the gradients of all updates over the whole batch, from the current state."""
+        gradients: dict[str, np.ndarray | None] = {}
+        for update in self.state.spec.updates:
+            (whole,), _ = self._measure(update, [self.rows], True, lambda: None)
+            gradients |= whole.gradients
+        return gradients
+
+    def _paths_apart(self) -> list[str]:
+        state = self.state
+        variables = dict(named_variables(state.model))
+        variables |= {f"{name}/{v.path}": v for name, o in state.plain_optimizers.items() for v in o.variables}
+        per_replica = {id(v) for v in state.seeds} | {id(v) for m in state.train_metrics.values() for v in m.variables}
+        return [
+            path
+            for path, variable in variables.items()
+            if id(variable) not in per_replica and len({part.numpy().tobytes() for part in self.parts(variable)}) > 1
+        ]
+
+    def parts(self, variable: Any) -> tuple[Any, ...]:
+        """Returns a variable's copies, one for each replica."""
+        parts: tuple[Any, ...] = self.state.strategy.experimental_local_results(tensorflow_variable(variable))
+        return parts
+
+    def _restored(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        variables = [*_variables_of(self.state), *(variable for variable, _ in self.foreign_variables)]
+        return _restored([part for variable in variables for part in self.parts(variable)])
+
+    def _dataset(self) -> tf.data.Dataset:
+        """Returns the data as nobody has read it yet."""
+        data = self._data
+        if isinstance(data, tf.data.Dataset):
+            return fresh_copy(data)
+        assert callable(data)
+        return data(tf.distribute.InputContext(1, 0, self.state.strategy.num_replicas_in_sync))
+
+    def _reversed_rows(self) -> Any:
+        places = tf.range(int(shards.batch_size(self.rows)))[::-1]
+        return tf.nest.map_structure(lambda t: tf.gather(t, places), self.rows)
+
+
+def _variables_of(state: TrainState) -> list[Any]:
+    """Returns every variable that a step may change, except those that only `loss_fn` knows."""
+    metrics = [*state.train_metrics.values(), *state.eval_metrics.values()]
+    return [
+        *named_variables(state.model).values(),
+        *(variable for optimizer in state.plain_optimizers.values() for variable in optimizer.variables),
+        *(variable for scaler in state.loss_scalers.values() for variable in (scaler.loss_scale, scaler.streak)),
+        *(variable for metric in metrics for variable in metric.variables),
+        *(state.average.variables if state.average is not None else []),
+        *(state.step, state.skipped_steps, state.loss_watch.statistics),
+    ]
+
+
+@contextlib.contextmanager
+def _restored(variables: Sequence[tf.Variable]) -> Iterator[Callable[[], None]]:
+    """Restores variables on exit; yields a function that does so at once."""
+    values = [tf.identity(variable) for variable in variables]
+
+    def restore() -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _is_comparable(op: tf.Operation) -> bool:
+    return len(op.outputs) == 1 and op.outputs[0].dtype.is_floating and bool(op.outputs[0].shape.rank)
+
+
+def _is_variable(candidate: Any) -> bool:
+    """Returns whether an object is a variable, by its type alone: proxies answer isinstance for other objects."""
+    return issubclass(type(candidate), tf.Variable) and hasattr(candidate, "handle")
+
+
+def _divide(value: Any, weight: float) -> Any:
+    return value / weight if weight else value
+
+
+def _checksum(rows: Any) -> str:
+    """Returns a checksum of a batch of any structure and types."""
+    checksum = hashlib.sha256()
+    for part in tf.nest.flatten(rows, expand_composites=True):
+        checksum.update(tf.io.serialize_tensor(part).numpy())
+    return checksum.hexdigest()

@@ -1,0 +1,152 @@
+"""Checks of the replica law: one replica with a whole batch computes what two replicas with half of it each do."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from distloop.comparison import relative_difference
+from distloop.data import shards
+from distloop.diagnostics import checks
+from distloop.diagnostics.findings import Finding, Unchecked
+from distloop.diagnostics.probe import REPLICAS, Measurement, Probe
+from distloop.diagnostics.tracing import drawing_operations
+from distloop.training import nonfinite
+from distloop.training.state import Update
+from distloop.variables import named_variables
+
+
+def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
+    """No update's statistics, values or gradients depend on the number of replicas."""
+    if [*checks.python_values(probe), *checks.identical_draws(probe)]:  # then no two calls compute the same
+        yield Unchecked("one replica against several, until the findings are repaired")
+        return
+    is_random = bool(drawing_operations(probe.trace.calls[0]))
+    for update in probe.state.spec.updates:
+        (whole,), collectives = probe.measure(update, [probe.rows], training=True)
+        unsynchronized = _unsynchronized_normalizations(probe, whole)
+        yield from (_unsynchronized(path) for path in unsynchronized)
+        training = not (is_random or unsynchronized or collectives or probe.trace.collectives)
+        if training:
+            halves, _ = probe.measure(update, probe.halves, training=True)
+            yield from _written_statistics(probe, whole, halves)
+        else:
+            (whole,), collectives_of_whole = probe.measure(update, [probe.rows], training=False)
+            halves, collectives_of_halves = probe.measure(update, probe.halves, training=False)
+            if collectives := collectives_of_whole | collectives_of_halves:
+                yield Unchecked(
+                    f"loss and gradients{_of(update)} on several replicas, because loss_fn talks to the others with "
+                    f"{' and '.join(sorted(collectives))}: distloop.testing.assert_replica_law compares them"
+                )
+                continue
+        yield from _values_and_gradients(probe, update, whole, halves, training)
+
+
+def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
+    """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
+    start = {path: probe.parts(variable)[0].numpy() for path, variable in probe.untrained_variables.items()}
+    paths_of = {id(v): path for path, v in named_variables(probe.state.model).items() if path in whole.written}
+    layers = []
+    for layer in probe.layers:
+        if not isinstance(layer, keras.layers.BatchNormalization) or layer.synchronized:
+            continue
+        paths = [paths_of[id(v)] for v in layer.variables if id(v) in paths_of]
+        if any(not np.array_equal(whole.written[path], start[path]) for path in paths):
+            layers.append(layer.path)
+    return layers
+
+
+def _unsynchronized(path: str) -> Finding:
+    return Finding(
+        "statistics of one replica",
+        path,
+        "each replica normalizes by its own rows, so the numbers depend on how many there are: use "
+        "BatchNormalization(synchronized=True)",
+    )
+
+
+def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
+    """Compares what the forward pass wrote; of floats distloop keeps the mean over the replicas."""
+    sizes = np.array([int(shards.batch_size(half)) for half in probe.halves], np.float64)
+    for path, value in whole.written.items():
+        parts = [half.written[path] for half in halves]
+        if np.issubdtype(value.dtype, np.floating):
+            mean = sum(size * part for size, part in zip(sizes, parts, strict=True)) / sizes.sum()
+            if _differ(value, mean, probe.tolerance):
+                yield Finding(
+                    "statistics of one replica",
+                    path,
+                    "its mean over the replicas is not what one replica with all rows writes: sum over the "
+                    "replicas before, with tf.distribute.get_replica_context().all_reduce",
+                )
+        elif any(not np.array_equal(part, parts[0]) for part in parts):
+            yield _apart(path)
+
+
+def _values_and_gradients(
+    probe: Probe, update: Update, whole: Measurement, halves: Sequence[Measurement], training: bool
+) -> Iterator[Finding]:
+    """Compares values, then gradients; names the operation from which on the rows differ."""
+    weights = [half.weight for half in halves]
+
+    def mean(parts: Sequence[Any]) -> Any:
+        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+
+    means = {name: mean([half.values[name] for half in halves]) for name in whole.values}
+    numbers = {
+        name: f"{name} is {value:.6g} on 1 and {means[name]:.6g} on {REPLICAS}"
+        for name, value in whole.values.items()
+        if _differ(value, means[name], probe.tolerance)
+    }
+    if not numbers:
+        least = 0.01 * np.sqrt(sum(np.sum(np.square(g)) for g in whole.gradients.values() if g is not None))
+        for path, gradient in whole.gradients.items():
+            parts = [half.gradients[path] for half in halves]
+            if gradient is not None and all(part is not None for part in parts):
+                if _differ(gradient, mean(parts), probe.tolerance, least):
+                    numbers[path] = f"the gradient of {path} differs between 1 and {REPLICAS}"
+    if numbers:
+        name, text = next(iter(numbers.items()))
+        operation = _first_difference(probe, update, training)
+        yield Finding(
+            "depends on the number of replicas",
+            f"{name}{_of(update)}{f', by {operation}' if operation else ''}",
+            f"{text} replicas: take no mean, sum, size or statistic over the rows, and divide by no number "
+            "of rows or replicas, distloop sums over all of them and divides once",
+        )
+
+
+def _first_difference(probe: Probe, update: Update, training: bool) -> str | None:
+    """Returns the first operation whose rows differ between halves and whole batch although its inputs' rows do not."""
+    differing: set[int] = set()
+    for op, whole, halves in probe.compare_operations(update, training=training):
+        if whole.shape[:1] == [sum(half.shape[0] for half in halves)]:
+            joined = np.concatenate([half.numpy() for half in halves])
+            if _differ(whole.numpy(), joined, probe.tolerance):
+                if not any(id(source) in differing for source in op.inputs):
+                    return nonfinite.describe(op, probe.layers)
+                differing.add(id(op.outputs[0]))
+    return None
+
+
+def drift(probe: Probe) -> Iterator[Finding]:
+    """After two steps, every replica holds the same value of each variable."""
+    return (_apart(path) for path in probe.two_steps.paths_apart)
+
+
+def _apart(path: str) -> Finding:
+    return Finding(
+        "replicas apart",
+        path,
+        "each replica writes another value, and a checkpoint holds the first one's: make it a float, of which "
+        "distloop keeps the mean, or give add_weight(..., aggregation='sum' or 'mean')",
+    )
+
+
+def _differ(value: Any, reference: Any, tolerance: float, least_norm: float = 1e-6) -> bool:
+    return relative_difference(value, reference, least_norm) > tolerance
+
+
+def _of(update: Update) -> str:
+    return f" of update {update.name!r}" if update.name else ""

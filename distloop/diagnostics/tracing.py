@@ -1,0 +1,88 @@
+"""Traces of user code: calls it in a graph as one replica of several would, and collects its operations.
+
+    with as_replica(1, 2, collectives) as operations, no_new_variables():
+        loss_fn(batch, True)
+
+This module does not know what is looked for in the graph.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+_DRAWS = re.compile("Random(?!.*Get)|TruncatedNormal|Multinomial")  # types of operations
+
+
+class VariableCreated(Exception):  # noqa: N818 - an observation, not an error
+    """A variable was created where none may be; the message is its name."""
+
+
+@contextlib.contextmanager
+def as_replica(replica: int, num_replicas: int, collectives: set[str]) -> Iterator[list[tf.Operation]]:
+    """Calls user code as a replica of several, on one device, while a graph is traced.
+
+    Args:
+        replica: its number.
+        num_replicas: how many there seem to be.
+        collectives: gets the names of the collective operations that the code calls.
+
+    Yields:
+        A list that holds the new operations afterwards. Placeholders are left out: only the first of two calls adds
+        them, for what the graph captures.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    operations: list[tf.Operation] = []
+    before = len(graph.get_operations())
+    with _ReplicaContext(replica, num_replicas, collectives):
+        yield operations
+    operations += [op for op in graph.get_operations()[before:] if op.type != "Placeholder"]
+
+
+class _ReplicaContext(tf.distribute.ReplicaContext):
+    """Stands for one of several replicas; a collective operation returns this replica's own value."""
+
+    def __init__(self, replica: int, num_replicas: int, collectives: set[str]):
+        super().__init__(tf.distribute.get_strategy(), 0)  # TensorFlow's default one, whose variables have one part
+        self._replica = replica
+        self._num_replicas = num_replicas
+        self._collectives = collectives
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        return self._replica
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self._num_replicas
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        self._collectives.add("all_reduce")
+        return value
+
+    def all_gather(self, value: Any, axis: Any, options: Any = None) -> Any:
+        self._collectives.add("all_gather")
+        return value
+
+
+@contextlib.contextmanager
+def no_new_variables() -> Iterator[None]:
+    """Raises VariableCreated when a variable is created."""
+
+    def refuse(next_creator: Callable[..., Any], **settings: Any) -> Any:
+        raise VariableCreated(settings.get("name") or "a variable without a name")
+
+    with tf.variable_creator_scope(refuse):
+        yield
+
+
+def drawing_operations(operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """Returns the operations that draw random numbers."""
+    return [op for op in operations if _DRAWS.search(op.type)]
+
+
+def compiled(fn: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns a concrete function for the given arguments."""
+    return tf.function(fn, autograph=False).get_concrete_function(*arguments)
