@@ -202,7 +202,7 @@ class Trainer:
             train=functools.partial(self._train_loop.train, source, self.step + 1, []),
             restore=self.restore if workers.num_workers(self.strategy) == 1 else None,
             predict={name: functools.partial(predict, name) for name in predict_fns},
-            export=functools.partial(self.export, os.path.join(self.config.workdir, "export", "rehearsal")),
+            export=functools.partial(self.export, os.path.join(self.config.workdir, "export", "dry_run")),
         ):
             self._say(f"fast_dev_run: {line}")
 
@@ -357,7 +357,7 @@ class Trainer:
                 something else is at the path, or the export predicts otherwise than the model.
         """
         path = os.fspath(path)
-        if self.config.fast_dev_run and (path := dry_run.aside(given := path, self.config.workdir)) != given:
+        if self.config.fast_dev_run and (path := dry_run.export_path(given := path, self.config.workdir)) != given:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
         if os.path.normpath(path).endswith(".keras"):
             write_keras_file(self.state, path)

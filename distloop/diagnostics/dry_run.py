@@ -1,10 +1,10 @@
-"""Owns the rehearsal of a run, `--fast_dev_run`: every part of it once, in a directory of its own that is removed.
+"""The dry run, `--fast_dev_run`: every part of a run once, in a temporary workdir.
 
-    settings = rehearsal.settings(config, owner=trainer)       # with a temporary workdir
-    for line in rehearsal.check(state, ...):                   # after a step of training: restore, predict, export
+    config = dry_run.settings(config, owner=trainer)
+    for line in dry_run.check(state, ...):                 # after a step of training: restores, predicts, exports
         print(line)
 
-It does not know how the parts do what they do.
+This module does not know how the parts work.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from distloop.training.state import TrainState
 
 
 def settings(config: Config, owner: object) -> Config:
-    """Makes the settings of a rehearsal: a workdir that is removed with its owner, and evaluations of one batch."""
+    """Returns the settings of a dry run: evaluations of one batch, and a workdir that is removed with its owner."""
     directory = tempfile.mkdtemp(prefix="distloop_fast_dev_run_")
     weakref.finalize(owner, shutil.rmtree, directory, ignore_errors=True)
     return dataclasses.replace(config, workdir=directory, limit_eval_batches=1)
 
 
-def aside(path: str, workdir: str) -> str:
-    """Gives the path inside a rehearsal's workdir that stands for one elsewhere."""
+def export_path(path: str, workdir: str) -> str:
+    """Returns the path in a dry run's workdir that an export to `path` goes to; `path` itself if it is there."""
     if os.path.dirname(path) == os.path.join(workdir, "export"):
         return path
     return os.path.join(workdir, "export", os.path.basename(os.path.normpath(path)))
@@ -47,16 +47,16 @@ def check(
     Args:
         state: what is trained.
         train: takes one more step.
-        restore: goes back to what was saved; None: nobody else sees the directory.
-        predict: by signature, predicts for a batch and tells how many rows it gave.
-        export: writes what can be served.
+        restore: restores the last save; None if other workers cannot see the directory.
+        predict: by signature, predicts a batch and returns the number of its rows.
+        export: writes and reads back an export.
 
     Yields:
         A line for each part.
 
     Raises:
-        RuntimeError: if what was restored is not what was saved.
-        ValueError: whatever a part says.
+        RuntimeError: if a restored value is not the saved one.
+        ValueError: from any part.
     """
     if restore is None:
         yield "saved; not restored, as other workers do not see the directory"
@@ -65,7 +65,7 @@ def check(
         train()
         restore()
         restored = state.snapshot()
-        if different := [name for name in saved if _bits(saved[name]) != _bits(restored[name])]:
+        if different := [name for name in saved if _bytes(saved[name]) != _bytes(restored[name])]:
             raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint other than they were saved.")
         yield f"saved, took another step, restored: all {len(saved)} values are as they were"
     for name, predict_one in predict.items():
@@ -77,5 +77,5 @@ def check(
         yield "nothing predicted or exported: ModelSpec has no predict_fn"
 
 
-def _bits(value: tf.Tensor) -> bytes:
+def _bytes(value: tf.Tensor) -> bytes:
     return bytes(tf.io.serialize_tensor(value).numpy())

@@ -1,11 +1,11 @@
-"""Owns trials: a few steps that answer a question about a run, and leave no trace in what they trained.
+"""Tuning: a few steps that look for a learning rate or a batch size, and change nothing.
 
-    found = find_learning_rate(trainer, dataset)        # which step size?
-    print(found.suggestion)
-    found = autotune_batch(trainer, dataset)            # how many rows a step?
-    print(found.suggestion)
+    result = find_learning_rate(trainer, dataset)
+    print(result.suggestion)
+    result = autotune_batch(trainer, dataset)
+    print(result.suggestion)
 
-A trial trains the trainer's own model, with its settings, and puts every bit back. It reads a dataset of its own.
+The trainer's own model trains, with its settings, on a pass of its own over the dataset; then every bit is restored.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
-_SMOOTHING = 0.9  # of the losses: the weight of those before
-_TOO_LARGE = 4.0  # times the least loss, and the learning rate is too high for good
-_WARM_UP_STEPS, _MOST_STEPS = 2, 1000  # of a measurement
-_MEASURED_SECS = 1.0  # about so long is a size measured
-_WORTH_IT = 1.05  # a larger batch is to be so much faster
-_PATIENCE = 2  # doublings that may not be
+_SMOOTHING = 0.9  # the weight of earlier losses in the moving average
+_MAX_LOSS_RATIO = 4.0  # of the smoothed loss to its least value, where the learning-rate test ends
+_WARM_UP_STEPS, _MAX_STEPS = 2, 1000  # of a measurement
+_MEASURED_SECS = 1.0  # of a measurement, about
+_LEAST_SPEEDUP = 1.05  # that makes a larger batch worth it
+_PATIENCE = 2  # doublings without this speedup before the search ends
 
 
 class Trainable(Protocol):
-    """A `Trainer`, as far as trials need it."""
+    """The part of a `Trainer` that tuning needs."""
 
     config: Config
     state: TrainState
 
     def build(self, dataset: Data) -> None:
-        """Makes the variables that depend on what a batch looks like."""
+        """Creates the variables that depend on the shape of a batch."""
 
 
 class RateTest(NamedTuple):
-    """What a learning-rate range test found.
+    """The result of a learning-rate range test.
 
     Attributes:
         rates: learning rates, ascending, `[N]`.
-        losses: the loss of the step with each, `[N]`; before the step changed the weights.
-        smoothed: `losses`, as an exponential moving average without its bias towards 0, `[N]`.
-        suggestion: the rate from which on the smoothed loss fell most, over a tenth of the steps; None where it never
+        losses: the loss of each rate's step, `[N]`, computed before the step changed the weights.
+        smoothed: the exponential moving average of `losses` without its bias towards 0, `[N]`.
+        suggestion: the rate at which the smoothed loss began to fall most, over a tenth of the steps; None if it never
             fell.
     """
 
@@ -77,24 +77,24 @@ def find_learning_rate(
     steps: int = 100,
     update: str = "",
 ) -> RateTest:
-    """Looks for a learning rate by raising it from step to step until the loss explodes (Smith 2015, arXiv:1506.01186).
+    """Raises the learning rate from step to step until the loss explodes (Smith 2015, arXiv:1506.01186).
 
-    It grows by the same factor each step, and the test ends where the smoothed loss exceeds 4 times its least. The
-    suggestion is where the smoothed loss falls fastest, as fastai's `steep` (Howard and Gugger 2020, arXiv:2002.04688),
-    with the slope taken over a tenth of the steps, so that it does not follow the noise of single batches. With a
-    workdir, TensorBoard shows `loss` and `smoothed_loss` as the run `learning_rate`, over 100 times the decimal
-    logarithm of the rate: -300 is 1e-3.
+    The rate grows by the same factor each step, and the test ends when the smoothed loss exceeds 4 times its least
+    value. The suggestion is the rate at which the smoothed loss falls fastest, as fastai's `steep` (Howard and Gugger
+    2020, arXiv:2002.04688); its slope is taken over a tenth of the steps, so it does not follow the noise of single
+    batches. With a workdir, TensorBoard shows `loss` and `smoothed_loss` as the run `learning_rate`, over 100 times the
+    decimal logarithm of the rate: -300 is 1e-3.
 
-    Weights, optimizer, averages, random streams, counts and the place in the data are afterwards what they were, bit
-    for bit. On several workers all call it.
+    Weights, optimizer, averages, random streams, counts and the position in the data are restored bit for bit. On
+    several workers, all must call it.
 
     Args:
-        trainer: whose model, optimizer and settings are tried, from the weights that it has now.
+        trainer: its model, optimizer and settings are used, from its current weights.
         dataset: as for `Trainer.fit`; read from its beginning.
-        lowest: the rate to begin with.
-        highest: the rate to end with.
-        steps: how many to take at most.
-        update: whose optimizer it is about, where there are several updates.
+        lowest: the first rate.
+        highest: the last rate.
+        steps: the largest number of steps.
+        update: if there are several updates, the name of the one whose optimizer gets the rates.
 
     Returns:
         The rates, losses and suggestion, the same on any number of replicas.
@@ -121,25 +121,25 @@ def find_learning_rate(
     with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
         with contextlib.suppress(_Exploded, Diverged):
             make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
-    taken = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
-    rates = (lowest * factor ** np.arange(len(watch.losses)))[taken]
-    losses, smoothed = np.array(watch.losses)[taken], smooth(np.array(watch.losses)[taken])
+    finite = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
+    rates = (lowest * factor ** np.arange(len(watch.losses)))[finite]
+    losses, smoothed = np.array(watch.losses)[finite], smooth(np.array(watch.losses)[finite])
     window = max(1, steps // 10)
     falls = smoothed[:-window] - smoothed[window:]
-    fell = len(falls) > 0 and falls.max() > 0
-    found = RateTest(rates, losses, smoothed, float(rates[falls.argmax()]) if fell else None)
+    falls_at_all = len(falls) > 0 and falls.max() > 0
+    result = RateTest(rates, losses, smoothed, float(rates[falls.argmax()]) if falls_at_all else None)
     if workers.is_chief(state.strategy):
-        _show(found, settings)
-    return found
+        _report(result, settings)
+    return result
 
 
 class BatchTrial(NamedTuple):
-    """What one batch size does.
+    """The measurements of one batch size.
 
     Attributes:
-        batch_size: rows of a step, over all replicas.
-        examples_per_sec: of the step alone: the data is there.
-        memory_gb: the highest level so far, of the fullest GPU where there are GPUs, else of this process.
+        batch_size: examples in a step, over all replicas.
+        examples_per_sec: of the step alone, without input.
+        memory_gb: the peak so far, of the fullest GPU if there are GPUs, else of this process.
     """
 
     batch_size: int
@@ -148,12 +148,12 @@ class BatchTrial(NamedTuple):
 
 
 class BatchTest(NamedTuple):
-    """What `autotune_batch` found.
+    """The result of `autotune_batch`.
 
     Attributes:
-        trials: one a size, the smallest first; each fits.
-        suggestion: the smallest size that is not 5 % slower than the fastest.
-        reason: why no larger one was tried.
+        trials: one for each batch size that fits, in ascending order.
+        suggestion: the smallest size that is at most 5 % slower than the fastest.
+        reason: why no larger size was tried.
     """
 
     trials: tuple[BatchTrial, ...]
@@ -162,18 +162,18 @@ class BatchTest(NamedTuple):
 
 
 def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
-    """Looks for the batch size that processes most examples a second, and for how large a batch fits.
+    """Measures batch sizes for the one that processes most examples a second and fits into memory.
 
-    It trains for about a second on the dataset's first batch, then on its rows repeated to twice, four times, ... as
-    many, with a learning rate of 0: it is the step that is measured, not the input. It ends where a batch does not fit
-    on a GPU (untested), where the next one might take more than `memory_share` of the memory that was available, or
-    where two doublings in a row were no 5 % faster. `Config.batch_size` stays as it is: give the suggestion to the
-    program, with the learning rate that goes with it.
+    It trains for about a second on the dataset's first batch, then on its examples repeated to twice as many, four
+    times as many and so on, with a learning rate of 0: it measures the step and not the input. It ends when a batch
+    does not fit on a GPU (untested), when the next one might take more than `memory_share` of the memory that was
+    available, or when two doublings in a row were less than 5 % faster. `Config.batch_size` stays as it is: give the
+    suggestion to the program, with the learning rate that goes with it.
 
-    All that training changes is afterwards what it was, bit for bit.
+    Everything that training changes is restored bit for bit.
 
     Args:
-        trainer: whose model and settings are tried, on one worker.
+        trainer: its model and settings are used, on one worker.
         dataset: as for `Trainer.fit`.
         memory_share: of the host's memory; a number above 0, up to 1.
 
@@ -189,41 +189,39 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
             "it on one of them, and take its rows for each replica."
         )
     trainer.build(dataset)
-    first = Source(dataset, state.strategy, repeat=False, batch_size=settings.batch_size)
-    rows, is_split = first.first_rows(), first.layout.is_split
-    size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
+    source = Source(dataset, state.strategy, repeat=False, batch_size=settings.batch_size)
+    rows, is_split = source.first_rows(), source.layout.is_split
+    batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     measure = _Meter(state, settings, rows)
-    before, most = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
-    found: list[BatchTrial] = []
+    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
+    trials: list[BatchTrial] = []
     reason = ""
     with unchanged(state), _rates_of_zero(state):
         while not reason:
             try:
-                found.append(measure(size))
+                trials.append(measure(batch_size))
             except tf.errors.ResourceExhaustedError:
-                reason = f"a batch of {size} does not fit"
+                reason = f"a batch of {batch_size} does not fit"
                 break
-            _tell(settings, _describe(found[-1], state.strategy.num_replicas_in_sync))
-            size *= 2
-            taken = memory.peaks()["host_memory_gb"] - before
-            if 2 * taken > most:
-                reason = f"a batch of {size} may take more than {most:.2g} GB of memory"
-            elif len(found) > _PATIENCE and not _is_faster(found[-_PATIENCE:], found[:-_PATIENCE]):
+            _say(settings, _describe(trials[-1], state.strategy.num_replicas_in_sync))
+            batch_size *= 2
+            if 2 * (memory.peaks()["host_memory_gb"] - memory_before) > max_memory:
+                reason = f"a batch of {batch_size} may take more than {max_memory:.2g} GB of memory"
+            elif not _is_getting_faster(trials):
                 reason = "larger ones are no faster"
-    if not found:
+    if not trials:
         raise ValueError(
-            f"The dataset's own batch, of {size} rows, does not fit into memory: give a smaller batch_size, or more "
-            "microbatches."
+            f"The dataset's own batch, of {batch_size} rows, does not fit into memory: give a smaller batch_size, or "
+            "more microbatches."
         )
-    fastest = max(trial.examples_per_sec for trial in found)
-    best = next(trial.batch_size for trial in found if trial.examples_per_sec * _WORTH_IT >= fastest)
-    _tell(settings, _advise(best, found[0].batch_size, reason))
-    return BatchTest(tuple(found), best, reason)
+    suggestion = _suggest(trials)
+    _say(settings, _advise(suggestion, trials[0].batch_size, reason))
+    return BatchTest(tuple(trials), suggestion, reason)
 
 
 @contextlib.contextmanager
 def unchanged(state: TrainState) -> Iterator[None]:
-    """Puts all that training changes back to where it was, in the end."""
+    """Restores on exit everything that training changes."""
     before = state.snapshot()
     try:
         yield
@@ -232,7 +230,7 @@ def unchanged(state: TrainState) -> Iterator[None]:
 
 
 def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainLoop:
-    """Makes a loop of a trial's own, so that it may trace other things than the run's."""
+    """Returns a new loop, so that the run's loop keeps its traces."""
     step = TrainStep(
         state,
         microbatches=settings.microbatches,
@@ -243,25 +241,25 @@ def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainL
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Averages each value, `[N]`, with those before it, which count less the older they are: by 0.9 a step.
+    """Returns the exponential moving average of values, `[N]`, with a decay of 0.9 a step.
 
-    Divided by the sum of the weights, the average has no bias towards 0 (Kingma and Ba 2014, arXiv:1412.6980, section
+    It is divided by the sum of the weights and so has no bias towards 0 (Kingma and Ba 2014, arXiv:1412.6980, section
     3).
     """
-    total, weight, found = 0.0, 0.0, []
+    total, weight, averages = 0.0, 0.0, []
     for value in values:
         total = _SMOOTHING * total + (1 - _SMOOTHING) * float(value)
         weight = _SMOOTHING * weight + (1 - _SMOOTHING)
-        found.append(total / weight)
-    return np.array(found)
+        averages.append(total / weight)
+    return np.array(averages)
 
 
-class _Exploded(Exception):  # noqa: N818 - what the test waits for
-    """The loss is so large that no higher rate is of interest."""
+class _Exploded(Exception):  # noqa: N818 - the regular end of the test
+    """The loss is so large that higher rates are of no interest."""
 
 
 class _WatchLoss(Action):
-    """Notes the loss of each step, and ends the test when it has exploded."""
+    """Records the loss of each step; raises _Exploded when it has exploded."""
 
     every: int | None = 1
 
@@ -272,7 +270,7 @@ class _WatchLoss(Action):
     def __call__(self, report: Report) -> None:
         self.losses.append(report.metrics[self._name])
         smoothed = smooth(np.array([loss for loss in self.losses if math.isfinite(loss)]))
-        if len(smoothed) and smoothed[-1] > smoothed.min() + (_TOO_LARGE - 1) * abs(smoothed.min()):
+        if len(smoothed) and smoothed[-1] > smoothed.min() + (_MAX_LOSS_RATIO - 1) * abs(smoothed.min()):
             raise _Exploded
 
 
@@ -288,7 +286,7 @@ class _Sweep(keras.optimizers.schedules.LearningRateSchedule):
 
 @contextlib.contextmanager
 def _rate_of(state: TrainState, update: str, schedule: _Sweep) -> Iterator[None]:
-    """Gives an optimizer another learning rate meanwhile; Keras would drop the variable that holds the old one."""
+    """Sets an optimizer's learning rate until exit; Keras's setter would drop the variable that holds the old one."""
     optimizer = state.plain_optimizers[update]
     before, optimizer._learning_rate = optimizer._learning_rate, schedule
     try:
@@ -298,16 +296,16 @@ def _rate_of(state: TrainState, update: str, schedule: _Sweep) -> Iterator[None]
 
 
 class _Meter:
-    """Measures how fast a model trains, by batch size."""
+    """Measures how fast a model trains with a batch size."""
 
     def __init__(self, state: TrainState, settings: Config, rows: Any):
         self._state, self._rows, self._settings = state, rows, settings
 
     def __call__(self, batch_size: int) -> BatchTrial:
-        """Measures one; raises ResourceExhaustedError where a device runs out of memory."""
-        numbers = tf.range(batch_size) % shards.batch_size(self._rows)
+        """Measures a batch size; raises ResourceExhaustedError if a device runs out of memory."""
+        places = tf.range(batch_size) % shards.batch_size(self._rows)
         with tf.device(HOST):
-            batch = tf.nest.map_structure(lambda t: tf.gather(t, numbers), self._rows)
+            batch = tf.nest.map_structure(lambda t: tf.gather(t, places), self._rows)
         dataset = tf.data.Dataset.from_tensors(batch)
         source = Source(dataset, self._state.strategy, microbatches=self._settings.microbatches)
         loop = make_loop(self._state, self._settings)
@@ -317,56 +315,65 @@ class _Meter:
             return loop.train(source, int(self._state.step) + steps, [], executor=executor)
 
         steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
-        speed = train(min(max(_WARM_UP_STEPS, steps), _MOST_STEPS))["examples_per_sec"]
+        speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
         levels = memory.peaks()
         return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
 
 
 @contextlib.contextmanager
 def _rates_of_zero(state: TrainState) -> Iterator[None]:
-    """Keeps the weights where they are, whatever the gradients of one batch again and again are."""
+    """Sets every learning rate to 0 until exit, so that steps on the same batch again and again change no weight."""
     with contextlib.ExitStack() as stack:
         for update in state.plain_optimizers:
             stack.enter_context(_rate_of(state, update, _Sweep(state.step, 0, 0.0, 1.0)))
         yield
 
 
-def _is_faster(later: Sequence[BatchTrial], earlier: Sequence[BatchTrial]) -> bool:
-    fastest = max(trial.examples_per_sec for trial in earlier)
-    return any(trial.examples_per_sec > _WORTH_IT * fastest for trial in later)
+def _is_getting_faster(trials: Sequence[BatchTrial]) -> bool:
+    """Returns whether one of the last doublings was worth it, or there were too few to tell."""
+    if len(trials) <= _PATIENCE:
+        return True
+    fastest = max(trial.examples_per_sec for trial in trials[:-_PATIENCE])
+    return any(trial.examples_per_sec > _LEAST_SPEEDUP * fastest for trial in trials[-_PATIENCE:])
 
 
-def _describe(trial: BatchTrial, replicas: int) -> str:
-    share = f" = {trial.batch_size / replicas:g} on each of {replicas} replicas" if replicas > 1 else ""
-    return f"batch {trial.batch_size}{share}: {trial.examples_per_sec:,.0f} examples/s, {trial.memory_gb:.2f} GB"
+def _suggest(trials: Sequence[BatchTrial]) -> int:
+    """Returns the smallest batch size that is nearly as fast as the fastest."""
+    fastest = max(trial.examples_per_sec for trial in trials)
+    return next(trial.batch_size for trial in trials if trial.examples_per_sec * _LEAST_SPEEDUP >= fastest)
 
 
-def _advise(best: int, own: int, reason: str) -> str:
-    """Says what to do, and what it means for the learning rate."""
-    if best == own:
-        return f"the batch of {own} is the one to take; {reason}."
-    linear, root = (learning_rates.scale_learning_rate(1.0, best, own, rule) for rule in ("linear", "sqrt"))
+def _describe(trial: BatchTrial, num_replicas: int) -> str:
+    split = f" = {trial.batch_size / num_replicas:g} on each of {num_replicas} replicas" if num_replicas > 1 else ""
+    return f"batch {trial.batch_size}{split}: {trial.examples_per_sec:,.0f} examples/s, {trial.memory_gb:.2f} GB"
+
+
+def _advise(suggestion: int, current: int, reason: str) -> str:
+    """Returns a sentence with the batch size to take and the learning rate that goes with it."""
+    if suggestion == current:
+        return f"the batch of {current} is the one to take; {reason}."
+    linear, root = (learning_rates.scale_learning_rate(1.0, suggestion, current, rule) for rule in ("linear", "sqrt"))
     return (
-        f"take --batch_size={best}, and a learning rate {linear:g} times as high with SGD, {root:.3g} times with Adam; "
-        f"{reason}."
+        f"take --batch_size={suggestion}, and a learning rate {linear:g} times as high with SGD, {root:.3g} times with "
+        f"Adam; {reason}."
     )
 
 
-def _tell(settings: Config, text: str) -> None:
+def _say(settings: Config, text: str) -> None:
     if settings.console != "quiet":
         say(text)
 
 
-def _show(found: RateTest, settings: Config) -> None:
-    """Tells the suggestion, and draws the curve for TensorBoard."""
-    if found.suggestion is None:
-        _tell(settings, "learning rate: the loss never fell, so there is no suggestion.")
+def _report(result: RateTest, settings: Config) -> None:
+    """Prints the suggestion and writes the curve for TensorBoard."""
+    if result.suggestion is None:
+        _say(settings, "learning rate: the loss never fell, so there is no suggestion.")
     else:
-        _tell(settings, f"learning rate: the loss falls fastest from {found.suggestion:.2g} on; try that.")
+        _say(settings, f"learning rate: the loss falls fastest from {result.suggestion:.2g} on; try that.")
     if not settings.workdir:
         return
     writer = SummaryWriter(os.path.join(settings.workdir, "summaries"), ["learning_rate"])
-    for rate, loss, smoothed in zip(found.rates, found.losses, found.smoothed, strict=True):
+    for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
         numbers: Mapping[str, float] = {"learning_rate/loss": loss, "learning_rate/smoothed_loss": smoothed}
         writer.write(round(100 * math.log10(rate)), numbers)
     writer.close()

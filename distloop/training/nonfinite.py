@@ -23,7 +23,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (tf.__file__, keras.__file__, __file__))
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep  # distloop itself, too
+    for path in (tf.__file__, keras.__file__, os.path.dirname(__file__))
+)
 _BACKWARD = "gradient_tape/"  # the scope that TensorFlow gives to what a tape makes
 
 

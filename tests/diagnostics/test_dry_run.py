@@ -1,4 +1,4 @@
-"""Tests the rehearsal of a run: everything once, and nothing left behind."""
+"""The dry run: everything once, and nothing left behind."""
 
 import os
 
@@ -22,12 +22,12 @@ def leave_the_workdir(path, replicas=1, **settings):
 
 
 @pytest.mark.slow
-def test_everything_is_tried_once_and_told(tmp_path, capsys):
+def test_everything_is_tried_once_and_printed(tmp_path, capsys):
     trainer = leave_the_workdir(tmp_path, 2, average_decay=0.9)
     metrics = trainer.fit(batches(), evals={"test": batches()}, actions=[distloop.SaveBest("test/accuracy", "max")])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in ("step 1 trained", "restored: all", "predicted 16 rows with serving_default", "read the export back"):
-        assert part in told
+        assert part in printed
     assert trainer.step == 1 and metrics["test/accuracy"] >= 0
     assert not os.listdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Tests trials: what they find, and that they leave no trace."""
+"""Tuning: what it suggests, and that it changes nothing."""
 
 import glob
 
@@ -23,21 +23,21 @@ def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=
 
 @pytest.mark.slow
 def test_the_suggestion_is_the_same_on_any_number_of_replicas():
-    found = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 2, 4)]
-    assert found[0].suggestion == found[1].suggestion == found[2].suggestion
-    assert 1e-3 < found[0].suggestion < 1
-    np.testing.assert_allclose(found[0].losses[:60], found[2].losses[:60], rtol=1e-5)
+    result = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 2, 4)]
+    assert result[0].suggestion == result[1].suggestion == result[2].suggestion
+    assert 1e-3 < result[0].suggestion < 1
+    np.testing.assert_allclose(result[0].losses[:60], result[2].losses[:60], rtol=1e-5)
 
 
 def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes():
     whole = distloop.make_dataset(classification(), 67)
-    found = distloop.find_learning_rate(trainer_of(), whole, lowest=1e-3, highest=1e5, steps=33)
-    assert len(found.rates) == len(found.losses) == len(found.smoothed) < 33
-    np.testing.assert_allclose(found.rates[1:] / found.rates[:-1], 10**0.25, rtol=1e-6)
-    assert found.rates[0] == pytest.approx(1e-3)
-    assert found.smoothed[-1] > 4 * found.smoothed.min()
-    falls = found.smoothed[:-3] - found.smoothed[3:]
-    assert found.suggestion == found.rates[falls.argmax()] > found.rates[0]
+    result = distloop.find_learning_rate(trainer_of(), whole, lowest=1e-3, highest=1e5, steps=33)
+    assert len(result.rates) == len(result.losses) == len(result.smoothed) < 33
+    np.testing.assert_allclose(result.rates[1:] / result.rates[:-1], 10**0.25, rtol=1e-6)
+    assert result.rates[0] == pytest.approx(1e-3)
+    assert result.smoothed[-1] > 4 * result.smoothed.min()
+    falls = result.smoothed[:-3] - result.smoothed[3:]
+    assert result.suggestion == result.rates[falls.argmax()] > result.rates[0]
 
 
 def test_each_step_takes_its_rate():
@@ -50,14 +50,14 @@ def test_each_step_takes_its_rate():
             super().update_step(gradient, variable, learning_rate)
 
     trainer = trainer_of(optimizer=lambda: Noting(0.1), eager=True)
-    found = distloop.find_learning_rate(trainer, batches(), lowest=1e-4, highest=1e-2, steps=5)
-    np.testing.assert_allclose(taken, found.rates, rtol=1e-6)
-    np.testing.assert_allclose(found.rates, [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rtol=1e-6)
+    result = distloop.find_learning_rate(trainer, batches(), lowest=1e-4, highest=1e-2, steps=5)
+    np.testing.assert_allclose(taken, result.rates, rtol=1e-6)
+    np.testing.assert_allclose(result.rates, [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rtol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
-def test_a_trial_changes_no_bit(precision):
+def test_a_learning_rate_test_changes_no_bit(precision):
     schedule = keras.optimizers.schedules.CosineDecay(0.01, 20)
     data = [batches(shuffle=True) for _ in range(2)]
     settings = dict(precision=precision, average_decay=0.9)
@@ -73,7 +73,7 @@ def test_a_trial_changes_no_bit(precision):
     assert_equal(everything(pair[0]), everything(pair[1]))
 
 
-def test_a_trial_leaves_the_learning_rate_to_its_variable():
+def test_a_learning_rate_test_leaves_the_learning_rate_to_its_variable():
     trainer = trainer_of()
     distloop.find_learning_rate(trainer, batches(), steps=3)
     assert float(trainer.optimizer.learning_rate) == pytest.approx(0.1)
@@ -84,19 +84,19 @@ def test_a_trial_leaves_the_learning_rate_to_its_variable():
 
 
 def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
-    found = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
+    result = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
     (path,) = glob.glob(str(tmp_path / "summaries" / "learning_rate" / "*"))
     events = EventAccumulator(path).Reload()
     shown = events.Tags()
     assert set(shown["scalars"]) == {"loss", "smoothed_loss"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [
-        (step, pytest.approx(loss)) for step, loss in zip((-400, -350, -300, -250, -200), found.losses, strict=True)
+        (step, pytest.approx(loss)) for step, loss in zip((-400, -350, -300, -250, -200), result.losses, strict=True)
     ]
 
 
 def test_a_loss_that_never_falls_gives_no_suggestion():
-    found = distloop.find_learning_rate(trainer_of(), batches(), lowest=1e3, highest=1e6, steps=4)
-    assert found.suggestion is None
+    result = distloop.find_learning_rate(trainer_of(), batches(), lowest=1e3, highest=1e6, steps=4)
+    assert result.suggestion is None
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_smoothing_has_no_bias():
     np.testing.assert_allclose(tuning.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
 
 
-def speeds(monkeypatch, found):
-    """Makes each batch size as fast as told, in examples a second; or an error."""
+def speeds(monkeypatch, result):
+    """Makes each batch size as fast as given, in examples a second; or an error."""
 
     def measure(meter, batch_size):
-        value = found[batch_size]
+        value = result[batch_size]
         if isinstance(value, Exception):
             raise value
         return tuning.BatchTrial(batch_size, value, 1.0)
@@ -133,19 +133,19 @@ def speeds(monkeypatch, found):
 def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
     speeds(monkeypatch, {16: 100.0, 32: 180.0, 64: 200.0, 128: 205.0, 256: 203.0})
     trainer = distloop.Trainer(classifier(), on(2))
-    found = distloop.autotune_batch(trainer, batches())
-    assert [trial.batch_size for trial in found.trials] == [16, 32, 64, 128, 256]
-    assert found.suggestion == 64 and found.reason == "larger ones are no faster"
-    told = capsys.readouterr().out
-    assert "batch 32 = 16 on each of 2 replicas: 180 examples/s, 1.00 GB" in told
-    assert "take --batch_size=64, and a learning rate 4 times as high with SGD, 2 times with Adam" in told
+    result = distloop.autotune_batch(trainer, batches())
+    assert [trial.batch_size for trial in result.trials] == [16, 32, 64, 128, 256]
+    assert result.suggestion == 64 and result.reason == "larger ones are no faster"
+    printed = capsys.readouterr().out
+    assert "batch 32 = 16 on each of 2 replicas: 180 examples/s, 1.00 GB" in printed
+    assert "take --batch_size=64, and a learning rate 4 times as high with SGD, 2 times with Adam" in printed
 
 
 def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
     full = tf.errors.ResourceExhaustedError(None, None, "OOM")
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: full})
-    found = distloop.autotune_batch(trainer_of(), batches())
-    assert found.suggestion == 32 and found.reason == "a batch of 64 does not fit"
+    result = distloop.autotune_batch(trainer_of(), batches())
+    assert result.suggestion == 32 and result.reason == "a batch of 64 does not fit"
     speeds(monkeypatch, {16: full})
     with pytest.raises(ValueError, match="own batch, of 16 rows, does not fit into memory"):
         distloop.autotune_batch(trainer_of(), batches())
@@ -156,8 +156,8 @@ def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
     levels = iter([1.0, 1.6])
     monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
     monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
-    found = distloop.autotune_batch(trainer_of(), batches())
-    assert found.reason == "a batch of 32 may take more than 1 GB of memory"
+    result = distloop.autotune_batch(trainer_of(), batches())
+    assert result.reason == "a batch of 32 may take more than 1 GB of memory"
 
 
 @pytest.mark.slow
@@ -169,8 +169,8 @@ def test_measuring_batches_changes_no_bit(monkeypatch):
     data = batches()
     trainer.fit(data, steps=3)
     before = everything(trainer)
-    (found, *_) = distloop.autotune_batch(trainer, data).trials
-    assert found.batch_size == 16 and found.examples_per_sec > 0 and found.memory_gb > 0.1
+    (result, *_) = distloop.autotune_batch(trainer, data).trials
+    assert result.batch_size == 16 and result.examples_per_sec > 0 and result.memory_gb > 0.1
     assert_equal(everything(trainer), before)
 
 
