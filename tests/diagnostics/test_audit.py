@@ -193,7 +193,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.parametrize(("case", "replicas"), zip(CLEAN, (1, 2), strict=True))
+@pytest.mark.parametrize(("case", "replicas"), [*zip(CLEAN, (1, 2), strict=True)])
 def test_a_clean_model_passes_and_stays_as_it_is(case, replicas):
     trainer = distloop.Trainer(classifier(**CLEAN[case]), on(replicas, average_decay=0.9))
     dataset = data(shuffle=True)
