@@ -25,7 +25,7 @@ def explained(dataset, strategy=None, batches=9):
     with pytest.raises(tf.errors.OpError) as caught:
         for _ in range(batches):
             take()
-    return errors.explain_data_error(caught.value)
+    return errors.as_user_error(caught.value)
 
 
 def generated(batches, **specs):
@@ -65,5 +65,5 @@ def test_the_end_of_all_data_is_explained_as_empty():
 
 
 def test_an_error_of_another_kind_is_left_alone():
-    assert errors.explain_data_error(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
-    assert errors.explain_data_error(tf.errors.InternalError(None, None, None)) is None
+    assert errors.as_user_error(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
+    assert errors.as_user_error(tf.errors.InternalError(None, None, None)) is None

@@ -20,7 +20,7 @@ from absl import logging
 
 from distloop.atomic_files import leftovers, remove, replacing
 from distloop.distributed import workers
-from distloop.errors import explain_data_error
+from distloop.errors import as_user_error
 
 # Sizes to try for free axes: a small one, then ones that a convolution's filter fits in.
 _FREE_SIZES = (1, 32, 256)
@@ -110,7 +110,7 @@ def call_on_ones(call: Callable[[Any], Any], specs: Any, name: str) -> tuple[Any
         try:
             return examples, call(examples)
         except Exception as error:  # whatever the layers' code raises
-            if isinstance(error, tf.errors.OpError) and (explained := explain_data_error(error)) is not None:
+            if isinstance(error, tf.errors.OpError) and (explained := as_user_error(error)) is not None:
                 raise explained from error
     logging.warning("The export was not compared with %s, which cannot be run on ones.", name)
     return None

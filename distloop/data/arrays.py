@@ -51,22 +51,21 @@ def make_dataset(
 ) -> tf.data.Dataset:
     """Returns a dataset of global batches, from NumPy arrays or from a dataset of examples.
 
-    Arrays are never copied row by row: only row numbers are shuffled, and whole batches are gathered, so a saved
-    position is small too.
+    Arrays are never copied row by row: row numbers are shuffled, and a batch is gathered at once.
 
     Args:
         examples: arrays `[N, ...]` in any nested structure, or an unbatched `tf.data.Dataset`.
-        batch_size: rows of a global batch.
-        shuffle: True: over all examples, in another order each epoch; a number: over a buffer of so many examples.
+        batch_size: examples of a global batch.
+        shuffle: True: all examples, in another order each epoch; a number: within a buffer of that many examples.
         seed: of the order.
-        cache: whether a dataset's examples are kept in memory after the first pass (arrays are there already).
-        drop_remainder: whether the odd last batch is left out; distloop trains on it exactly.
+        cache: whether the examples of a dataset stay in memory after the first pass; arrays are in memory already.
+        drop_remainder: whether to leave out the odd last batch; training on it is exact, so there is no need.
 
     Returns:
         The dataset: cached, shuffled, batched, prefetched.
 
     Raises:
-        ValueError: if arrays differ in length, or all of a dataset of unknown length are to be shuffled.
+        ValueError: if arrays differ in length, or if `shuffle=True` is given with a dataset of unknown length.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} was given; a batch has one row at least.")

@@ -1,17 +1,23 @@
-"""Copies of datasets that shuffle as the original did when it was new, made by editing the dataset's graph."""
+"""Copies of datasets that shuffle as the original did when it was new.
+
+    fresh_copy(dataset)      # as dataset was before its first iterator, however often it was read since
+
+A copy is made by editing the dataset's graph: each shuffle gets a stream of seeds that no other iterator draws from.
+"""
 
 import tensorflow as tf
 from absl import logging
 
-_IGNORE_EXTERNAL_STATE, _FAIL_ON_EXTERNAL_STATE = 1, 2  # tf.data's policies; 0 warns
-_SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}  # which input is the stream of seeds
+_IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
+_SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}  # the index of the input that draws seeds
+_SEED_GENERATOR = "private_seed_generator"
 
 
 def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Copies a dataset as it was before anybody read it.
+    """Returns the dataset as it was before it was first read; the same object if it does not shuffle.
 
-    All iterators over one dataset draw the seeds of its shuffles from one stream, so a second one shuffles otherwise;
-    those of a copy draw from their own.
+    All iterators over one dataset draw their shuffle seeds from one stream, so the second one has another order. An
+    iterator over a copy draws from a stream of its own. If no copy can be made, a warning says why.
     """
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
@@ -21,15 +27,15 @@ def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
         shuffles = [node for node in graph.node if node.op in _SEEDS_INPUT]
         if not shuffles:
             return dataset
-        graph.node.add(name="seeds_of_its_own", op="DummySeedGenerator")
+        graph.node.add(name=_SEED_GENERATOR, op="DummySeedGenerator")
         for node in shuffles:
-            node.input[_SEEDS_INPUT[node.op]] = "seeds_of_its_own"
+            node.input[_SEEDS_INPUT[node.op]] = _SEED_GENERATOR
         copy = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-    except (tf.errors.OpError, ValueError) as error:  # 2 GB is the largest graph
-        what = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    except (tf.errors.OpError, ValueError) as error:  # a graph has at most 2 GB
+        message = error.message if isinstance(error, tf.errors.OpError) else str(error)
         logging.warning(
-            "The dataset cannot be copied (%s), so it will be shuffled otherwise than before.",
-            (what or "").partition("\n")[0][:150],
+            "The dataset cannot be copied (%s), so it will be shuffled in another order than before.",
+            (message or "").partition("\n")[0][:150],
         )
         return dataset
     return tf.data.experimental.from_variant(copy, dataset.element_spec)

@@ -1,10 +1,10 @@
-"""Owns the end of iterators: threads wait for it, so that nobody else has to.
+"""Iterators over datasets that nobody waits for when they end.
 
     iterator = iterate(dataset)     # in place of iter(dataset)
 
-An iterator's end waits for the thread of tf.data that tunes it, and that thread sleeps twice as long each time, up to a
-minute. It is woken, but sometimes too early: of 60 plain iterators 8 seconds old, 4 took from 2 to 41 seconds to end.
-Those of a distributed dataset over several devices always sleep it out.
+Deleting an iterator waits for the thread of tf.data that tunes it. That thread sleeps twice as long each time, up to a
+minute, and its wake-up call can come too early: of 60 plain iterators 8 seconds old, 4 took from 2 to 41 seconds to
+delete. Those of a dataset distributed over several devices always wait for the whole sleep. So threads delete them.
 """
 
 import functools
@@ -14,32 +14,32 @@ import time
 import weakref
 from typing import Any
 
-_MOMENT_SECS = 0.2  # in which whoever drops an iterator has let go of all of it
+_RELEASE_SECS = 0.2  # after which the caller has released every part of a deleted iterator
 
 _ended: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
 
 
 def iterate(dataset: Any) -> Any:
-    """Makes an iterator whose end nobody waits for, not even that of the process.
+    """Returns an iterator that is deleted in a thread, for which not even the end of the process waits.
 
     Args:
         dataset: a `tf.data.Dataset`, or a distributed one.
     """
-    _start()
+    _start_thread()
     iterator = iter(dataset)
-    parts = getattr(iterator, "_iterators", None)  # of a distributed dataset, by worker
+    parts = getattr(iterator, "_iterators", None)  # one per worker, if the dataset is distributed
     weakref.finalize(iterator, _ended.put, list(parts) if parts else [iterator._iterator_resource])
     return iterator
 
 
 @functools.cache
-def _start() -> None:
-    threading.Thread(target=_end, name="distloop-iterators", daemon=True).start()
+def _start_thread() -> None:
+    threading.Thread(target=_delete_ended, name="distloop-iterators", daemon=True).start()
 
 
-def _end() -> None:
+def _delete_ended() -> None:
     while True:
         parts = _ended.get()
-        time.sleep(_MOMENT_SECS)
+        time.sleep(_RELEASE_SECS)
         threading.Thread(target=parts.clear, name="distloop-iterator", daemon=True).start()
         del parts

@@ -14,7 +14,7 @@ from distloop.data.shards import Batch, Layout
 from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
-from distloop.errors import explain_data_error
+from distloop.errors import as_user_error
 from distloop.training import metrics
 from distloop.training.compiled_loop import compiled
 from distloop.training.state import TrainState
@@ -90,7 +90,7 @@ class EvalLoop:
                 max_batches = tf.constant(limit or tf.int64.max, tf.int64)
                 result = self._run(source.new_iterator(), source.layout, max_batches)
             except tf.errors.OpError as error:
-                explained = explain_data_error(error)
+                explained = as_user_error(error)
                 if explained is None:
                     raise
                 raise explained from error

@@ -20,7 +20,7 @@ from distloop.actions.action import run as run_actions
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import Interrupted, StopRequests
-from distloop.errors import explain_data_error
+from distloop.errors import as_user_error
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.training.compiled_loop import CompiledLoop
@@ -152,7 +152,7 @@ class TrainLoop:
             with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
                 rows = self._compiled.run(source, count, self._log_every, executor=self._executor, is_single=is_single)
         except tf.errors.OpError as error:
-            explained = explain_data_error(error) or self._step.explain_error(error)
+            explained = as_user_error(error) or self._step.explain_error(error)
             if explained is None:
                 raise
             raise explained from error

@@ -18,7 +18,7 @@ from distloop.data.shards import Batch, Layout
 from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
-from distloop.errors import explain_data_error, require
+from distloop.errors import as_user_error, require
 from distloop.training.compiled_loop import compiled
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import restored_writes
@@ -107,7 +107,7 @@ class PredictLoop:
                 except tf.errors.OpError as error:
                     if "TensorListConcat" in (error.message or ""):
                         raise cannot_join("their shapes differ") from error
-                    raise explain_data_error(error) or error from error
+                    raise as_user_error(error) or error from error
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
     def _batches(self, iterator: Any, layout: Layout) -> Any:

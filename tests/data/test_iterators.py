@@ -1,4 +1,4 @@
-"""Tests that nobody waits for the end of an iterator."""
+"""Iterators that nobody waits for when they are deleted."""
 
 import threading
 import time
@@ -14,41 +14,41 @@ from distloop.distributed import strategies
 
 
 class SlowPart:
-    """Stands for what takes long to end; notes the thread that it ended in."""
+    """A part of an iterator; records the name of the thread that deletes it."""
 
-    def __init__(self, ended):
-        self._ended = ended
+    def __init__(self, deleted):
+        self._deleted = deleted
 
     def __del__(self):
-        self._ended.append(threading.current_thread().name)
+        self._deleted.append(threading.current_thread().name)
 
 
 class Data:
-    def __init__(self, ended, parts_name):
-        self._ended, self._parts_name = ended, parts_name
+    def __init__(self, deleted, parts_name):
+        self._deleted, self._parts_name = deleted, parts_name
 
     def __iter__(self):
         iterator = type("Iterator", (), {"__next__": lambda self: None})()
-        part = SlowPart(self._ended)
+        part = SlowPart(self._deleted)
         setattr(iterator, self._parts_name, [part] if self._parts_name == "_iterators" else part)
         return iterator
 
 
 @pytest.mark.parametrize("parts_name", ["_iterators", "_iterator_resource"])
-def test_an_iterator_ends_in_a_thread_of_its_own(parts_name):
-    ended = []
-    iterator = iterate(Data(ended, parts_name))
-    time.sleep(2 * iterators._MOMENT_SECS)
-    assert not ended
+def test_an_iterator_is_deleted_in_a_thread_of_its_own(parts_name):
+    deleted = []
+    iterator = iterate(Data(deleted, parts_name))
+    time.sleep(2 * iterators._RELEASE_SECS)
+    assert not deleted
     del iterator
-    assert not ended
+    assert not deleted
     deadline = time.monotonic() + 10
-    while not ended and time.monotonic() < deadline:
+    while not deleted and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ended == ["distloop-iterator"]
+    assert deleted == ["distloop-iterator"]
 
 
-def test_what_iterators_are_made_of_is_where_it_is_looked_for():
+def test_the_parts_of_tensorflow_iterators_are_found():
     dataset = tf.data.Dataset.range(8).batch(4)
     assert iterate(dataset)._iterator_resource.dtype == tf.resource
     strategy = strategies.make_strategy(distloop.Config(device="cpu", num_devices=2))
@@ -58,7 +58,7 @@ def test_what_iterators_are_made_of_is_where_it_is_looked_for():
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_training_evaluation_and_a_restore_make_their_iterators_with_it(is_split, monkeypatch):
+def test_every_iterator_of_a_source_is_made_with_iterate(is_split, monkeypatch):
     made = []
 
     def remembering(dataset):
@@ -69,8 +69,8 @@ def test_training_evaluation_and_a_restore_make_their_iterators_with_it(is_split
     strategy = strategies.make_strategy(distloop.Config(device="cpu", num_devices=2))
     data = tf.data.Dataset.range(8).map(lambda x: {"x": x}).batch(4)
     source = Source(strategy.experimental_distribute_dataset(data) if is_split else data, strategy)
-    found = [source.iterator(), source.new_iterator()]
+    used = [source.iterator(), source.new_iterator()]
     source.restore_position(source.save_position())
-    found.append(source.iterator())
-    assert len(set(map(id, found))) == 3
-    assert [id(one) for one in made] == [id(one) for one in found]
+    used.append(source.iterator())
+    assert len(set(map(id, used))) == 3
+    assert [id(one) for one in made] == [id(one) for one in used]
