@@ -1,78 +1,17 @@
 """A training loop for TensorFlow that gives the same numbers on one CPU, several GPUs and several machines.
 
-trainer = distloop.Trainer(model_fn, distloop.Config(steps=1000))
-trainer.fit(dataset)
+With a `model_fn`, which makes a model and says how it is trained, and a dataset of global batches:
+
+    trainer = distloop.Trainer(model_fn, distloop.Config(steps=1000))
+    trainer.fit(dataset)
 """
 
 import importlib
 import importlib.util
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from distloop.actions.action import Action, Report, StopTraining
-    from distloop.actions.keras_callback import from_callback
-    from distloop.actions.save import SaveBest
-    from distloop.actions.stop_early import StopEarly
-    from distloop.actions.summary import Summary
-    from distloop.config import Config
-    from distloop.data.arrays import make_dataset
-    from distloop.diagnostics.tuning import BatchTest, RateTest, autotune_batch, find_learning_rate
-    from distloop.distributed.gathering import gather_rows
-    from distloop.distributed.pipeline import split, stages
-    from distloop.distributed.strategies import prepare
-    from distloop.flags import define_flags
-    from distloop.monitoring.media import Audio, ConfusionMatrix, Histogram, Images, PRCurve, Text
-    from distloop.monitoring.records import read_metrics
-    from distloop.optimizers.learning_rates import make_schedule, scale_learning_rate
-    from distloop.optimizers.loss_scale import LossScaleOptimizer
-    from distloop.trainer import Trainer
-    from distloop.training.keras_model import from_keras, supervised
-    from distloop.training.metrics import weighted
-    from distloop.training.state import ModelSpec, Update
-    from distloop.variables import summarize
-
-__all__ = [
-    "Action",
-    "Audio",
-    "BatchTest",
-    "Config",
-    "ConfusionMatrix",
-    "Histogram",
-    "Images",
-    "LossScaleOptimizer",
-    "ModelSpec",
-    "PRCurve",
-    "RateTest",
-    "Report",
-    "SaveBest",
-    "StopEarly",
-    "StopTraining",
-    "Summary",
-    "Text",
-    "Trainer",
-    "Update",
-    "autotune_batch",
-    "define_flags",
-    "find_learning_rate",
-    "from_callback",
-    "from_keras",
-    "gather_rows",
-    "make_dataset",
-    "make_schedule",
-    "prepare",
-    "read_metrics",
-    "scale_learning_rate",
-    "split",
-    "stages",
-    "summarize",
-    "supervised",
-    "weighted",
-]
-
-# Which module each name is in. Names are looked up when they are first used, so that what needs no TensorFlow, such as
-# the launcher, starts at once. tests/test_house.py holds the three lists together.
+# The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
+# the launcher, starts at once.
 _MODULES = {
     "Action": "actions.action",
     "Audio": "monitoring.media",
@@ -111,10 +50,48 @@ _MODULES = {
     "weighted": "training.metrics",
 }
 
-if not TYPE_CHECKING:  # type checkers would take any name for one that is there
+__all__ = sorted(_MODULES)
+
+if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
+    from distloop.actions.action import Action as Action
+    from distloop.actions.action import Report as Report
+    from distloop.actions.action import StopTraining as StopTraining
+    from distloop.actions.keras_callback import from_callback as from_callback
+    from distloop.actions.save import SaveBest as SaveBest
+    from distloop.actions.stop_early import StopEarly as StopEarly
+    from distloop.actions.summary import Summary as Summary
+    from distloop.config import Config as Config
+    from distloop.data.arrays import make_dataset as make_dataset
+    from distloop.diagnostics.tuning import BatchTest as BatchTest
+    from distloop.diagnostics.tuning import RateTest as RateTest
+    from distloop.diagnostics.tuning import autotune_batch as autotune_batch
+    from distloop.diagnostics.tuning import find_learning_rate as find_learning_rate
+    from distloop.distributed.gathering import gather_rows as gather_rows
+    from distloop.distributed.pipeline import split as split
+    from distloop.distributed.pipeline import stages as stages
+    from distloop.distributed.strategies import prepare as prepare
+    from distloop.flags import define_flags as define_flags
+    from distloop.monitoring.media import Audio as Audio
+    from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
+    from distloop.monitoring.media import Histogram as Histogram
+    from distloop.monitoring.media import Images as Images
+    from distloop.monitoring.media import PRCurve as PRCurve
+    from distloop.monitoring.media import Text as Text
+    from distloop.monitoring.records import read_metrics as read_metrics
+    from distloop.optimizers.learning_rates import make_schedule as make_schedule
+    from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
+    from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
+    from distloop.trainer import Trainer as Trainer
+    from distloop.training.keras_model import from_keras as from_keras
+    from distloop.training.keras_model import supervised as supervised
+    from distloop.training.metrics import weighted as weighted
+    from distloop.training.state import ModelSpec as ModelSpec
+    from distloop.training.state import Update as Update
+    from distloop.variables import summarize as summarize
+else:
 
     def __getattr__(name: str) -> Any:
-        """Looks a public name or a submodule up when it is first used."""
+        """Imports a public name or a submodule when it is first used."""
         if name in _MODULES:
             value = getattr(importlib.import_module(f"distloop.{_MODULES[name]}"), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"distloop.{name}"):
@@ -126,15 +103,3 @@ if not TYPE_CHECKING:  # type checkers would take any name for one that is there
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    """Keeps `distloop.supervised` the function, where Python's import would set the submodule of that name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _MODULES and isinstance(value, types.ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
