@@ -106,25 +106,25 @@ def test_every_field_is_a_flag_with_its_default(fresh_flags):
     assert set(NAMES) <= set(fresh_flags)
 
 
-def test_define_flags_sets_defaults_and_the_command_line_goes_before_them(fresh_flags):
+def test_the_command_line_takes_precedence_over_define_flags(fresh_flags):
     flags.define_flags(batch_size=64, seed=5, deterministic=True)
     parsed = parse(fresh_flags, "--batch_size=32", "--nodeterministic")
     assert (parsed.batch_size, parsed.seed, parsed.deterministic) == (32, 5, False)
 
 
-def test_overrides_go_before_the_command_line(fresh_flags):
+def test_overrides_take_precedence_over_the_command_line(fresh_flags):
     flags.define_flags()
     fresh_flags(["program", "--batch_size=32"])
     assert Config.from_flags(batch_size=16).batch_size == 16
 
 
-def test_the_last_define_flags_holds(fresh_flags):
+def test_the_last_call_of_define_flags_holds(fresh_flags):
     flags.define_flags(steps=2_000, batch_size=64)
     flags.define_flags(epochs=3)
     assert parse(fresh_flags) == Config(epochs=3)
 
 
-def test_define_flags_after_parsing_leaves_what_the_command_line_gave(fresh_flags):
+def test_define_flags_after_parsing_keeps_the_command_line(fresh_flags):
     flags.define_flags()
     fresh_flags(["program", "--seed=5"])
     flags.define_flags(seed=1, batch_size=2)
@@ -136,11 +136,11 @@ def test_defaults_are_used_before_flags_are_parsed(fresh_flags):
     assert Config.from_flags() == Config(steps=20)
 
 
-def test_from_flags_works_where_no_flag_is_defined(fresh_flags):
+def test_from_flags_works_without_flags(fresh_flags):
     assert Config.from_flags(steps=20) == Config(steps=20)
 
 
-def test_a_flag_set_by_the_program_goes_before_defaults(fresh_flags):
+def test_a_flag_set_by_the_program_takes_precedence_over_defaults(fresh_flags):
     flags.define_flags(steps=2_000)
     fresh_flags(["program"])
     fresh_flags.epochs = 3
@@ -175,7 +175,7 @@ def test_steps_and_epochs_from_one_place_are_an_error(fresh_flags):
 
 
 @pytest.mark.parametrize("call", [flags.define_flags, Config.from_flags])
-def test_an_unknown_name_is_told_with_the_names_close_to_it(fresh_flags, call):
+def test_an_unknown_name_is_refused_with_similar_names(fresh_flags, call):
     with pytest.raises(ValueError, match="'batchsize' is no setting of distloop: did you mean batch_size"):
         call(batchsize=3)
     with pytest.raises(ValueError, match="'xyz' is no setting of distloop: give one of workdir, steps"):
@@ -195,7 +195,7 @@ def test_the_command_line_refuses_a_wrong_value(fresh_flags):
             fresh_flags(["program", argument])
 
 
-def test_a_flag_of_another_type_is_told_in_one_sentence(fresh_flags):
+def test_a_flag_of_another_type_is_refused_in_one_sentence(fresh_flags):
     absl_flags.DEFINE_string("steps", "many", "Not ours.")
     with pytest.raises(ValueError, match="The flag --steps is already defined by .*, with another type"):
         flags.define_flags()
@@ -217,7 +217,7 @@ def test_config_json_holds_every_field(tmp_path):
     assert Config(**json.loads((tmp_path / "a" / "b" / "config.json").read_text())) == given
 
 
-def test_flags_txt_gives_every_field_back(fresh_flags, tmp_path):
+def test_flags_txt_restores_every_field(fresh_flags, tmp_path):
     flags.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
     excluded = {"epochs", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
@@ -226,7 +226,7 @@ def test_flags_txt_gives_every_field_back(fresh_flags, tmp_path):
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given
 
 
-def test_flags_txt_holds_the_config_where_flags_differ(fresh_flags, tmp_path):
+def test_flags_txt_holds_the_config_if_flags_differ(fresh_flags, tmp_path):
     flags.define_flags()
     fresh_flags(["program", "--seed=5"])
     flags.write(Config(seed=6), str(tmp_path))
@@ -234,7 +234,7 @@ def test_flags_txt_holds_the_config_where_flags_differ(fresh_flags, tmp_path):
     assert [line for line in lines if line.startswith("--seed")] == ["--seed=6"]
 
 
-def test_flags_txt_holds_the_fields_alone_where_nothing_was_parsed(fresh_flags, tmp_path):
+def test_flags_txt_holds_the_fields_alone_if_nothing_was_parsed(fresh_flags, tmp_path):
     absl_flags.DEFINE_float("learning_rate", 0.1, "Not ours.")
     flags.write(Config(), str(tmp_path))
     lines = (tmp_path / "flags.txt").read_text().splitlines()
@@ -262,7 +262,7 @@ def test_write_leaves_its_two_files_and_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "flags.txt"]
 
 
-def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     flags.write(Config(seed=1), str(tmp_path))
 
     def fail(*_):
@@ -275,7 +275,7 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "flags.txt"]
 
 
-def test_a_workdir_that_cannot_be_made_fails_in_one_sentence(tmp_path):
+def test_a_workdir_that_cannot_be_created_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ValueError, match=r"workdir='.*/file/run' cannot be written \(Not a directory\): give a directory"

@@ -1,4 +1,4 @@
-"""Runs side by side: on a terminal, in a pipe, for programs."""
+"""The report: on a terminal, in a pipe, as JSON."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Two runs: one complete, one broken off after a rollback."""
+    """Two runs: one complete, one interrupted after a rollback."""
     speed = {"steps_per_sec": 50.0, "examples_per_sec": 3200.0, "learning_rate": 0.1}
     rows = [{"step": 100 * i, "loss": 2.0 / i, "test/accuracy": 0.25 * i, "size": float(i), **speed} for i in (1, 2, 3)]
     write_run(tmp_path / "a", rows, {"steps": 300, "seed": 0}, ["--hidden=16"])
@@ -32,7 +32,7 @@ def sweep(tmp_path):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Returns a function that gives what a terminal of some width shows."""
+    """Returns a function that returns the report on a terminal of a given width."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -54,7 +54,7 @@ def plain(text):
 
 
 def table(lines, first):
-    """Returns the cells of a plain table by header, a dict a row."""
+    """Returns the cells of a plain table by header, one dict per row."""
     start = next(i for i, line in enumerate(lines) if re.split(" {2,}", line)[0] == first)
     header, *rows = [re.split(" {2,}", line) for line in lines[start : lines.index("", start)]]
     return [dict(zip(header, row, strict=True)) for row in rows]
@@ -69,7 +69,7 @@ def run(*arguments, **settings):
 # In a pipe.
 
 
-def test_a_pipe_gets_a_line_a_run(sweep, capsys):
+def test_a_pipe_gets_one_line_per_run(sweep, capsys):
     assert report.main([str(sweep)]) == 0
     first, second = table(capsys.readouterr().out.splitlines(), "run")
     assert float(second.pop("silent").replace(":", "")) == pytest.approx(10000, abs=100)  # 1:00:00
@@ -78,7 +78,7 @@ def test_a_pipe_gets_a_line_a_run(sweep, capsys):
     assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "4.0s", **common}
 
 
-def test_a_pipe_gets_a_line_a_metric_and_run_the_best_first(sweep, capsys):
+def test_a_pipe_gets_one_line_per_metric_and_run_the_best_first(sweep, capsys):
     report.main([str(sweep)])
     rows = table(capsys.readouterr().out.splitlines(), "metric")
     assert [(row["metric"], row["run"]) for row in rows] == [
@@ -96,7 +96,7 @@ def test_a_pipe_gets_a_line_a_metric_and_run_the_best_first(sweep, capsys):
     assert shown[5] == ["2", "-", "-", "1", "2", "▁▅"]
 
 
-def test_what_went_wrong_is_told(sweep, capsys):
+def test_incidents_are_listed(sweep, capsys):
     write_run(sweep / "c", [{"step": 9}], saved={"step": 9, "until": 20, "stop_reason": "loss was no better"})
     report.main([str(sweep)])
     lines = capsys.readouterr().out.splitlines()
@@ -104,7 +104,7 @@ def test_what_went_wrong_is_told(sweep, capsys):
     assert "c    9     stop      -      -        -         loss was no better" in lines
 
 
-def test_settings_that_differ_stand_side_by_side(sweep, capsys):
+def test_settings_that_differ_are_shown_side_by_side(sweep, capsys):
     write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": ""}, ["--hidden=16"])
     report.main([str(sweep / name) for name in "ab"])
     assert capsys.readouterr().out.endswith("\n\nrun  hidden\na    16\nb    64\n\n")
@@ -117,13 +117,13 @@ def test_settings_that_differ_stand_side_by_side(sweep, capsys):
     ]
 
 
-def test_one_run_has_nothing_beside_it(sweep, capsys):
+def test_a_single_run_has_no_settings_table(sweep, capsys):
     report.main([str(sweep / "a")])
     out = capsys.readouterr().out
     assert "setting" not in out and "hidden" not in out and "what" not in out
 
 
-def test_a_run_without_numbers_is_shown(tmp_path, capsys):
+def test_a_run_without_metrics_is_shown(tmp_path, capsys):
     report.main([str(write_run(tmp_path / "a", []))])
     assert capsys.readouterr().out.splitlines()[1].split()[:6] == ["a", "running", "0", "0.0s", "-", "-"]
 
@@ -137,7 +137,7 @@ def test_a_pipe_gets_whole_lines_without_colors(sweep):
     assert re.search(rf"^{name}  long  1 ", out, re.MULTILINE)
 
 
-def test_a_pipe_that_is_closed_is_no_error(sweep):
+def test_a_closed_pipe_is_no_error(sweep):
     read_end, write_end = os.pipe()
     os.close(read_end)
     result = run(sweep, stdout=write_end)
@@ -145,7 +145,7 @@ def test_a_pipe_that_is_closed_is_no_error(sweep):
     assert not result.stderr
 
 
-def test_where_only_ascii_can_be_shown_it_is(sweep):
+def test_ascii_terminals_get_ascii_curves(sweep):
     (sweep / "a").rename(sweep / "ä")
     result = run(sweep, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert result.returncode == 0 and not result.stderr
@@ -164,7 +164,7 @@ def test_a_terminal_is_never_too_narrow(sweep, terminal, columns):
         assert any(whole in line for line in lines)
 
 
-def test_long_names_fold(sweep, terminal):
+def test_long_names_are_wrapped(sweep, terminal):
     name = "a_run_with_a_very_long_name_as_sweeps_have_them_with_everything_in_it"
     (sweep / "a").rename(sweep / name)
     lines = plain(terminal(sweep)).splitlines()
@@ -172,7 +172,7 @@ def test_long_names_fold(sweep, terminal):
     assert "".join(parts) == f"{name}b" and len(parts) > 2
 
 
-def test_a_metric_stands_above_its_runs(sweep, terminal):
+def test_a_metric_is_the_headline_of_its_runs(sweep, terminal):
     lines = [line.rstrip() for line in plain(terminal(sweep)).splitlines()]
     start = lines.index("Metrics")
     assert lines[start + 1 : start + 5] == [
@@ -183,13 +183,13 @@ def test_a_metric_stands_above_its_runs(sweep, terminal):
     ]
 
 
-def test_names_are_shown_as_they_are(tmp_path, terminal):
+def test_names_are_shown_unchanged(tmp_path, terminal):
     write_run(tmp_path / "[red]a", [{"step": 1, "[bold]loss": 1.0}])
     shown = plain(terminal(tmp_path))
     assert "[red]a" in shown and "[bold]loss" in shown
 
 
-def test_colors_are_left_out_where_they_are_not_wanted(sweep, terminal, monkeypatch):
+def test_colors_can_be_switched_off(sweep, terminal, monkeypatch):
     green = "\x1b[32m"
     assert green in terminal(sweep)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -250,21 +250,21 @@ def test_json_holds_what_the_tables_show(sweep, capsys):
         (["nope"], "There is no directory 'nope': give workdirs of runs, or a directory of them."),
     ],
 )
-def test_bad_arguments_are_told_in_a_sentence(arguments, message, capsys, tmp_path, monkeypatch):
+def test_bad_arguments_are_refused_in_one_sentence(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert report.main(arguments) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"distloop.report: {message}\n")
 
 
-def test_a_picture_without_matplotlib_is_told_before_anything_else(sweep, capsys, monkeypatch):
+def test_a_picture_without_matplotlib_fails_before_any_output(sweep, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.main([str(sweep), f"--png={sweep}/runs.png"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "pip install matplotlib" in captured.err
 
 
-def test_the_report_says_where_the_picture_is(sweep, capsys):
+def test_the_report_names_the_file_of_the_picture(sweep, capsys):
     pytest.importorskip("matplotlib")
     assert report.main([str(sweep), f"--png={sweep}/runs.png"]) == 0
     assert capsys.readouterr().err == f"distloop.report: the curves are in {sweep}/runs.png\n"

@@ -59,7 +59,7 @@ def test_histograms_change_no_bit_of_a_run(settings, tmp_path):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_gradients_are_those_of_the_very_step_and_updates_those_since_the_last_time(replicas, tmp_path):
+def test_gradients_are_of_the_last_step_and_updates_since_the_previous_histograms(replicas, tmp_path):
     look, seen = Look(), []
 
     class Watch(WeightHistograms):
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_the_very_step_and_updates_those_since_the_last_t
     assert [step for step, row in rows.items() if "update_norm" in row] == [3, 6]
 
 
-def test_each_update_has_norms_of_its_own(tmp_path):
+def test_each_update_has_its_own_norms(tmp_path):
     def model_fn():
         models = {name: keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name=name) for name in "ab"}
 
@@ -106,12 +106,12 @@ def test_each_update_has_norms_of_its_own(tmp_path):
     assert {"a/weight_norm", "b/update_norm", "b/update_ratio"} <= set(distloop.read_metrics(tmp_path)[-1])
 
 
-def test_without_a_workdir_nothing_is_kept():
+def test_without_a_workdir_no_gradients_are_recorded():
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, histograms_every=2))
     assert "update_norm" not in trainer.fit(data(), steps=2)
 
 
-def test_steps_that_were_skipped_moved_nothing(tmp_path):
+def test_skipped_steps_have_an_update_norm_of_zero(tmp_path):
     rows = problems.classification()
     rows["x"][16:48] = np.nan  # the second batch and the third
     config = problems.on(2, workdir=str(tmp_path), histograms_every=1, on_nonfinite="skip")

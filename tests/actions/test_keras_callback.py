@@ -35,7 +35,7 @@ class Seen(keras.callbacks.Callback):
         self.calls.append("end")
 
 
-def test_a_callback_is_called_as_at_the_end_of_an_epoch():
+def test_a_callback_is_called_at_the_end_of_an_epoch():
     seen = Seen()
     trainer = distloop.Trainer(classifier(), on(1, eval_every=4))
     trainer.fit(data(), steps=10, evals={"val": data()}, actions=[distloop.from_callback(seen, every=4)])
@@ -60,7 +60,7 @@ def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas):
 
 
 @pytest.mark.slow
-def test_what_a_callback_counts_goes_on_with_the_run(tmp_path):
+def test_a_callbacks_counters_resume_with_the_run(tmp_path):
     for steps in (4, 8):
         seen = Seen()
         trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
@@ -80,15 +80,15 @@ def test_what_a_callback_counts_goes_on_with_the_run(tmp_path):
         (lambda: "ModelCheckpoint", "keras.callbacks.Callback"),
     ],
 )
-def test_what_cannot_be_an_action_is_refused_with_what_to_use(make, instead):
+def test_an_unsupported_callback_is_refused_with_its_replacement(make, instead):
     refused(lambda: distloop.from_callback(make(), every=10), instead)
 
 
-def test_an_epoch_of_no_whole_number_of_steps_is_refused():
+def test_an_epoch_needs_a_whole_number_of_steps():
     refused(lambda: distloop.from_callback(Seen(), every=0.5), "every=0.5", "whole number")
 
 
-def test_every_callback_of_keras_is_decided_upon():
+def test_every_callback_of_keras_is_supported_or_refused():
     known = {"Callback", "CallbackList", "ReduceLROnPlateau", "RemoteMonitor", "LambdaCallback"}
     known |= set(distloop.actions.keras_callback._REPLACEMENTS)
     assert {name for name in dir(keras.callbacks) if name[0].isupper()} <= known

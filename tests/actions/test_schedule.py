@@ -18,7 +18,7 @@ def test_the_next_boundary_is_the_nearest_multiple_of_any_period():
     assert boundaries(10, [4, 3]) == [3, 4, 6, 8, 9, 10]
 
 
-def test_a_boundary_that_two_periods_share_comes_once():
+def test_a_boundary_shared_by_two_periods_occurs_once():
     assert boundaries(12, [2, 6]) == [2, 4, 6, 8, 10, 12]
 
 
@@ -58,7 +58,7 @@ def test_there_is_no_boundary_after_the_end():
         schedule.next_boundary(10, 10, [1])
 
 
-def test_what_has_a_period_is_due_at_its_multiples():
+def test_a_period_is_due_at_its_multiples():
     assert [step for step in range(1, 12) if schedule.is_due(step, 4, 100)] == [4, 8]
 
 
@@ -72,7 +72,7 @@ def test_without_a_period_nothing_is_due_before_the_end(every):
     assert not any(schedule.is_due(step, every, 10) for step in range(10))
 
 
-def test_whatever_is_due_is_a_boundary():
+def test_every_due_step_is_a_boundary():
     everys, until = [3, 5, 0, None], 31
     due = {step for step in range(1, until + 1) if any(schedule.is_due(step, every, until) for every in everys)}
     assert due == set(boundaries(until, everys))

@@ -23,31 +23,31 @@ def stopped_at(values, *arguments, **settings):
     return None
 
 
-def test_it_stops_after_as_many_measurements_without_a_better_one_as_its_patience():
+def test_it_stops_after_patience_measurements_without_improvement():
     assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5]) == 4
     assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 1) == 2
 
 
-def test_a_better_measurement_starts_the_waiting_again():
+def test_an_improvement_resets_the_patience():
     assert stopped_at([3.0, 4.0, 2.0, 4.0, 1.0, 4.0], 2) is None
 
 
-def test_an_equal_measurement_is_no_better():
+def test_an_equal_measurement_is_no_improvement():
     assert stopped_at([1.0, 1.0, 1.0], 2) == 2
 
 
-def test_larger_is_better_if_so_said():
+def test_larger_is_better_with_mode_max():
     assert stopped_at([1.0, 2.0, 3.0, 4.0], 1, mode="max") is None
     assert stopped_at([4.0, 3.0], 1, mode="max") == 1
 
 
-def test_a_gain_up_to_min_delta_is_no_better():
+def test_a_gain_up_to_min_delta_is_no_improvement():
     assert stopped_at([1.0, 0.95, 0.9], 2, min_delta=0.2) == 2
     assert stopped_at([1.0, 0.7, 0.4], 1, min_delta=0.2) is None
     assert stopped_at([1.0, 1.1, 1.15], 2, mode="max", min_delta=0.2) == 2
 
 
-def test_nan_is_never_better():
+def test_nan_is_never_an_improvement():
     assert stopped_at([math.nan, math.nan], 2) == 1
     assert stopped_at([1.0, math.nan, math.nan], 2) == 2
 
@@ -77,7 +77,7 @@ def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
         stop(report(m=values[1]))
 
 
-def test_it_is_asked_whenever_anything_is_due():
+def test_the_metric_is_compared_at_every_boundary():
     assert StopEarly("m").every is None
 
 

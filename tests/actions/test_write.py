@@ -125,3 +125,15 @@ def test_a_disk_that_fails_ends_all_files_and_no_more(caplog):
     assert [file.rows for file in files] == [[1, 2], [1], [1]] and all(file.is_closed for file in files)
     (record,) = caplog.records
     assert "file cannot be written (No space left on device): the run goes on" in record.getMessage()
+
+
+def test_an_error_of_the_console_is_raised():
+    class Broken:
+        def write(self, step, metrics, when):
+            raise BrokenPipeError("gone")
+
+        def close(self):
+            pass
+
+    with pytest.raises(BrokenPipeError), Write([Broken()]) as write:
+        write(Report(1, 3, {}, None))

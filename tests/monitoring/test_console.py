@@ -1,4 +1,4 @@
-"""Tests what a run shows on the screen: lines, the live display, how it ended."""
+"""The console: lines, the live display, the closing summary."""
 
 import io
 import re
@@ -14,7 +14,7 @@ from distloop.monitoring.timing import Clock
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Gives the test the clock of the console: set clock[0], in seconds."""
+    """Replaces the console's clock; clock[0] is the time in seconds."""
     seconds = [100.0]
     monkeypatch.setattr("distloop.monitoring.console.time.monotonic", lambda: seconds[0])
     return seconds
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A stream that rich takes for a terminal of 200 columns."""
+    """A stream that rich treats as a terminal of 200 columns."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -68,7 +68,7 @@ def test_the_last_line_has_no_time_left(clock):
     assert stream.getvalue().splitlines() == ["step 1/10  0.0001389 steps/s  eta 18:00:00", "step 10/10  9 steps/s"]
 
 
-def test_a_clock_that_stands_still_is_no_error(clock):
+def test_a_stopped_clock_is_no_error(clock):
     stream = io.StringIO()
     console = Console(10, 0, stream)
     console.write(5, {})
@@ -133,7 +133,7 @@ def test_names_with_brackets_are_shown_as_they_are(terminal):
     assert "test/f1[0] 1" in plain(terminal.getvalue())
 
 
-def test_close_gives_the_cursor_back_and_may_be_called_twice(terminal):
+def test_close_restores_the_cursor_and_may_be_called_twice(terminal):
     console = Console(10, 0, terminal)
     console.write(5, {"loss": 1.0})
     console.close()
@@ -159,7 +159,7 @@ def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
     assert "said by the user\n" in plain(terminal.getvalue())
 
 
-def test_forced_colours_make_no_terminal_of_a_log(monkeypatch):
+def test_a_log_gets_lines_even_with_forced_colours(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()
     Console(10, 0, stream).write(5, {"loss": 1.0})
@@ -173,7 +173,7 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     assert terminal.getvalue().startswith("step 5/10  loss 1")
 
 
-def test_a_terminal_gets_lines_where_they_are_asked_for(terminal):
+def test_a_terminal_gets_lines_on_request(terminal):
     console = Console(10, 0, terminal, may_draw=False)
     console.write(5, {"loss": 1.0})
     console.close()
@@ -190,7 +190,7 @@ def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(ter
     assert "step 499/1000" in terminal.getvalue()
 
 
-def test_the_cursor_is_there_while_the_display_is(terminal):
+def test_the_cursor_stays_visible_below_the_display(terminal):
     console = Console(10, 0, terminal)
     console.write(5, {"loss": 1.0})
     text = terminal.getvalue()  # a process that is killed leaves the terminal so
@@ -199,7 +199,7 @@ def test_the_cursor_is_there_while_the_display_is(terminal):
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_the_display_stays_in_two_lines_that_fit(terminal, monkeypatch, columns):
+def test_the_display_fits_into_two_lines(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     console = Console(1_000_000, 0, terminal, evals=["test"])
     numbers = {f"metric_{i}": i / 7 for i in range(30)} | {"gan/loss": 0.5, "input_wait": 0.75, "steps_per_sec": 812.5}
@@ -226,7 +226,7 @@ def test_an_evaluation_of_many_metrics_leaves_a_short_line_on_a_terminal(termina
     ("waited", "host", "text"),
     [(0.75, 0.0, "input-bound 75 %  "), (0.2, 0.5, "host-bound 50 %  "), (0.4, 0.1, "")],
 )
-def test_a_line_says_what_holds_the_run_up_unless_it_is_the_step(waited, host, text, clock):
+def test_a_line_names_the_bottleneck_unless_it_is_the_step(waited, host, text, clock):
     stream = io.StringIO()
     numbers = {"loss": 0.5, "steps_per_sec": 8.0, "input_wait": waited, "host_share": host}
     Console(10, 0, stream).write(2, numbers)
@@ -261,7 +261,7 @@ def write_rows(console, rows):
         console.write(row["step"], {name: value for name, value in row.items() if name != "step"})
 
 
-def test_the_end_tells_last_and_best_numbers_and_the_time_by_phase(ended):
+def test_the_summary_shows_last_and_best_metrics_and_the_time_by_phase(ended):
     stream = io.StringIO()
     console = Console(10, 0, stream, evals=["test"])
     write_rows(console, ROWS)
@@ -280,7 +280,7 @@ def test_the_end_tells_last_and_best_numbers_and_the_time_by_phase(ended):
     ]
 
 
-def test_the_best_may_have_been_before_the_run_was_interrupted():
+def test_the_best_value_may_be_from_before_an_interruption():
     stream = io.StringIO()
     console = Console(10, 5, stream, evals=["test"])
     console.remember(ROWS[:1])
@@ -300,7 +300,7 @@ def test_a_terminal_gets_a_closing_table(terminal, ended):
     assert re.search(r" input +8.0 +40 %", text)
 
 
-def test_of_many_metrics_the_closing_table_shows_evaluations_first():
+def test_the_closing_table_shows_evaluations_first():
     stream = io.StringIO()
     console = Console(10, 0, stream, evals=["test"])
     console.write(10, {**{f"m{i}": 1.0 for i in range(40)}, "test/m": 1.0})
@@ -309,7 +309,7 @@ def test_of_many_metrics_the_closing_table_shows_evaluations_first():
     assert lines[2] == "distloop: test/m 1" and lines[-2] == "distloop: and 21 more" and len(lines) == 24
 
 
-def test_a_run_without_numbers_ends_too():
+def test_a_run_without_metrics_has_a_summary():
     stream = io.StringIO()
     Console(10, 10, stream).summarize(Clock())
     assert stream.getvalue().startswith("distloop: step 10/10 reached in 0:00:00\n")
@@ -327,11 +327,11 @@ def test_a_run_without_numbers_ends_too():
         ([32] * 8, "8 x 32"),
     ],
 )
-def test_the_split_of_a_batch(sizes, text):
+def test_the_shards_of_a_batch_are_shown(sizes, text):
     assert show_split(sizes) == text
 
 
-def test_of_many_parts_the_largest_are_named():
+def test_the_largest_parts_of_a_sum_are_named():
     assert show_parts({"conv": 1288, "dense": 10}) == "conv 1,288 + dense 10"
     parts = {f"layer_{i}": 10 - i for i in range(10)}
     text = show_parts(parts, most=3)

@@ -25,40 +25,40 @@ def test_a_line_goes_from_the_lowest_bar_to_the_highest():
     assert draw([7.0, 0.0, -7.0]) == ["█▅▁"]
 
 
-def test_where_blocks_cannot_be_shown_there_are_letters():
+def test_ascii_characters_replace_block_characters():
     assert draw([0, 1, 2, 3, 4, 5, 6, 7, NAN], length=9, is_ascii=True) == ["_.-~=+*#!"]
 
 
-def test_runs_share_one_scale_and_the_same_steps():
+def test_runs_share_one_scale_and_one_step_axis():
     assert draw([0, 1, 2, 3], [3, 3]) == ["▁▃▆█", "██"]
 
 
-def test_a_character_is_the_mean_of_its_part_of_the_steps():
+def test_a_character_shows_the_mean_of_its_range_of_steps():
     assert draw([0, 4, 6, 10, 2, 2], length=3) == ["▂▇▂"]
 
 
-def test_a_value_stands_for_the_steps_since_the_one_before_it():
+def test_a_value_counts_for_the_steps_since_the_previous_one():
     assert draw([0, 1, 2, 3], [(2, 3), (4, 0)]) == ["▁▃▆█", "██▁▁"]
     assert draw([(0, 1), (4, 0)]) == ["█▁"]
 
 
-def test_one_value_that_is_not_finite_shows_in_its_part():
+def test_a_value_that_is_not_finite_marks_its_range():
     assert draw([0, NAN, 0, 0, 8, 8, NAN, NAN], length=4) == ["!▁█!"]
     assert draw([NAN, NAN], [NAN]) == ["!!", "!"]
 
 
-def test_values_that_are_alike_are_a_low_line():
+def test_equal_values_are_a_low_line():
     assert draw([0.5, 0.5], [0.5]) == ["▁▁", "▁"]
 
 
-def test_a_wide_range_of_positive_values_is_shown_by_its_logarithm():
+def test_a_wide_range_of_positive_values_has_a_logarithmic_scale():
     assert draw([1, 10, 100, 1000]) == ["▁▃▆█"]
     assert draw([0, 10, 100, 1000]) == ["▁▁▁█"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 31, 32, 33, 100, 1001])
 @pytest.mark.parametrize("every", [1, 7])
-def test_a_run_that_is_whole_fills_its_line(count, every):
+def test_a_complete_run_fills_its_line(count, every):
     (line,) = draw([(every * (i + 1), i) for i in range(count)], length=32)
     assert len(line) == min(count, 32) and line[0] == "▁" and (count == 1 or line[-1] == "█")
 
@@ -78,7 +78,7 @@ def found(tmp_path):
     return load_all([str(tmp_path)])
 
 
-def test_a_picture_has_a_chart_a_metric_whatever_the_names(found, tmp_path):
+def test_a_picture_has_one_chart_per_metric_whatever_the_names(found, tmp_path):
     draw_picture(found, str(tmp_path / "runs.png"))
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
@@ -88,6 +88,6 @@ def test_a_picture_of_runs_without_numbers_is_empty(found, tmp_path):
     assert (tmp_path / "runs.png").exists()
 
 
-def test_a_picture_that_cannot_be_written_is_told(found, tmp_path):
+def test_a_picture_that_cannot_be_written_is_an_error(found, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be written \(No such file or directory\): give another path."):
         draw_picture(found, str(tmp_path / "nope" / "runs.png"))

@@ -25,12 +25,12 @@ def counted(fn, *shapes):
         (keras.layers.LayerNormalization(), (4, 3), 0),
     ],
 )
-def test_layers(layer, shape, expected):
+def test_layers_are_counted(layer, shape, expected):
     layer.build(shape)
     assert counted(layer, shape) == expected
 
 
-def test_attention():
+def test_attention_is_counted():
     layer = keras.layers.MultiHeadAttention(num_heads=2, key_dim=4, flash_attention=False)
     layer.build((3, 5, 8), (3, 5, 8))
     projections = 4 * 2 * (3 * 5) * 8 * (2 * 4)  # query, key, value, output
@@ -38,12 +38,12 @@ def test_attention():
     assert counted(lambda x: layer(x, x), (3, 5, 8)) == projections + scores_and_mixing
 
 
-def test_a_function_that_is_called_counts_each_time():
+def test_each_call_of_a_function_counts():
     square = tf.function(lambda x: x @ x)
     assert counted(lambda x: square(square(x)), (3, 3)) == 2 * 2 * 27
 
 
-def test_what_cannot_be_known_is_not_guessed():
+def test_unknown_shapes_and_loops_are_not_counted():
     assert counted(lambda x, w: x @ w, (None, 3), (3, 5)) is None
     loop = lambda body: lambda x: tf.while_loop(lambda i, _: i < 3, body, [0, x])  # noqa: E731
     assert counted(loop(lambda i, x: (i + 1, x @ x)), (3, 3)) is None

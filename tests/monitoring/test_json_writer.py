@@ -1,4 +1,4 @@
-"""Tests numbers to disk: metrics.jsonl."""
+"""Rows of metrics.jsonl."""
 
 import json
 import os

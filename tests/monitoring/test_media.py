@@ -1,4 +1,4 @@
-"""Tests what can be shown beside numbers, as TensorBoard's own code reads it."""
+"""Media as TensorBoard's own code reads them."""
 
 import io
 import wave
@@ -59,14 +59,14 @@ def test_a_histogram_leaves_out_what_is_not_finite():
 
 
 @pytest.mark.parametrize(("channels", "shape"), [(1, (5, 7)), (3, (5, 7, 3)), (4, (5, 7, 4))])
-def test_images_come_out_as_they_went_in(channels, shape):
+def test_images_survive_their_encoding(channels, shape):
     array = np.random.default_rng(0).integers(256, size=(3, 5, 7, channels)).astype(np.uint8)
     found = pictures(distloop.Images(array, max=2))
     assert len(found) == 2
     assert all(np.array_equal(image, array[i].reshape(shape)) for i, image in enumerate(found))
 
 
-def test_images_of_floats_are_cut_off_and_nan_is_black():
+def test_float_images_are_clipped_and_nan_is_black():
     array = np.array([0.0, 0.5, 1.0, 2.0, -1.0, np.nan], np.float32).reshape(1, 1, 6, 1)
     assert pictures(distloop.Images(array))[0].tolist() == [[0, 128, 255, 255, 0, 0]]
 
@@ -92,7 +92,7 @@ def test_audio_is_a_wav_file():
         distloop.Audio(np.zeros(3, np.int64), 8000)
 
 
-def test_a_pr_curve_is_that_of_tensorboard_and_of_scikit_learn():
+def test_a_pr_curve_equals_tensorboards_and_scikit_learns():
     rng = np.random.default_rng(0)
     labels = rng.random(500) < 0.3
     probabilities = np.clip(0.4 * labels + 0.6 * rng.random(500), 0, 1).astype(np.float32)
@@ -110,7 +110,7 @@ def test_a_pr_curve_without_a_positive_example_is_zero():
     assert np.isfinite(rows).all() and not rows[4:].any()
 
 
-def test_a_confusion_matrix_is_a_picture_darker_where_more_of_a_row_is():
+def test_a_confusion_matrix_is_darker_where_more_of_a_row_is():
     display = distloop.ConfusionMatrix([0, 0, 1, 2], [0, 1, 1, 2], names=["a", "bb", "cat"])
     assert display.counts().tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
     (picture,) = pictures(display)
@@ -122,7 +122,7 @@ def test_a_confusion_matrix_is_a_picture_darker_where_more_of_a_row_is():
     assert darkness(1, 1) > darkness(0, 0) == darkness(0, 1) > darkness(0, 2) == 0
 
 
-def test_a_confusion_matrix_of_many_classes_and_bad_input():
+def test_a_confusion_matrix_takes_many_classes_and_refuses_bad_input():
     (picture,) = pictures(distloop.ConfusionMatrix(np.arange(100), np.arange(100)))
     assert max(picture.shape) < 1500
     with pytest.raises(ValueError, match=r"int64\[2\] and float64\[2\]; it takes .*: take the argmax"):
@@ -131,7 +131,7 @@ def test_a_confusion_matrix_of_many_classes_and_bad_input():
         distloop.ConfusionMatrix(np.array([0, 1]), np.array([0, 2]), names=["a", "b"])
 
 
-def test_hparams_keep_their_types_and_a_run_its_end():
+def test_hyperparameters_keep_their_types_and_the_end_its_status():
     content = HParams({"rate": 1e-3, "on": True, "name": "x"}, 5.0).encode()[1].plugin_data.content
     info = hparams.parse_session_start_info_plugin_data(content)
     assert {n: v.WhichOneof("kind") for n, v in info.hparams.items()} == {

@@ -1,4 +1,4 @@
-"""Tests the peak of memory, against what a process of its own takes."""
+"""The peak memory of a separate process, and the available memory."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from distloop.monitoring import memory
 
 
 @pytest.mark.slow
-def test_what_was_given_back_still_counts():
+def test_the_peak_includes_memory_that_was_freed():
     code = """
 import numpy as np
 from distloop import memory
@@ -25,7 +25,7 @@ print(memory.peaks()["host_memory_gb"])
     assert before < 1.0 and 2.0 < after < 3.0
 
 
-def test_only_accelerators_have_memory_of_their_own(monkeypatch):
+def test_only_accelerators_have_device_memory(monkeypatch):
     assert set(memory.peaks()) == {"host_memory_gb"}
     devices = [tf.config.LogicalDevice(f"/device:{name}", name[:3]) for name in ("CPU:0", "GPU:0", "GPU:1")]
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda: devices)
@@ -34,6 +34,6 @@ def test_only_accelerators_have_memory_of_their_own(monkeypatch):
     assert memory.peaks()["device_memory_gb"] == 5.0
 
 
-def test_what_is_available_is_more_than_nothing_and_no_more_than_there_is():
+def test_available_memory_is_positive_and_at_most_all():
     there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     assert 0 < memory.available_gb() <= there_is

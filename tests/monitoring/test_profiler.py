@@ -1,4 +1,4 @@
-"""Tests the profile of some steps: what the profiler's own file says."""
+"""The profiled steps, as the profiler's own file has them."""
 
 import glob
 
@@ -37,7 +37,7 @@ def profiled_steps(workdir):
     return sorted(steps)
 
 
-def test_the_steps_of_the_window_are_in_the_profile_and_change_nothing(tmp_path):
+def test_the_steps_of_the_window_are_profiled_without_changing_the_run(tmp_path):
     profiled = train(tmp_path / "a", profile="5:8", log_every=4)
     assert profiled_steps(tmp_path / "a") == [6, 7, 8]
     assert_equal(everything(profiled), everything(train(tmp_path / "b", log_every=4)))
@@ -46,7 +46,7 @@ def test_the_steps_of_the_window_are_in_the_profile_and_change_nothing(tmp_path)
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
 
 
-def test_a_run_that_ends_within_the_window_leaves_its_profile(tmp_path):
+def test_a_run_that_ends_within_the_window_writes_its_profile(tmp_path):
     train(tmp_path, steps=6, profile="4:100")
     assert profiled_steps(tmp_path) == [5, 6]
     train(tmp_path, steps=8)  # and the profiler is free again
@@ -54,7 +54,7 @@ def test_a_run_that_ends_within_the_window_leaves_its_profile(tmp_path):
     assert profiled_steps(tmp_path / "other") == [2]
 
 
-def test_a_profiler_that_is_taken_is_told_and_nothing_else_happens(tmp_path, caplog):
+def test_a_profiler_in_use_elsewhere_is_a_warning(tmp_path, caplog):
     tf.profiler.experimental.start(str(tmp_path / "mine"))
     try:
         assert train(tmp_path / "run", profile="2:4").step == 12
@@ -63,7 +63,7 @@ def test_a_profiler_that_is_taken_is_told_and_nothing_else_happens(tmp_path, cap
     assert "These steps are not profiled" in caplog.text
 
 
-def test_boundaries_of_a_window():
+def test_a_window_sets_boundaries():
     profile = Profile("5:8", "unused")
     assert [profile.next_boundary(step) for step in (0, 3, 4, 5, 6, 7, 8, 9)] == [4, 4, 5, 6, 7, 8, *[float("inf")] * 2]
     assert [step for step in range(10) if profile.is_single(step)] == [4, 5, 6, 7]
@@ -72,7 +72,7 @@ def test_boundaries_of_a_window():
 
 
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "8:5", "5:5", "a:b", "-1:5", "1:2:3", "1.5:3"])
-def test_what_is_no_window_is_refused(text):
+def test_a_malformed_window_is_refused(text):
     with pytest.raises(ValueError, match="two whole numbers, the smaller one first, as in profile=100:110"):
         distloop.Config(workdir="x", profile=text)
     assert profile_window("0:3") == (0, 3)

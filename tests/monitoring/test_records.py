@@ -1,4 +1,4 @@
-"""Rows: what is written is read again, whatever a run left behind."""
+"""Rows of a run's files: written, read again, damaged."""
 
 import json
 import math
@@ -25,14 +25,14 @@ def test_metrics_are_read_as_they_were_written(tmp_path):
     assert type(first["step"]) is int and type(first["test/accuracy"]) is float
 
 
-def test_what_was_not_finite_is_nan(tmp_path):
+def test_values_that_were_not_finite_are_nan(tmp_path):
     write_metrics(tmp_path, (1, {"a": math.nan, "b": math.inf, "c": 2.0}))
     (row,) = distloop.read_metrics(str(tmp_path))
     assert math.isnan(row["a"]) and math.isnan(row["b"]) and row["c"] == 2.0
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "ti', '{"step": 3, "loss": 1.', "{", "\x00\x00", "\ufffd"])
-def test_half_a_row_is_left_out_at_the_end_and_before(tmp_path, torn):
+def test_half_a_row_is_left_out_at_the_end_and_inside(tmp_path, torn):
     write_metrics(tmp_path, (1, {"loss": 1.0}), (2, {"loss": 0.5}))
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + torn)
@@ -69,31 +69,31 @@ def test_rows_of_earlier_runs_are_not_read(tmp_path):
     assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [2]
 
 
-def test_the_home_directory_is_found(tmp_path, monkeypatch):
+def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_metrics(tmp_path, (1, {}))
     assert len(distloop.read_metrics("~")) == 1
 
 
-def test_a_directory_that_is_not_there_is_told(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path):
     write_metrics(tmp_path, (1, {}))
     for given in (tmp_path / "nope", tmp_path / "metrics.jsonl", ""):
         with pytest.raises(ValueError, match="There is no directory '.*': give the workdir of a run."):
             distloop.read_metrics(given)
 
 
-def test_a_directory_without_metrics_is_told(tmp_path):
+def test_a_directory_without_metrics_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no metrics.jsonl: give the workdir of one run that has begun"):
         distloop.read_metrics(tmp_path)
 
 
-def test_metrics_that_cannot_be_read_are_told(tmp_path):
+def test_metrics_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\): give a workdir that you may read."):
         distloop.read_metrics(tmp_path)
 
 
-def test_an_appended_row_has_the_time_and_stays_what_it_is(tmp_path):
+def test_an_appended_row_has_a_time_and_keeps_its_values(tmp_path):
     path = str(tmp_path / "incidents.jsonl")
     records.append_row(path, {"step": 3, "reason": "The loss jumped.", "batch": None})
     records.append_row(path, {"step": 4})

@@ -1,4 +1,4 @@
-"""What the files of a run tell."""
+"""Status, speed, metrics and settings of runs, read from their files."""
 
 import json
 import math
@@ -24,29 +24,30 @@ def steps(*numbers, **metrics):
 
 
 @pytest.mark.parametrize(
-    ("last_step", "age_secs", "settings", "saved", "status", "until"),
+    ("last_row", "settings", "saved", "end"),
     [
-        (100, 3600, {"steps": 100}, None, "complete", 100),
-        (100, 0, {"steps": 100}, None, "complete", 100),
-        (60, 3600, {"steps": 100}, None, "interrupted", 100),
-        (60, 5, {"steps": 100}, None, "running", 100),
-        (60, 3600, {"steps": 100}, {"step": 60, "until": 100}, "interrupted", 100),
-        (60, 3600, {"steps": 100}, {"step": 60, "until": 100, "stop_reason": "no better"}, "stopped", 100),
-        (60, 3600, {"steps": 0, "epochs": 2}, {"step": 60, "until": 60}, "complete", 60),  # 2 epochs of 30
-        (60, 5, {"steps": 0, "epochs": 2}, {"step": 30, "until": 90}, "running", 90),
-        (60, 3600, {"steps": 500}, {"step": 60, "until": 60}, "complete", 60),  # fit(steps=60)
-        (60, 5, {"steps": 100}, {"step": 30, "until": 30}, "running", 100),  # goes on with other steps
-        (60, 5, {"steps": 100}, {"step": 30, "until": 90, "stop_reason": "no better"}, "running", 100),
-        (60, 3600, {"steps": 0}, None, "ended", None),
-        (60, 5, None, None, "running", None),
+        ((100, 3600), {"steps": 100}, None, ("complete", 100)),
+        ((100, 0), {"steps": 100}, None, ("complete", 100)),
+        ((60, 3600), {"steps": 100}, None, ("interrupted", 100)),
+        ((60, 5), {"steps": 100}, None, ("running", 100)),
+        ((60, 3600), {"steps": 100}, {"step": 60, "until": 100}, ("interrupted", 100)),
+        ((60, 3600), {"steps": 100}, {"step": 60, "until": 100, "stop_reason": "no better"}, ("stopped", 100)),
+        ((60, 3600), {"steps": 0, "epochs": 2}, {"step": 60, "until": 60}, ("complete", 60)),  # 2 epochs of 30
+        ((60, 5), {"steps": 0, "epochs": 2}, {"step": 30, "until": 90}, ("running", 90)),
+        ((60, 3600), {"steps": 500}, {"step": 60, "until": 60}, ("complete", 60)),  # fit(steps=60)
+        ((60, 5), {"steps": 100}, {"step": 30, "until": 30}, ("running", 100)),  # goes on with other steps
+        ((60, 5), {"steps": 100}, {"step": 30, "until": 90, "stop_reason": "no better"}, ("running", 100)),
+        ((60, 3600), {"steps": 0}, None, ("ended", None)),
+        ((60, 5), None, None, ("running", None)),
     ],
 )
-def test_the_end_of_a_run_is_known(tmp_path, last_step, age_secs, settings, saved, status, until):
+def test_the_status_of_a_run(tmp_path, last_row, settings, saved, end):
+    last_step, age_secs = last_row
     run = load(write_run(tmp_path / "a", steps(30, last_step), settings, saved=saved, age_secs=age_secs))
-    assert (run.status, run.until, run.step) == (status, until, last_step)
+    assert (run.status, run.until, run.step) == (*end, last_step)
 
 
-def test_a_run_with_long_logs_may_still_train_after_a_while(tmp_path):
+def test_a_run_with_rare_logs_counts_as_running_for_longer(tmp_path):
     write_run(tmp_path / "a", steps(1, 2, 3), {"steps": 9}, age_secs=900)
     path = tmp_path / "a" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -56,14 +57,14 @@ def test_a_run_with_long_logs_may_still_train_after_a_while(tmp_path):
     assert load(tmp_path / "a").status == "running"
 
 
-def test_a_run_without_rows_has_just_begun(tmp_path):
+def test_a_run_without_rows_is_running(tmp_path):
     run = load(write_run(tmp_path / "a", [], {"steps": 10}))
     assert (run.status, run.step, run.series, run.steps_per_sec) == ("running", 0, {}, None)
     os.utime(tmp_path / "a" / "metrics.jsonl", (0, 0))
     assert load(tmp_path / "a").status == "interrupted"
 
 
-def test_an_incident_that_was_raised_is_the_end_unless_the_run_went_on(tmp_path):
+def test_a_run_that_raised_has_diverged_unless_it_resumed(tmp_path):
     row = {"step": 40, "time": 4e9, "batch": 39, "reason": "The loss jumped.", "action": "raise"}
     run = load(write_run(tmp_path / "a", steps(30), {"steps": 90}, incidents=[row]))
     assert run.status == "diverged" and run.incidents == [row]
@@ -77,7 +78,7 @@ def test_an_incident_that_was_raised_is_the_end_unless_the_run_went_on(tmp_path)
 
 @pytest.mark.parametrize("name", ["config.json", "flags.txt", "checkpoints/7/manifest.json", "incidents.jsonl"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"step": 7}'])
-def test_files_that_are_damaged_are_as_if_they_were_not_there(tmp_path, name, content):
+def test_damaged_files_count_as_missing(tmp_path, name, content):
     write_run(tmp_path / "a", steps(5, loss=1.0))
     path = tmp_path / "a" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def test_files_that_are_damaged_are_as_if_they_were_not_there(tmp_path, name, co
 # How fast.
 
 
-def test_the_time_of_training_is_that_of_its_steps(tmp_path):
+def test_training_time_is_the_time_of_the_steps(tmp_path):
     rows = [
         {"step": 100, "steps_per_sec": 50.0, "examples_per_sec": 500.0},  # 2 s
         {"step": 150, "steps_per_sec": 50.0, "examples_per_sec": 500.0},  # 1 s
@@ -100,7 +101,7 @@ def test_the_time_of_training_is_that_of_its_steps(tmp_path):
     assert run.elapsed_secs == pytest.approx(4.0)  # 2 s between the rows, and the steps before the first
 
 
-def test_where_nothing_tells_the_speed_it_is_not_known(tmp_path):
+def test_the_speed_is_unknown_without_speeds_in_the_rows(tmp_path):
     run = load(write_run(tmp_path / "a", steps(1, 2, steps_per_sec=None)))
     assert (run.steps_per_sec, run.examples_per_sec, run.elapsed_secs) == (None, None, None)
 
@@ -113,7 +114,7 @@ def test_where_nothing_tells_the_speed_it_is_not_known(tmp_path):
     ["loss", "test/loss", "generator/loss", "Loss", "loss_2", "mean_absolute_error", "rmse", "val/perplexity"]
     + ["sparse_categorical_crossentropy", "accuracy_loss", "absolute_error"],
 )
-def test_of_some_names_smaller_is_better(name):
+def test_smaller_is_better_for_losses_and_errors(name):
     assert better(name) == "smaller"
 
 
@@ -121,16 +122,16 @@ def test_of_some_names_smaller_is_better(name):
     "name",
     ["accuracy", "test/top_5_accuracy", "AUC", "auc_1", "precision", "recall/3", "f1", "f1_score", "test/f1/0", "r2"],
 )
-def test_of_some_names_larger_is_better(name):
+def test_larger_is_better_for_accuracies_and_scores(name):
     assert better(name) == "larger"
 
 
 @pytest.mark.parametrize("name", ["reward", "regularization", "glossary", "entropy", "skipped_steps", "f16", "space"])
-def test_other_names_do_not_tell(name):
+def test_other_names_have_no_better(name):
     assert better(name) is None
 
 
-def test_the_best_value_is_the_first_of_its_size_and_nan_is_none(tmp_path):
+def test_the_best_value_is_the_first_of_equal_ones_and_never_nan(tmp_path):
     rows = [
         {"step": 1, "loss": 3.0, "test/accuracy": 0.5, "reward": 1.0},
         {"step": 2, "loss": None, "test/accuracy": 0.75},
@@ -149,14 +150,14 @@ def test_a_metric_that_was_never_finite_has_no_best(tmp_path):
     assert series.best is None and math.isnan(series.least) and math.isnan(series.largest)
 
 
-def test_numbers_about_the_run_are_no_metrics(tmp_path):
+def test_numbers_about_the_run_are_not_metrics(tmp_path):
     row = {"learning_rate": 0.1, "generator/learning_rate": 0.1, "input_wait": 0.0, "gradient_norm": 1.0, "loss": 1.0}
     assert list(load(write_run(tmp_path / "a", steps(1, skipped_steps=0.0, **row))).series) == ["loss"]
     rows = [*steps(1, skipped_steps=0.0), *steps(2, skipped_steps=1.0)]
     assert list(load(write_run(tmp_path / "b", rows)).series) == ["skipped_steps"]
 
 
-def test_each_metric_lists_its_runs_the_best_first(tmp_path):
+def test_each_metric_lists_its_best_run_first(tmp_path):
     write_run(tmp_path / "a", steps(1, loss=2.0, accuracy=0.5))
     write_run(tmp_path / "b", steps(1, loss=1.0, accuracy=0.75, reward=1.0))
     write_run(tmp_path / "c", steps(1, loss=None, reward=2.0))
@@ -167,7 +168,7 @@ def test_each_metric_lists_its_runs_the_best_first(tmp_path):
 # Settings.
 
 
-def test_settings_are_those_of_the_config_and_the_programs_own_flags(tmp_path):
+def test_settings_include_the_config_and_the_programs_own_flags(tmp_path):
     flags = ["--workdir=x", "--steps=5", "--rate=0.1", "--tag=a", "--tag=b=c", "# --note holds a line break"]
     run = load(write_run(tmp_path / "a", steps(5), {"steps": 5, "resume": True}, flags))
     assert run.settings == {"steps": 5, "resume": True, "rate": "0.1", "tag": "a,b=c"}
@@ -184,7 +185,7 @@ def test_only_settings_that_differ_are_listed(tmp_path):
 # Where runs are.
 
 
-def test_a_directory_of_runs_stands_for_them_in_the_order_of_their_numbers(tmp_path):
+def test_a_directory_of_runs_is_sorted_by_the_numbers_in_their_names(tmp_path):
     for name in ("run10", "run2", "lr0.01", "lr0.003"):
         write_run(tmp_path / name, steps(1))
     (tmp_path / "empty").mkdir()
@@ -193,7 +194,7 @@ def test_a_directory_of_runs_stands_for_them_in_the_order_of_their_numbers(tmp_p
     assert [run.name for run in load_all([str(tmp_path)])] == ["lr0.003", "lr0.01", "run2", "run10"]
 
 
-def test_names_begin_where_the_runs_part(tmp_path, monkeypatch):
+def test_names_are_relative_to_the_common_directory(tmp_path, monkeypatch):
     write_run(tmp_path / "sweep" / "a", steps(1))
     write_run(tmp_path / "sweep" / "b", steps(1))
     write_run(tmp_path / "c", steps(1))
@@ -203,13 +204,13 @@ def test_names_begin_where_the_runs_part(tmp_path, monkeypatch):
     assert load_all(["."])[0].name == "c"
 
 
-def test_a_run_that_is_given_twice_is_there_once(tmp_path):
+def test_a_run_given_twice_is_loaded_once(tmp_path):
     write_run(tmp_path / "a", steps(1))
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert len(load_all([str(tmp_path / "a"), str(tmp_path), f"{tmp_path}/a/../a"])) == 1
 
 
-def test_what_holds_no_run_is_told(tmp_path):
+def test_a_path_without_runs_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no directory '.*nope': give workdirs of runs, or a directory"):
         load_all([str(tmp_path / "nope")])
     with pytest.raises(ValueError, match="Neither '.*' nor a directory in it holds a metrics.jsonl: give the workdirs"):
@@ -219,7 +220,7 @@ def test_what_holds_no_run_is_told(tmp_path):
 # Real runs.
 
 
-def test_real_runs_tell_how_they_ended(tmp_path):
+def test_real_runs_have_the_right_status(tmp_path):
     def stop(report):
         raise distloop.StopTraining("seen enough")
 

@@ -1,4 +1,4 @@
-"""Tests where a run's time goes: phases, what holds it up, what to try."""
+"""A run's time: phases, the bottleneck, the hint."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from distloop.monitoring.timing import Clock, bottleneck, show_secs
 
 @pytest.fixture
 def now(monkeypatch):
-    """Gives the test the clock: set now[0], in seconds."""
+    """Replaces the clock; now[0] is the time in seconds."""
     now = [1000.0]
     monkeypatch.setattr("distloop.monitoring.timing.time.time", lambda: now[0])
     return now
@@ -45,7 +45,7 @@ def test_a_phase_before_the_first_loop_is_no_start_up(now):
     assert clock.seconds()["start-up"] == 1.0 and clock.seconds()["evaluation"] == 2.0
 
 
-def test_actions_without_a_phase_are_other(now):
+def test_time_outside_phases_is_other(now):
     clock = Clock()
     clock.loop(1000.0, 1001.0, 0.0)
     now[0] = 1001.0
@@ -62,7 +62,7 @@ def test_a_phase_that_fails_counts(now):
     assert clock.seconds()["saving"] == 2.0
 
 
-def test_a_clock_that_is_set_back_counts_no_negative_time(now):
+def test_a_clock_set_back_adds_no_negative_time(now):
     clock = Clock()
     clock.loop(999.0, 998.0, 1.0)
     assert clock.loop(997.0, 999.0, 5.0) == 0.0
@@ -84,25 +84,25 @@ def test_the_largest_share_of_the_time_is_the_bottleneck(input_wait, host_share,
     assert (which, pytest.approx(share)) == expected
 
 
-def test_without_measurements_it_is_the_step():
+def test_without_measurements_the_bottleneck_is_the_step():
     assert bottleneck({"loss": 1.0}) == ("step", 1.0)
 
 
-def test_a_run_that_trains_has_no_advice(now):
+def test_a_run_that_mostly_trains_has_no_hint(now):
     clock = Clock()
     clock.loop(1000.0, 1060.0, 6.0)
     now[0] = 1060.0
     assert clock.advice() is None
 
 
-def test_a_short_run_has_no_advice(now):
+def test_a_short_run_has_no_hint(now):
     clock = Clock()
     clock.loop(1000.0, 1001.0, 1.0)
     now[0] = 1001.0
     assert clock.advice() is None
 
 
-def test_a_slow_input_is_told_with_what_to_try(now):
+def test_a_slow_input_has_a_hint(now):
     clock = Clock()
     clock.loop(1000.0, 1060.0, 30.0)
     now[0] = 1060.0
@@ -118,7 +118,7 @@ def test_a_slow_input_is_told_with_what_to_try(now):
         ("other", "between two loops: try a larger steps_per_loop"),
     ],
 )
-def test_a_slow_host_is_told_with_what_to_try(now, phase, words):
+def test_slow_host_work_has_a_hint(now, phase, words):
     clock = Clock()
     for _ in range(3):
         clock.loop(now[0], now[0] + 10.0, 0.0)
@@ -128,7 +128,7 @@ def test_a_slow_host_is_told_with_what_to_try(now, phase, words):
     assert words in clock.advice()
 
 
-def test_the_first_evaluation_traces_and_brings_no_advice(now):
+def test_the_first_evaluation_traces_and_causes_no_hint(now):
     clock = Clock()
     for secs in (60.0, 0.1, 0.1):
         clock.loop(now[0], now[0] + 10.0, 0.0)
@@ -137,5 +137,5 @@ def test_the_first_evaluation_traces_and_brings_no_advice(now):
     assert clock.advice() is None
 
 
-def test_times_are_written_as_clocks_do():
+def test_durations_have_hours_minutes_and_seconds():
     assert [show_secs(secs) for secs in (0.4, 61.0, 36_000.0)] == ["0:00:00", "0:01:01", "10:00:00"]
