@@ -1,11 +1,11 @@
-"""Starts Python programs in processes that have TensorFlow: forks of a server that imported it once.
+"""Python programs in processes with TensorFlow loaded: forks of a server that imported it once.
 
     result = run([path, *arguments], env=environment, timeout=60)
     program = Program([path, *arguments], stdout=path_of_log, stderr=path_of_log, env=environment)
 
 TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
-operation, so a fork is a process like any other: signals, exit codes and hooks are its own. Only what Python does after
-`atexit` is left out; tests of a process's end start a real one.
+operation, so a fork behaves like a new process: it has its own signals, exit codes and hooks. Only Python's steps after
+`atexit` are left out; tests of a process's end start a real one.
 """
 
 import atexit
@@ -24,22 +24,22 @@ _FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer"])
 
 
 class Program:
-    """A program that runs; its methods are those of `subprocess.Popen`."""
+    """A running program, with methods of `subprocess.Popen`."""
 
     def __init__(self, arguments: Sequence[str], *, stdout: str, stderr: str, env: Mapping[str, str]):
-        """Starts it.
+        """Starts the program.
 
         Args:
-            arguments: as behind `python`: a path, or `-m` and a module's name; then its own. It imports from where
-                this process does.
-            stdout: path of a file, which is written anew.
-            stderr: the same; may be the same file.
-            env: the whole environment.
+            arguments: as after `python`: a path, or `-m` and a module's name; then the program's own. The import path
+                is that of this process.
+            stdout: path of a file, which is overwritten.
+            stderr: likewise; may be the same file.
+            env: all environment variables.
         """
         for path in {str(stdout), str(stderr)}:
             open(path, "w").close()
-        given = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env)
-        self._process = _FORKS.Process(target=_become, args=given)
+        task = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env)
+        self._process = _FORKS.Process(target=_become, args=task)
         self._process.start()
         self.pid = self._process.pid
 
@@ -61,7 +61,7 @@ class Program:
 
 
 def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
-    """Runs a program to its end, as `subprocess.run` does with its output as text; arguments are those of `Program`."""
+    """Runs a program to its end and returns what `subprocess.run` does; arguments are those of `Program`."""
     with tempfile.TemporaryDirectory() as logs:
         stdout, stderr = (os.path.join(logs, name) for name in ("stdout", "stderr"))
         program = Program(arguments, stdout=stdout, stderr=stderr, env=env)
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> 
 
 
 def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str]) -> None:
-    """Makes this process the program."""
+    """Runs the program in this process."""
     for path, number in ((stdout, 1), (stderr, 2)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)

@@ -1,4 +1,4 @@
-"""The files in experiments/cluster: that Slurm, Kubernetes and the launcher would read them as they are meant."""
+"""The files in experiments/cluster, as Slurm, Kubernetes and the launcher read them."""
 
 import os
 import pathlib
@@ -22,12 +22,12 @@ SRUN_OPTIONS = {"kill-on-bad-exit", "cpus-per-task", "label"}
 
 
 def directives():
-    found = re.findall(r"^#+SBATCH --([\w-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE)
-    assert len(found) == len(re.findall("^#+ *SBATCH", SBATCH.read_text(), re.MULTILINE))
-    return dict(found)
+    options = re.findall(r"^#+SBATCH --([\w-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE)
+    assert len(options) == len(re.findall("^#+ *SBATCH", SBATCH.read_text(), re.MULTILINE))
+    return dict(options)
 
 
-def test_the_batch_script_uses_options_that_slurm_has():
+def test_the_batch_script_uses_existing_options_of_slurm():
     assert set(directives()) == SBATCH_OPTIONS
     (command,) = re.findall(r"^srun (.*?)\"\$\{PYTHON", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
     assert {option.partition("=")[0] for option in re.findall(r"--(\S+)", command)} == SRUN_OPTIONS
@@ -49,7 +49,7 @@ def test_a_run_has_time_to_save():
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (EXIT_CODE, True), (OTHER_FAILED, False)])
-def test_what_saved_and_left_is_queued_again(code, is_requeued, tmp_path):
+def test_a_job_that_saved_and_left_is_queued_again(code, is_requeued, tmp_path):
     subprocess.run(["bash", "-n", SBATCH], check=True)
     for name, ends in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
         (tmp_path / name).write_text(f'#!/bin/bash\nprintf "%s|" {name} "$@" >> {tmp_path}/calls\n{ends}\n')
@@ -79,7 +79,7 @@ def container_of(template):
     return container
 
 
-def test_the_jobs_pods_are_the_hosts_that_the_launcher_is_given(job, monkeypatch):
+def test_the_launcher_gets_the_pods_of_the_job_as_hosts(job, monkeypatch):
     service, spec = documents("kubernetes.yaml")["Service"], job["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     assert service["spec"]["clusterIP"] == "None"
@@ -107,7 +107,7 @@ def test_the_jobs_ports_are_the_launchers(job):
 @pytest.mark.parametrize(
     ("code", "action"), [(2, "FailJob"), (EXIT_CODE, "Ignore"), (OTHER_FAILED, "Ignore"), (1, None), (137, None)]
 )
-def test_the_job_starts_again_what_saved_and_what_followed_and_counts_crashes(code, action, job):
+def test_the_job_restarts_pods_that_saved_or_followed_and_counts_crashes(code, action, job):
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"  # else there may be no podFailurePolicy
     assert job["spec"]["backoffLimit"] > 0
     rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
@@ -130,22 +130,22 @@ def test_a_tfjobs_workers_start_again_at_every_code():
 @pytest.mark.parametrize(
     ("name", "template"),
     [
-        ("kubernetes.yaml", lambda found: found["Job"]["spec"]["template"]),
-        ("tfjob.yaml", lambda found: found["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]["template"]),
+        ("kubernetes.yaml", lambda resources: resources["Job"]["spec"]["template"]),
+        ("tfjob.yaml", lambda resources: resources["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]["template"]),
     ],
 )
 def test_pods_share_the_workdir_and_have_time_to_save(name, template):
-    found = documents(name)
-    template, claim = template(found), found["PersistentVolumeClaim"]
+    resources = documents(name)
+    template, claim = template(resources), resources["PersistentVolumeClaim"]
     (volume,) = template["spec"]["volumes"]
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     container = container_of(template)
     (mount,) = container["volumeMounts"]
     assert mount["name"] == volume["name"]
-    given = dict(re.findall(r"--(\w+)=(\S+)", " ".join(container["args"])))
-    assert given.pop("workdir").startswith(mount["mountPath"] + "/")
-    assert set(given) - {"hosts"} == {"start_timeout"} and float(given["start_timeout"]) > 2 * 360
-    assert config.Config(start_timeout=float(given["start_timeout"]))
+    values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(container["args"])))
+    assert values.pop("workdir").startswith(mount["mountPath"] + "/")
+    assert set(values) - {"hosts"} == {"start_timeout"} and float(values["start_timeout"]) > 2 * 360
+    assert config.Config(start_timeout=float(values["start_timeout"]))
     assert template["spec"]["terminationGracePeriodSeconds"] >= 300
     assert container["image"] == "distloop"

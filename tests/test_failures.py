@@ -1,7 +1,7 @@
-"""What can befall workers, each as a user would meet it: the run ends soon, says why at once, and nothing is lost.
+"""Failures of workers, as users meet them: the run ends soon, prints why, and no saved step is lost.
 
-Most runs share a workdir, so that each goes on from what the one before it left; at the end stands the same run as one
-that nothing befell.
+Most runs share a workdir, so that each continues the one before it; in the end the weights are those of a run without
+failures.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.forked import Program
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SECS = 240  # what a test waits for at most, on a machine that is busy
+SECS = 240  # limit for waiting, on a busy machine
 STEPS = 100
 
 PROGRAM = """
@@ -43,17 +43,18 @@ PROGRAM = """
     )
     RATE = flags.DEFINE_float("rate", 0.01, "A setting of the experiment.")
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    what, worker, once = (os.environ.get("BEFALLS", "") + ",,").split(",")[:3]  # happens on that worker, if not before
-    befalls = what if worker == str(index) and not os.path.exists(once or "/nowhere") else ""
+    # Kind of failure, index of the worker, and a file whose existence means that it has happened already.
+    kind, worker, once = (os.environ.get("FAILURE", "") + ",,").split(",")[:3]
+    failure = kind if worker == str(index) and not os.path.exists(once or "/nowhere") else ""
     first = None  # step of this run
 
-    if befalls == "killed while joining":
+    if failure == "killed while joining":
         Heartbeat = distloop.distributed.heartbeat.Heartbeat
         meet = Heartbeat.meet
-        Heartbeat.meet = lambda *given: (meet(*given), os.kill(os.getpid(), signal.SIGKILL))
+        Heartbeat.meet = lambda *arguments: (meet(*arguments), os.kill(os.getpid(), signal.SIGKILL))
 
     def model_fn():
-        if befalls == "model_fn":
+        if failure == "model_fn":
             raise RuntimeError("boom in model_fn")
         return problems.classifier(dropout=0.5, optimizer=lambda: keras.optimizers.Adam(RATE.value))()
 
@@ -62,23 +63,23 @@ PROGRAM = """
         first = first or report.step
         if first + 8 == report.step:
             print("eight steps on", flush=True)
-        if first + 8 <= report.step and what == "slow":
+        if first + 8 <= report.step and kind == "slow":
             time.sleep(0.1)
-        if first + 8 != report.step or not befalls:
+        if first + 8 != report.step or not failure:
             return
         if once:
             open(once, "w").close()
-        if befalls == "action":
+        if failure == "action":
             raise RuntimeError("boom in an action")
-        if befalls == "exit":
+        if failure == "exit":
             sys.exit(3)
-        if befalls == "sleep":
+        if failure == "sleep":
             time.sleep(600)
-        if befalls.startswith("SIG"):
+        if failure.startswith("SIG"):
             saved = os.path.join(flags.FLAGS.workdir, "checkpoints", str(report.step // 5 * 5))
             while not os.path.exists(saved):  # a thread writes it
                 time.sleep(0.01)
-            os.kill(os.getpid(), getattr(signal, befalls))
+            os.kill(os.getpid(), getattr(signal, failure))
             time.sleep(0.5)
     act.every = 1
 
@@ -96,14 +97,14 @@ PROGRAM = """
         distloop.prepare(config)
         data = distloop.make_dataset(problems.classification(67), config.batch_size, shuffle=True)
         trainer = distloop.Trainer(model_fn, config)
-        trainer.fit(data.map(checked) if befalls == "pipeline" else data, actions=[act])
+        trainer.fit(data.map(checked) if failure == "pipeline" else data, actions=[act])
         np.savez(os.path.join(config.workdir, f"end{index}.npz"), **problems.everything(trainer))
 
     if __name__ == "__main__":
         app.run(main)
 """
 
-# What TensorFlow says at its start whatever TF_CPP_MIN_LOG_LEVEL is, and what distloop does when all is well.
+# Lines that TensorFlow prints at any TF_CPP_MIN_LOG_LEVEL, and those of distloop without a failure.
 NOISE = re.compile(
     r"WARNING: All log|[IWE]\d{4} |To enable the foll|step \d|eight steps|"
     r"distloop: (devices|precision|parameters|batch|workdir|tensorboard|loss|accuracy|time|step|worker . of 2 r|"
@@ -112,7 +113,7 @@ NOISE = re.compile(
 
 
 class Worker:
-    """A process, and what it wrote so far."""
+    """A process and its output."""
 
     def __init__(self, command, path, environment):
         self.path = path
@@ -126,7 +127,7 @@ class Worker:
 
     @property
     def lines(self):
-        """What it wrote, without the noise."""
+        """Its output without the noise."""
         return [line for line in self.path.read_text().splitlines() if not NOISE.match(line)]
 
     def wait_for(self, text):
@@ -136,7 +137,7 @@ class Worker:
             time.sleep(0.02)
 
     def end(self, secs=SECS):
-        """Waits until it has ended; returns its exit code."""
+        """Returns the exit code of the process once it has ended."""
         return self.process.wait(secs)
 
 
@@ -148,31 +149,31 @@ def program(tmp_path_factory):
 
 
 def free_ports(count):
-    found = []
+    ports = []
     for port in range(33_000 - os.getpid() % 1000 * 11 - time.monotonic_ns() % 97, 10_000, -1):
         with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
             try:
                 tcp.bind(("", port)), udp.bind(("", port))
             except OSError:
                 continue
-        found.append(port)
-        if len(found) == count:
-            return found
+        ports.append(port)
+        if len(ports) == count:
+            return ports
 
 
 @pytest.fixture(scope="module")
 def start(program, tmp_path_factory):
-    """Returns a function that starts workers; kills what is left of them at the end."""
+    """Returns a function that starts workers; kills all of them at the end."""
     started = []
 
-    def start(workdir, befalls="", *flags, addresses=None, own_flags=((), ()), prefixes=((), ()), late_secs=0):
-        addresses = addresses or [f"127.0.0.1:{port}" for port in free_ports(len(own_flags))]
+    def start(workdir, failure="", *flags, addresses=None, worker_flags=((), ()), prefixes=((), ()), late_secs=0):
+        addresses = addresses or [f"127.0.0.1:{port}" for port in free_ports(len(worker_flags))]
         logs = tmp_path_factory.mktemp("logs")
         workers = []
-        for index, (own, prefix) in enumerate(zip(own_flags, [*prefixes, ()], strict=False)):
+        for index, (extra, prefix) in enumerate(zip(worker_flags, [*prefixes, ()], strict=False)):
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            environment = {"TF_CONFIG": json.dumps(config), "BEFALLS": befalls}
-            command = [*prefix, sys.executable, program, f"--workdir={workdir}", *flags, *own]
+            environment = {"TF_CONFIG": json.dumps(config), "FAILURE": failure}
+            command = [*prefix, sys.executable, program, f"--workdir={workdir}", *flags, *extra]
             workers.append(Worker(command, logs / f"worker{index}.txt", environment))
             time.sleep(late_secs if index == 0 else 0)
         started.extend(workers)
@@ -186,7 +187,7 @@ def start(program, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(start, tmp_path_factory):
-    """What a run that nothing befell ends with, on each worker."""
+    """The final variables of a run without failures, by worker."""
     workdir = tmp_path_factory.mktemp("straight")
     workers = start(workdir)
     assert [worker.end() for worker in workers] == [0, 0], [worker.lines for worker in workers]
@@ -194,42 +195,42 @@ def straight(start, tmp_path_factory):
     return ends(workdir)
 
 
-def test_workers_that_nothing_befell_end_like_one_process(straight):
+def test_workers_without_failures_end_like_one_process(straight):
     config = problems.on(2, batch_size=16, average_decay=0.9)
     data = distloop.make_dataset(problems.classification(67), 16, shuffle=True)
     trainer = distloop.Trainer(problems.classifier(dropout=0.5), config)
     trainer.fit(data, steps=STEPS)
     expected = problems.everything(trainer)
-    for index, found in enumerate(straight):
-        mine = {path: expected.get(path.replace("@0", f"@{index}"), expected[path]) for path in found}
-        problems.assert_close(found, mine)
+    for index, final in enumerate(straight):
+        local = {path: expected.get(path.replace("@0", f"@{index}"), expected[path]) for path in final}
+        problems.assert_close(final, local)
 
 
 def ends(workdir):
     return [dict(np.load(workdir / f"end{index}.npz")) for index in range(2)]
 
 
-def assert_same(found, expected):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert not [path for path in theirs if mine[path].tobytes() != theirs[path].tobytes()]
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert not [path for path in other if one[path].tobytes() != other[path].tobytes()]
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """The one that most runs share."""
+    """The workdir that most runs share."""
     return tmp_path_factory.mktemp("shared")
 
 
 def newest(workdir):
-    """The step of the newest checkpoint, which is whole."""
+    """Returns the step of the newest checkpoint, after checking that it is whole."""
     directory = workdir / "checkpoints"
     steps = store.Checkpoints(str(directory)).steps if directory.exists() else []
     return store.load(str(directory / str(steps[-1]))).step if steps else 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_killed(victim, start, workdir):
+def test_a_killed_worker_is_noticed_and_no_save_is_lost(victim, start, workdir):
     before = newest(workdir)
     workers = start(workdir, f"SIGKILL,{victim}")
     assert workers[victim].end() == -signal.SIGKILL
@@ -241,7 +242,7 @@ def test_a_worker_that_is_killed(victim, start, workdir):
     assert newest(workdir) >= before + 5
 
 
-def test_a_worker_that_is_killed_while_tensorflow_joins_the_others(start, workdir):
+def test_a_worker_killed_while_tensorflow_joins_is_noticed(start, workdir):
     workers = start(workdir, "killed while joining,1")
     assert workers[1].end() == -signal.SIGKILL
     died = time.monotonic()
@@ -250,7 +251,7 @@ def test_a_worker_that_is_killed_while_tensorflow_joins_the_others(start, workdi
     assert line.startswith("distloop: the process of worker 1 (") and line.endswith("(step 0, joining) ends, too.")
 
 
-def test_a_worker_that_hangs(start, workdir):
+def test_a_hanging_worker_ends_all_after_the_hang_timeout(start, workdir):
     before = newest(workdir)
     workers = start(workdir, "sleep,1", "--hang_timeout=6")
     workers[1].wait_for("eight steps on")
@@ -267,7 +268,7 @@ def test_a_worker_that_hangs(start, workdir):
     newest(workdir)
 
 
-def test_a_worker_that_is_stopped(start, workdir):
+def test_a_suspended_worker_ends_the_others(start, workdir):
     before = newest(workdir)
     workers = start(workdir, "SIGSTOP,1", "--hang_timeout=6")
     workers[1].wait_for("eight steps on")
@@ -283,28 +284,28 @@ def test_a_worker_that_is_stopped(start, workdir):
 
 
 @pytest.mark.parametrize(
-    ("befalls", "phase", "error"),
+    ("failure", "phase", "error"),
     [
         ("model_fn", "starting", "RuntimeError: boom in model_fn"),
         ("action", "between two loops", "RuntimeError: boom in an action"),
         ("pipeline", "training", ".*RuntimeError: boom in the pipeline"),
     ],
 )
-def test_a_worker_that_raises(befalls, phase, error, start, workdir):
+def test_an_error_on_one_worker_ends_the_others(failure, phase, error, start, workdir):
     before = newest(workdir)
-    workers = start(workdir, f"{befalls},1")
+    workers = start(workdir, f"{failure},1")
     assert workers[1].end() == 1
     failed = time.monotonic()
     assert workers[0].end() == heartbeat.EXIT_CODE and time.monotonic() - failed < 5
     assert workers[1].lines[0] == "Traceback (most recent call last):"
     assert any(re.search(error, line) for line in workers[1].lines)
     (line,) = workers[0].lines
-    step = {"model_fn": "0", "action": str(before + 9)}.get(befalls, r"\d+")
+    step = {"model_fn": "0", "action": str(before + 9)}.get(failure, r"\d+")
     assert re.match(rf"distloop: worker 1 failed at step {step} \({phase}\): {error}. So worker 0 \(step \d+, ", line)
     newest(workdir)
 
 
-def test_a_worker_that_leaves(start, workdir):
+def test_a_worker_that_exits_early_ends_the_others(start, workdir):
     workers = start(workdir, "exit,1")
     assert [worker.end() for worker in workers] == [heartbeat.EXIT_CODE, 3]
     (line,) = workers[0].lines
@@ -314,7 +315,7 @@ def test_a_worker_that_leaves(start, workdir):
     newest(workdir)
 
 
-def test_a_worker_that_is_asked_to_stop(start, workdir):
+def test_sigterm_to_one_worker_saves_and_stops_all(start, workdir):
     before = newest(workdir)
     workers = start(workdir, "SIGTERM,1")
     assert [worker.end() for worker in workers] == [preemption.EXIT_CODE] * 2
@@ -328,7 +329,7 @@ def test_a_worker_that_is_asked_to_stop(start, workdir):
     ]
 
 
-def test_a_worker_whose_port_is_taken(start, workdir):
+def test_a_port_that_is_taken_ends_all_workers(start, workdir):
     ports = free_ports(2)
     with socket.socket() as taken:
         taken.bind(("", ports[1]))
@@ -348,8 +349,8 @@ def test_a_worker_whose_port_is_taken(start, workdir):
     )
 
 
-def test_workers_that_are_started_differently(start, workdir):
-    workers = start(workdir, own_flags=[(), ("--batch_size=32",), ("--rate=0.5",)])
+def test_workers_with_different_flags_are_refused(start, workdir):
+    workers = start(workdir, worker_flags=[(), ("--batch_size=32",), ("--rate=0.5",)])
     assert [worker.end() for worker in workers] == [1, 1, 1]
     wrong = [("--batch_size is 16", 0, "32", 1), ("--batch_size is 32", 1, "16", 0), ("--rate is 0.5", 2, "0.01", 0)]
     for worker, (mine, index, theirs, other) in zip(workers, wrong, strict=True):
@@ -359,35 +360,35 @@ def test_workers_that_are_started_differently(start, workdir):
         )
 
 
-def test_a_worker_that_is_late_and_what_all_of_this_ends_with(start, workdir, straight):
+def test_after_all_failures_a_late_start_ends_like_a_run_without_failures(start, workdir, straight):
     workers = start(workdir, late_secs=8)
     assert [worker.end() for worker in workers] == [0, 0], [worker.lines for worker in workers]
     assert_same(ends(workdir), straight)
     assert len(workers[0].lines) <= 1 and all("distloop: waiting for worker 1 (" in line for line in workers[0].lines)
 
 
-def test_the_launcher_starts_again_what_crashed(program, straight, tmp_path):
+def test_the_launcher_restarts_crashed_workers(program, straight, tmp_path):
     once = tmp_path / "has crashed"
     command = [sys.executable, "-m", "distloop.launch", "--workers=2", "--max_restarts=1", program]
-    launcher = Worker([*command, f"--workdir={tmp_path}"], tmp_path / "log.txt", {"BEFALLS": f"action,1,{once}"})
+    launcher = Worker([*command, f"--workdir={tmp_path}"], tmp_path / "log.txt", {"FAILURE": f"action,1,{once}"})
     assert launcher.end() == 0
     assert once.exists()
     assert_same(ends(tmp_path), straight)
-    told = [line for line in launcher.lines if line.startswith("distloop.launch: ")]
-    assert told[-2].startswith("distloop.launch: worker 1 failed first, with exit code 1")  # whoever ended first
-    assert told[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
+    messages = [line for line in launcher.lines if line.startswith("distloop.launch: ")]
+    assert messages[-2].startswith("distloop.launch: worker 1 failed first, with exit code 1")
+    assert messages[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
     assert "[worker 1] RuntimeError: boom in an action" in launcher.lines
     assert not [line for line in launcher.lines if "[worker 0] Traceback" in line]
 
 
 def inside(host):
-    """The beginning of a command that runs where a process is the network's."""
+    """Returns the beginning of a command that runs in the network namespace of a process."""
     return ["nsenter", "-t", str(host.pid), "-n"]
 
 
 @pytest.fixture
 def hosts():
-    """Two hosts with a cable between them: network namespaces, which end with the processes that hold them."""
+    """Two network namespaces with a cable between them; each lives as long as the process that holds it."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         pytest.skip("network namespaces need root, and the programs ip, unshare and nsenter")
     held = [subprocess.Popen(["unshare", "-n", "sleep", "600"]) for _ in range(2)]
@@ -403,9 +404,9 @@ def hosts():
             commands += [[*inside(host), "ip", "address", "add", f"10.77.0.{i + 1}/24", "dev", "cable"]]
             commands += [[*inside(host), "ip", "link", "set", name, "up"] for name in ("lo", "cable")]
         for command in commands:
-            made = subprocess.run(command, capture_output=True, text=True)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {' '.join(command)}: {made.stderr.strip()}")
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                pytest.skip(f"no network namespaces here: {' '.join(command)}: {result.stderr.strip()}")
         yield held
     finally:
         for host in held:
@@ -413,9 +414,9 @@ def hosts():
             host.wait()
 
 
-def test_a_cable_that_is_cut(hosts, start, straight, tmp_path):
-    there = {"addresses": ["10.77.0.1:4000", "10.77.0.2:4000"], "prefixes": [inside(host) for host in hosts]}
-    workers = start(tmp_path, "slow", "--hang_timeout=6", **there)
+def test_a_cut_cable_ends_all_workers_which_then_continue(hosts, start, straight, tmp_path):
+    network = {"addresses": ["10.77.0.1:4000", "10.77.0.2:4000"], "prefixes": [inside(host) for host in hosts]}
+    workers = start(tmp_path, "slow", "--hang_timeout=6", **network)
     workers[0].wait_for("eight steps on")
     subprocess.run([*inside(hosts[0]), "ip", "link", "set", "cable", "down"], check=True)
     cut = time.monotonic()
@@ -429,6 +430,6 @@ def test_a_cable_that_is_cut(hosts, start, straight, tmp_path):
         assert not [line for line in worker.lines if "Traceback" in line]
     assert newest(tmp_path) >= 5
     subprocess.run([*inside(hosts[0]), "ip", "link", "set", "cable", "up"], check=True)
-    workers = start(tmp_path, **there)
+    workers = start(tmp_path, **network)
     assert [worker.end() for worker in workers] == [0, 0]
     assert_same(ends(tmp_path), straight)

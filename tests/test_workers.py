@@ -1,4 +1,4 @@
-"""The laws on several workers: what tests/worker_scenarios.py finds there, and in one process, is the same."""
+"""The laws on several workers: the scenarios of tests/worker_scenarios.py have the same results as in one process."""
 
 import json
 import os
@@ -22,20 +22,20 @@ BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process with one replica finds, by scenario, each run once."""
-    found = {}
+    """Returns a function from a scenario's name to its results in one process with one replica; each runs once."""
+    results = {}
 
-    def find(name):
-        if name not in found:
-            found[name] = worker_scenarios.run(BY_NAME[name], 1, tmp_path_factory.mktemp("alone"))
-        return found[name]
+    def result(name):
+        if name not in results:
+            results[name] = worker_scenarios.run(BY_NAME[name], 1, tmp_path_factory.mktemp("alone"))
+        return results[name]
 
-    return find
+    return result
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2), (3, 1)], ids=lambda p: f"{p[0]}x{p[1]}")
 def on_workers(request, tmp_path_factory):
-    """What each worker finds: scenario -> a dict of arrays for each."""
+    """Results of each worker: scenario -> a dict of arrays by worker."""
     workers, devices = request.param
     out = tmp_path_factory.mktemp(f"workers-{workers}-{devices}")
     worker_scenarios.run(half_of_elastic, 1, out)
@@ -44,35 +44,34 @@ def on_workers(request, tmp_path_factory):
         [*command, str(out), str(devices)], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
     )
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
-    found = {name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in BY_NAME}
-    return found, workers, devices, out, result
+    results = {name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in BY_NAME}
+    return results, workers, devices, out, result
 
 
 def half_of_elastic(make, workdir):
     model_fn = worker_scenarios.classifier(batch_norm="synchronized", l2=0.1, metrics=True)
-    there = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
-    there.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=5)
+    trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
+    trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=5)
     return {}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_workers_find_what_one_process_finds(name, on_workers, alone):
-    found, expected = on_workers[0][name], alone(name)
-    for of_worker in found:
-        assert "error" not in of_worker, str(of_worker["error"])
-        shared = {key: value for key, value in of_worker.items() if not key.startswith("own/")}
-        wanted = {key: value for key, value in expected.items() if not key.startswith("own/")}
-        assert_close(shared, wanted)  # floats
-        for key, value in wanted.items():
+def test_workers_have_the_results_of_one_process(name, on_workers, alone):
+    expected = {key: value for key, value in alone(name).items() if not key.startswith("local/")}
+    for result in on_workers[0][name]:
+        assert "error" not in result, str(result["error"])
+        shared = {key: value for key, value in result.items() if not key.startswith("local/")}
+        assert_close(shared, expected)  # floats
+        for key, value in expected.items():
             if not np.issubdtype(value.dtype, np.floating):
                 np.testing.assert_array_equal(shared[key], value, err_msg=key)
 
 
 def test_all_workers_end_with_the_same_bits(on_workers):
-    for name, found in on_workers[0].items():
-        for key, value in found[0].items():
-            for other in found[1:]:
-                if not key.startswith("own/"):
+    for name, results in on_workers[0].items():
+        for key, value in results[0].items():
+            for other in results[1:]:
+                if not key.startswith("local/"):
                     assert other[key].tobytes() == value.tobytes(), (name, key)
 
 
@@ -84,24 +83,24 @@ def test_statistics_are_equal_on_all_workers(on_workers):
 
 
 def test_workers_draw_different_dropout_masks(on_workers):
-    found, workers, devices, *_ = on_workers
-    keys = {tuple(np.ravel(value)) for of_worker in found["masks"] for value in of_worker.values()}
+    results, workers, devices, *_ = on_workers
+    keys = {tuple(np.ravel(value)) for result in results["masks"] for value in result.values()}
     assert len(keys) == workers * devices
 
 
 def test_a_run_of_several_workers_resumes_bit_for_bit(on_workers):
-    for of_worker in on_workers[0]["resume"]:
-        assert not of_worker["own/different"].size
+    for result in on_workers[0]["resume"]:
+        assert not result["local/different"].size
 
 
-def test_one_process_goes_on_from_a_checkpoint_of_several_workers(on_workers, alone):
+def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, alone):
     out = on_workers[3]
 
     def further(make, workdir):
         model_fn = worker_scenarios.classifier(batch_norm="synchronized", l2=0.1, metrics=True)
-        there = make(model_fn, workdir=str(workdir), average_decay=0.9, log_every=100)
-        there.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=16)
-        return worker_scenarios.weights(there)
+        trainer = make(model_fn, workdir=str(workdir), average_decay=0.9, log_every=100)
+        trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=16)
+        return worker_scenarios.weights(trainer)
 
     assert_close(
         worker_scenarios.run(further, 1, os.path.join(out, "elastic")),
@@ -109,37 +108,37 @@ def test_one_process_goes_on_from_a_checkpoint_of_several_workers(on_workers, al
     )
 
 
-def test_unequal_shares_end_the_epoch_at_the_same_step(on_workers):
-    found, workers, *_ = on_workers
+def test_unequal_shards_end_the_epoch_at_the_same_step(on_workers):
+    results, workers, *_ = on_workers
     longest = {2: 12, 3: 6}[workers]
-    assert [int(of_worker["own/steps"]) for of_worker in found["shares"]] == [longest] * workers
+    assert [int(result["local/steps"]) for result in results["shards"]] == [longest] * workers
 
 
-def test_only_the_chief_owns_files(on_workers):
-    found, _, _, out, _ = on_workers
-    chief, *others = found["files"]
-    assert chief["own/touched"].size
+def test_only_the_chief_writes_files(on_workers):
+    results, _, _, out, _ = on_workers
+    chief, *others = results["files"]
+    assert chief["local/touched"].size
     for other in others:
-        assert not other["own/touched"].size, other["own/touched"]
+        assert not other["local/touched"].size, other["local/touched"]
     rows = (out / "files" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 7  # 2, 3, 4, 6, 8, 9, 10
     assert not [name for name in os.listdir(out / "files") if name.startswith("export.")]
 
 
-def test_the_last_workers_wish_to_stop_holds_for_all(on_workers):
-    found, *_ = on_workers
-    for of_worker in found["stops"]:
-        assert int(of_worker["step"]) == 8
-    for of_worker in found["interrupts"]:
-        assert int(of_worker["code"]) == 75 and int(of_worker["step"]) == 8
+def test_a_stop_on_the_last_worker_stops_all(on_workers):
+    results, *_ = on_workers
+    for result in results["stops"]:
+        assert int(result["step"]) == 8
+    for result in results["interrupts"]:
+        assert int(result["code"]) == 75 and int(result["step"]) == 8
 
 
-def test_no_thread_is_left_behind_by_a_step(on_workers):
-    for of_worker in on_workers[0]["threads"]:
-        assert int(of_worker["own/more"]) < 100  # of 300 steps
+def test_steps_leak_no_threads(on_workers):
+    for result in on_workers[0]["threads"]:
+        assert int(result["local/new"]) < 100  # in 300 steps
 
 
-def test_only_the_chief_prints_and_each_says_what_it_reads(on_workers):
+def test_only_the_chief_prints_steps_and_each_worker_prints_its_shard(on_workers):
     _, workers, _, _, result = on_workers
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("[worker 0] step ")]
@@ -184,7 +183,7 @@ WORKER = """
 """
 
 
-def test_what_overflows_on_one_worker_is_skipped_on_both(tmp_path):
+def test_an_overflow_on_one_worker_is_skipped_on_both(tmp_path):
     ports = []
     sockets = [socket.socket() for _ in range(2)]
     for s in sockets:

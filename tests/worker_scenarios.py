@@ -1,8 +1,8 @@
-"""What tests/test_workers.py runs on several workers and in one process alike.
+"""Scenarios that tests/test_workers.py runs on several workers and in one process.
 
     python -m distloop.launch --workers=2 -m tests.worker_scenarios OUT DEVICES [SCENARIO ...]
 
-Each gives arrays by name, which are to be the same everywhere; names that begin with `own/` are a worker's own.
+Each returns arrays by name, which have to be the same everywhere, except for names that begin with `local/`.
 """
 
 import json
@@ -52,7 +52,7 @@ def microbatches(make, workdir):
 
 
 def synchronized_norm(make, workdir):
-    # One operation after another, as in one process, TensorFlow fuses them otherwise; this model makes 1.5e-6 of that.
+    # The serial executor, the default in one process, fuses operations differently: a difference of 1.5e-6 here.
     trainer = make(classifier(batch_norm="synchronized"), executor="parallel")
     trainer.fit(batches(rows=71), steps=12)
     return weights(trainer)
@@ -80,10 +80,10 @@ def two_updates(make, workdir):
 
 
 def float16(make, workdir):
-    """An overflow in the last row of a batch, which another worker than the chief trains on."""
+    """An overflow in the last row of a batch, which is in the last worker's shard."""
     rows = classification(ROWS)
     rows["x"][31] = np.inf
-    found = {}
+    results = {}
     for precision, on_nonfinite in (("float32", "skip"), ("mixed_float16", "raise")):
         trainer = make(classifier(dropout=0.2, batch_norm="local"), precision=precision, on_nonfinite=on_nonfinite)
         data = distloop.make_dataset(rows, 16)
@@ -92,11 +92,11 @@ def float16(make, workdir):
         trainer.fit(data, steps=2)
         after = everything(trainer)
         changed = [name.partition("@")[0] for name in before if before[name].tobytes() != after[name].tobytes()]
-        found[f"{precision}/changed"] = np.array(sorted(set(changed)))
-        found[f"{precision}/skipped"] = np.array(int(trainer.state.skipped_steps))
+        results[f"{precision}/changed"] = np.array(sorted(set(changed)))
+        results[f"{precision}/skipped"] = np.array(int(trainer.state.skipped_steps))
         if precision == "mixed_float16":
-            found["scale"] = np.array([before["loss_scale/@0"], after["loss_scale/@0"]])
-    return found
+            results["scale"] = np.array([before["loss_scale/@0"], after["loss_scale/@0"]])
+    return results
 
 
 def statistics(make, workdir):
@@ -104,14 +104,14 @@ def statistics(make, workdir):
     trainer = make(classifier(batch_norm="local"))
     trainer.fit(batches(), steps=3)
     norm = trainer.model.get_layer("norm")
-    return {"own/mean": norm.moving_mean.numpy(), "own/variance": norm.moving_variance.numpy()}
+    return {"local/mean": norm.moving_mean.numpy(), "local/variance": norm.moving_variance.numpy()}
 
 
 def masks(make, workdir):
-    """What every replica draws."""
+    """The random state of every replica."""
     trainer = make(classifier(dropout=0.5))
     trainer.fit(batches(), steps=3)
-    return {f"own/{name}": value for name, value in everything(trainer).items() if "seed" in name}
+    return {f"local/{name}": value for name, value in everything(trainer).items() if "seed" in name}
 
 
 def resume(make, workdir):
@@ -128,21 +128,21 @@ def resume(make, workdir):
     fit("stopped", 13)
     stopped = fit("stopped", 20)
     return {
-        "own/different": np.array([name for name in straight if straight[name].tobytes() != stopped[name].tobytes()])
+        "local/different": np.array([name for name in straight if straight[name].tobytes() != stopped[name].tobytes()])
     }
 
 
 def elastic(make, workdir):
-    """Goes on from the checkpoint that one process left in the workdir, and leaves one for it."""
+    """Continues from a checkpoint of one process in the workdir, and saves one."""
     model_fn = classifier(batch_norm="synchronized", l2=0.1, metrics=True)
-    there = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
-    there.fit(batches(rows=71, shuffle=True), steps=12)
-    return weights(there)
+    trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
+    trainer.fit(batches(rows=71, shuffle=True), steps=12)
+    return weights(trainer)
 
 
 def rollback(make, workdir):
     def poison(number, batch):
-        is_bad = (number == 13) & (tf.range(16) == 15)  # a row that another worker than the chief trains on
+        is_bad = (number == 13) & (tf.range(16) == 15)  # a row in the last worker's shard
         return {**batch, "x": tf.where(is_bad[: tf.shape(batch["x"])[0], None], np.nan, batch["x"])}
 
     trainer = make(
@@ -158,13 +158,13 @@ def rollback(make, workdir):
 
 def evaluation(make, workdir):
     trainer = make(classifier(is_weighted=True, metrics=True, batch_norm="synchronized"))
-    found = {}
+    results = {}
     for size in (1, 7, 100):
-        found |= {f"{size}/{name}": value for name, value in numbers(trainer.evaluate(batches(size))).items()}
+        results |= {f"{size}/{name}": value for name, value in numbers(trainer.evaluate(batches(size))).items()}
     before = everything(trainer)
     trainer.evaluate(batches())
     assert all(before[name].tobytes() == value.tobytes() for name, value in everything(trainer).items())
-    return found
+    return results
 
 
 def prediction(make, workdir):
@@ -179,21 +179,21 @@ def prediction(make, workdir):
 
     trainer = make(model_fn)
     rows = {**classification(ROWS), "row": np.arange(ROWS)}
-    found = {}
+    results = {}
     for size in (1, 5, 16, 100):
         for name, value in trainer.predict(distloop.make_dataset(rows, size)).items():
-            found[f"{size}/{name}"] = value
-    return found
+            results[f"{size}/{name}"] = value
+    return results
 
 
-def shares(make, workdir):
-    """Functions of InputContext whose shares are of unequal length; together they are all rows."""
+def shards(make, workdir):
+    """A function of InputContext that returns shards of unequal length; together they are all rows."""
 
-    def share(context):
+    def shard(context):
         rows = tf.data.Dataset.from_tensor_slices({**classification(ROWS), "row": np.arange(ROWS)})
-        # Of 67 rows the first third is the first worker's, so that its share is another length than the others'.
-        workers, index = context.num_input_pipelines, context.input_pipeline_id
-        cuts = [0, *range(ROWS // 3, ROWS, -(-2 * ROWS // (3 * (workers - 1)))), ROWS] if workers > 1 else [0, ROWS]
+        # The first worker has a third of the 67 rows, however many workers there are.
+        count, index = context.num_input_pipelines, context.input_pipeline_id
+        cuts = [0, *range(ROWS // 3, ROWS, -(-2 * ROWS // (3 * (count - 1)))), ROWS] if count > 1 else [0, ROWS]
         return rows.skip(cuts[index]).take(cuts[index + 1] - cuts[index]).batch(4)
 
     def model_fn():
@@ -208,35 +208,33 @@ def shares(make, workdir):
         return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=predict_fn, metrics=spec.metrics)
 
     trainer = make(model_fn)
-    found = {f"evaluation/{name}": value for name, value in numbers(trainer.evaluate(share)).items()}
-    found["rows predicted"] = np.sort(trainer.predict(share))
-    metrics = trainer.fit(share, epochs=1)
-    found["mean row of an epoch"] = np.array(metrics["row"])  # each row once
-    found["own/steps"] = np.array(trainer.step)
-    return found
+    results = {f"evaluation/{name}": value for name, value in numbers(trainer.evaluate(shard)).items()}
+    results["rows predicted"] = np.sort(trainer.predict(shard))
+    metrics = trainer.fit(shard, epochs=1)
+    results["mean row of an epoch"] = np.array(metrics["row"])  # each row once
+    results["local/steps"] = np.array(trainer.step)
+    return results
 
 
-def equal_shares(make, workdir):
-    """A function of InputContext that gives each worker its part of each batch trains as the whole batches do."""
+def equal_shards(make, workdir):
+    """A function of InputContext that returns each worker's part of every batch trains as the whole batches do."""
 
-    def share(context):
-        workers, index = context.num_input_pipelines, context.input_pipeline_id
+    def shard(context):
+        count, index = context.num_input_pipelines, context.input_pipeline_id
 
         def part(batch):
             size = tf.shape(batch["x"])[0]
-            return {
-                name: value[index * size // workers : (index + 1) * size // workers] for name, value in batch.items()
-            }
+            return {name: value[index * size // count : (index + 1) * size // count] for name, value in batch.items()}
 
         return batches(shuffle=True).map(part)
 
-    found = {}
+    results = {}
     for precision in ("float32", "mixed_bfloat16"):
         trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, precision=precision)
-        trainer.fit(share, steps=12)
+        trainer.fit(shard, steps=12)
         if precision == "float32":
-            found |= weights(trainer)
-    return found
+            results |= weights(trainer)
+    return results
 
 
 def stops(make, workdir):
@@ -268,8 +266,8 @@ def interrupts(make, workdir):
     try:
         trainer.fit(batches(), steps=400, actions=[act])
         code = 0
-    except SystemExit as left:
-        code = left.code
+    except SystemExit as stopped:
+        code = stopped.code
     return {"code": np.array(code), "step": np.array(trainer.step)}
 
 
@@ -290,16 +288,16 @@ def files(make, workdir):
     trainer.save()
     trainer.restore()
     trainer.export(os.path.join(workdir, "export"))
-    return {"own/touched": np.array(touched)}
+    return {"local/touched": np.array(touched)}
 
 
 def threads(make, workdir):
-    """TensorFlow's own timeout of collectives would leave a sleeping thread for each."""
+    """With a timeout, TensorFlow would start a sleeping thread for each collective."""
     trainer = make(classifier())
     trainer.fit(batches(), steps=5)
     before = len(os.listdir("/proc/self/task"))
     trainer.fit(batches(), steps=305)
-    return {"own/more": np.array(len(os.listdir("/proc/self/task")) - before)}
+    return {"local/new": np.array(len(os.listdir("/proc/self/task")) - before)}
 
 
 SCENARIOS = [
@@ -317,8 +315,8 @@ SCENARIOS = [
     rollback,
     evaluation,
     prediction,
-    shares,
-    equal_shares,
+    shards,
+    equal_shards,
     stops,
     interrupts,
     files,
@@ -344,10 +342,10 @@ def main(out, num_devices, *names):
         if names and scenario.__name__ not in names:
             continue
         try:
-            found = run(scenario, num_devices, out)
+            results = run(scenario, num_devices, out)
         except Exception:
-            found = {"error": np.array(traceback.format_exc())}
-        np.savez(os.path.join(out, f"{scenario.__name__}.{index}.npz"), **found)
+            results = {"error": np.array(traceback.format_exc())}
+        np.savez(os.path.join(out, f"{scenario.__name__}.{index}.npz"), **results)
 
 
 if __name__ == "__main__":
