@@ -21,7 +21,7 @@ _MODULES = {
     "Histogram": "monitoring.media",
     "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
-    "ModelSpec": "training.state",
+    "ModelSpec": "training.spec",
     "PRCurve": "monitoring.media",
     "RateTest": "diagnostics.tuning",
     "Report": "actions.action",
@@ -31,7 +31,7 @@ _MODULES = {
     "Summary": "actions.summary",
     "Text": "monitoring.media",
     "Trainer": "trainer",
-    "Update": "training.state",
+    "Update": "training.spec",
     "autotune_batch": "diagnostics.tuning",
     "define_flags": "flags",
     "find_learning_rate": "diagnostics.tuning",
@@ -85,8 +85,8 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.training.keras_model import from_keras as from_keras
     from distloop.training.keras_model import supervised as supervised
     from distloop.training.metrics import weighted as weighted
-    from distloop.training.state import ModelSpec as ModelSpec
-    from distloop.training.state import Update as Update
+    from distloop.training.spec import ModelSpec as ModelSpec
+    from distloop.training.spec import Update as Update
     from distloop.variables import summarize as summarize
 else:
 

@@ -24,7 +24,7 @@ from distloop.config import Config
 from distloop.data.arrays import make_dataset
 from distloop.distributed import strategies
 from distloop.trainer import Trainer
-from distloop.training.state import ModelSpec
+from distloop.training.spec import ModelSpec
 from distloop.variables import named_variables, tensorflow_variable
 
 _STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd

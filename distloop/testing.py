@@ -33,7 +33,7 @@ from distloop.data.copies import fresh_copy
 from distloop.distributed import strategies, workers
 from distloop.monitoring.records import ABOUT_THE_RUN
 from distloop.trainer import Trainer
-from distloop.training.state import ModelSpec
+from distloop.training.spec import ModelSpec
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 
 T = TypeVar("T")

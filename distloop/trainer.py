@@ -36,7 +36,8 @@ from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.training.predictor import Predictor
-from distloop.training.state import ModelSpec, TrainState
+from distloop.training.spec import ModelSpec
+from distloop.training.state import TrainState
 
 
 class Trainer:

@@ -24,6 +24,7 @@ from distloop.distributed import workers
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
 from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 
 
@@ -42,6 +43,7 @@ class Progress:
             config: `workdir` and the settings about checkpoints are read.
         """
         self._state = state
+        self._saved_state = SavedState(state)
         self._config = config
         self._checkpoints: Checkpoints | None = None
         if config.workdir:
@@ -167,7 +169,7 @@ class Progress:
             "config": dataclasses.asdict(self._config),
             "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         }
-        values = self._state.snapshot()
+        values = self._saved_state.snapshot()
         if self._is_chief:
             self._checkpoints.save(int(self._state.step), values, notes, kept)
 
@@ -244,14 +246,14 @@ class Progress:
         self._saved, self.is_new = saved, False
         if not self._state.is_built:
             return
-        if different := self._state.differences(saved.values):
+        if different := self._saved_state.differences(saved.values):
             more = f", and {len(different) - 3} more" if len(different) > 3 else ""
             self._saved, self.is_new = None, True  # another try is refused again
             raise ValueError(
                 f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); "
                 "nothing was restored: make the model as it was, or give another workdir."
             )
-        self._state.restore(saved.values)
+        self._saved_state.restore(saved.values)
         self._say(f"step {saved.step} restored from {saved.path}")
 
     def _say(self, text: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from distloop.config import Config
+from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 
 
@@ -61,10 +62,11 @@ def check(
     if restore is None:
         yield "saved; not restored, as other workers do not see the directory"
     else:
-        saved = state.snapshot()
+        saved_state = SavedState(state)
+        saved = saved_state.snapshot()
         train()
         restore()
-        restored = state.snapshot()
+        restored = saved_state.snapshot()
         if different := [name for name in saved if _bytes(saved[name]) != _bytes(restored[name])]:
             raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint other than they were saved.")
         yield f"saved, took another step, restored: all {len(saved)} values are as they were"

@@ -24,7 +24,8 @@ from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source
 from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
 from distloop.distributed import devices
-from distloop.training.state import SEED_STRIDE, TrainState, Update
+from distloop.training.spec import Update
+from distloop.training.state import SEED_STRIDE, TrainState
 from distloop.training.step import TrainStep
 from distloop.training.variable_writes import READS
 from distloop.variables import named_variables, tensorflow_variable

@@ -13,7 +13,7 @@ from distloop.diagnostics.findings import Finding, Unchecked
 from distloop.diagnostics.probe import REPLICAS, Measurement, Probe
 from distloop.diagnostics.tracing import drawing_operations
 from distloop.training import nonfinite
-from distloop.training.state import Update
+from distloop.training.spec import Update
 from distloop.variables import named_variables
 
 

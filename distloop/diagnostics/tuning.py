@@ -30,6 +30,7 @@ from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
@@ -222,11 +223,12 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
 @contextlib.contextmanager
 def unchanged(state: TrainState) -> Iterator[None]:
     """Restores on exit everything that training changes."""
-    before = state.snapshot()
+    saved_state = SavedState(state)
+    before = saved_state.snapshot()
     try:
         yield
     finally:
-        state.restore(before)
+        saved_state.restore(before)
 
 
 def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainLoop:

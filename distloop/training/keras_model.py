@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.training.metrics import Weighted, weighted
-from distloop.training.state import ModelSpec
+from distloop.training.spec import ModelSpec
 
 
 def supervised(

@@ -34,7 +34,8 @@ from distloop.distributed.placement import Placement
 from distloop.optimizers import gradients
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import metrics, nonfinite, variable_writes
-from distloop.training.state import GradientFn, TrainState, Update
+from distloop.training.spec import GradientFn, Update
+from distloop.training.state import TrainState
 from distloop.variables import named_variables, tensorflow_variable
 
 GRADIENT_NORM, CLIPPED_SHARE, REGULARIZATION = "gradient_norm", "clipped_share", "regularization"

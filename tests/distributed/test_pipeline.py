@@ -16,6 +16,7 @@ from distloop.data.shards import Batch
 from distloop.distributed import workers
 from distloop.monitoring import device_usage
 from distloop.training import overview
+from distloop.training.saved_state import SavedState
 from distloop.variables import tensorflow_variable
 from tests.problems import assert_close, assert_equal, classification
 from tests.test_bad_input import refused
@@ -101,7 +102,7 @@ def device_of(variable):
 
 def trained(trainer):
     """What training has changed, as NumPy arrays by the names that checkpoints use."""
-    values = {name: value for name, value in trainer.state.snapshot().items() if value.dtype != tf.string}
+    values = {name: value for name, value in SavedState(trainer.state).snapshot().items() if value.dtype != tf.string}
     return {name: np.array(value) for name, value in values.items()}
 
 

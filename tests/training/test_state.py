@@ -1,4 +1,4 @@
-"""What training changes: names of variables, what each update trains, and what must be made inside model_fn."""
+"""What training changes: what each update trains, random streams, metrics, and what must be made inside model_fn."""
 
 import functools
 
@@ -10,7 +10,8 @@ import tensorflow as tf
 from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.training import state
-from distloop.training.state import ModelSpec, TrainState, Update
+from distloop.training.spec import ModelSpec, Update
+from distloop.training.state import TrainState
 
 
 @functools.cache
@@ -281,94 +282,6 @@ def test_building_from_rows_updates_no_statistics():
     made.build({"x": tf.ones([2, 3])})
     np.testing.assert_array_equal(made.model.norm.moving_mean.numpy(), 0.0)
     np.testing.assert_array_equal(made.model.norm.moving_variance.numpy(), 1.0)
-
-
-# Optimizers are plain.
-
-
-@pytest.mark.parametrize(
-    ("settings", "instead"),
-    [
-        ({"clipnorm": 1.0}, "clip_norm=..."),
-        ({"clipvalue": 1.0}, "clip_norm=..."),
-        ({"global_clipnorm": 1.0}, "clip_norm=..."),
-        ({"use_ema": True}, "average_decay=..."),
-        ({"gradient_accumulation_steps": 2}, "microbatches=..."),
-        ({"loss_scale_factor": 2.0}, "precision"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_a_setting_of_the_optimizer_that_belongs_to_distloop_is_refused(settings, instead):
-    model = two_layers()
-    with pytest.raises(ValueError) as caught:
-        spec_of(model, keras.optimizers.Adam(**settings))
-    ((setting, value),) = settings.items()
-    assert f"has {setting}={value}" in str(caught.value) and instead in str(caught.value)
-
-
-def test_a_plain_callable_as_learning_rate_is_refused():
-    with pytest.raises(ValueError, match="a plain callable as learning rate, .*LearningRateSchedule"):
-        spec_of(two_layers(), keras.optimizers.SGD(lambda: 0.1))
-
-
-@pytest.mark.parametrize(
-    "rate", [0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)], ids=["float", "schedule"]
-)
-def test_floats_and_schedules_are_learning_rates(rate):
-    spec_of(two_layers(), keras.optimizers.SGD(rate))
-
-
-def test_weight_decay_belongs_to_the_optimizer():
-    spec_of(two_layers(), keras.optimizers.AdamW(weight_decay=0.1))
-
-
-def test_a_loss_scale_optimizer_is_refused():
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="A Keras LossScaleOptimizer was given, .*: give the optimizer inside it"):
-        spec_of(two_layers(), optimizer)
-
-
-@pytest.mark.parametrize("optimizer", ["adam", keras.optimizers.SGD])
-def test_what_is_no_optimizer_is_refused(optimizer):
-    with pytest.raises(ValueError, match="needs a keras.optimizers.Optimizer object"):
-        ModelSpec(two_layers(), optimizer, lambda batch, training: {})
-
-
-# The spec and its updates.
-
-
-def test_a_loss_fn_that_is_no_function_is_refused():
-    with pytest.raises(ValueError, match=r"loss_fn='mse' was given; distloop needs a function of \(batch, training\)"):
-        ModelSpec(two_layers(), keras.optimizers.SGD(), "mse")
-
-
-@pytest.mark.parametrize(
-    "arguments", [{}, {"optimizer": keras.optimizers.SGD()}, {"loss_fn": lambda batch, training: {}}], ids=len
-)
-def test_a_spec_without_an_optimizer_or_a_loss_fn_is_refused(arguments):
-    with pytest.raises(ValueError, match="ModelSpec needs an optimizer and a loss_fn, or updates: give"):
-        ModelSpec(two_layers(), **arguments)
-
-
-@pytest.mark.parametrize("extra", ["optimizer", "loss_fn", "trainable"])
-def test_updates_and_the_arguments_of_a_single_one_are_refused(extra):
-    loss_fn = loss_of(two_layers())
-    given = {"optimizer": keras.optimizers.SGD(), "loss_fn": loss_fn, "trainable": "head"}[extra]
-    with pytest.raises(ValueError, match=f"given updates and also {extra}; .*: leave the others out"):
-        ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
-
-
-@pytest.mark.parametrize("names", [["a", "a"], ["a", ""]])
-def test_updates_without_names_of_their_own_are_refused(names):
-    updates = [Update(name, lambda batch, training: {}, keras.optimizers.SGD()) for name in names]
-    with pytest.raises(ValueError, match="each needs a name of its own"):
-        ModelSpec(two_layers(), updates=updates)
-
-
-def test_updates_that_share_an_optimizer_are_refused():
-    optimizer = keras.optimizers.SGD()
-    with pytest.raises(ValueError, match="share one optimizer, .*: make two"):
-        ModelSpec(None, updates=[Update(name, lambda batch, training: {}, optimizer) for name in "ab"])
 
 
 # Random streams.

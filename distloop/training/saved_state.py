@@ -1,0 +1,145 @@
+"""Saved state: a training state as values by name, for checkpoints and for going back in memory.
+
+    saved_state = SavedState(state)
+    values = saved_state.snapshot()               # {"model/dense/kernel": tensor, ..., "step": tensor}
+    saved_state.differences(values)               # [] if they fit the state
+    saved_state.restore(values)
+
+Names are the same in every process, and values do not depend on the number of replicas, Keras metrics aside. It does
+not know files.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from distloop.distributed import workers
+from distloop.distributed.devices import HOST
+from distloop.training.state import SEED_STRIDE, TrainState, optimizer_prefix
+from distloop.variables import tensorflow_variable
+
+# Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.
+_CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
+# Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
+_CHECKED_PREFIXES = ("model/", "optimizer/", "average/")
+
+
+class SavedState:
+    """The values of a training state by name."""
+
+    def __init__(self, state: TrainState):
+        """Stores the state, which may be built later.
+
+        Args:
+            state: the state to read and restore.
+        """
+        self._state = state
+        self._strategy = state.strategy
+        self._gather_metrics = tf.function(lambda: self._strategy.run(self._all_gather_metrics), autograph=False)
+
+    def snapshot(self) -> dict[str, tf.Tensor]:
+        """Returns a copy of everything that training changes.
+
+        Returns:
+            The values of `TrainState.all_variables`, `metrics/<name>/<i>` with a value per replica, and
+            `optimizer/class` and `optimizer/initial_learning_rate`. Random streams have the value of the first replica;
+            those of the others are `SEED_STRIDE` apart.
+        """
+        state = self._state
+        with tf.device(HOST):
+            values = {name: tf.identity(tensorflow_variable(v)) for name, v in state.all_variables().items()}
+            for name, variable in state.metric_variables().items():
+                values[name] = tf.stack([tf.identity(part) for part in state.replica_variables(variable)])
+            if state.train_metrics and workers.num_workers(self._strategy) > 1:
+                values |= self._strategy.experimental_local_results(self._gather_metrics())[0]
+            return values | self._optimizer_facts()
+
+    def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
+        """Returns how a snapshot differs from the state: a missing or unknown name, or another shape, dtype or class.
+
+        Args:
+            values: as `snapshot` returned them, from any process.
+        """
+        expected = {name: tensorflow_variable(v) for name, v in self._state.all_variables().items()}
+        facts = self._optimizer_facts()
+        differences = [
+            f"{name} is {values[name].numpy().decode()} there and {fact.numpy().decode()} here"
+            for name, fact in reversed(facts.items())
+            if name.endswith(_CLASS) and name in values and values[name] != fact
+        ]
+        differences += [f"{name} is missing" for name in expected if name not in values]
+        known = {*expected, *facts}
+        differences += [
+            f"{name} is unknown" for name in values if name not in known and name.startswith(_CHECKED_PREFIXES)
+        ]
+        for name, variable in expected.items():
+            if name in values and (values[name].shape != variable.shape or values[name].dtype != variable.dtype):
+                differences.append(f"{name} is {_spell(values[name])} there and {_spell(variable)} here")
+        return differences
+
+    def restore(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Sets the state to a snapshot of any number of replicas.
+
+        A learning rate continues with its saved value, unless `model_fn` gives another one now than in the saved run.
+
+        Args:
+            values: a snapshot without `differences`.
+        """
+        facts = self._optimizer_facts()
+        has_new_rate = {n.removesuffix(_INITIAL_RATE) for n, fact in facts.items() if n in values and values[n] != fact}
+        seeds = {id(seed) for seed in self._state.seeds}
+        with self._strategy.scope():
+            for name, variable in self._state.all_variables().items():
+                if name.endswith(_RATE) and name.removesuffix(_RATE) in has_new_rate:
+                    logging.warning(
+                        "%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy())
+                    )
+                elif id(variable) in seeds:
+                    self._restore_seed(variable, values[name])
+                else:
+                    tensorflow_variable(variable).assign(values[name])
+            for name, variable in self._state.metric_variables().items():
+                self._restore_metric(variable, values.get(name))
+
+    def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
+        for replica, part in enumerate(self._state.replica_variables(variable), self._first_replica):
+            part.assign(value + tf.constant([replica * SEED_STRIDE, 0], part.dtype))
+
+    def _restore_metric(self, variable: Any, value: tf.Tensor | None) -> None:
+        """Sets a metric's variable on each replica; with another number of replicas, the first gets the sum."""
+        replicas = self._strategy.num_replicas_in_sync
+        if value is None:
+            value = tf.zeros([1, *variable.shape], variable.dtype)
+        if len(value) != replicas:
+            total = tf.reduce_sum(value, 0)
+            value = tf.stack([total, *[tf.zeros_like(total)] * (replicas - 1)])
+        local_values = tf.unstack(value)[self._first_replica :]
+        for part, local_value in zip(self._state.replica_variables(variable), local_values, strict=False):
+            part.assign(local_value)
+
+    def _optimizer_facts(self) -> dict[str, tf.Tensor]:
+        """Returns what an optimizer's variables do not show: its class, and the learning rate that it was given."""
+        facts = {}
+        for name, optimizer in self._state.plain_optimizers.items():
+            facts[optimizer_prefix(name) + _CLASS] = tf.constant(type(optimizer).__name__)
+            if name in self._state.initial_learning_rates:
+                rate = self._state.initial_learning_rates[name]
+                facts[optimizer_prefix(name) + _INITIAL_RATE] = tf.constant(rate)
+        return facts
+
+    def _all_gather_metrics(self) -> dict[str, tf.Tensor]:
+        """Returns each metric variable of all replicas of all workers, `[R, ...]`; in a replica's context."""
+        context = tf.distribute.get_replica_context()
+        variables = self._state.metric_variables().items()
+        return {name: context.all_gather(tf.identity(variable)[None], axis=0) for name, variable in variables}
+
+    @property
+    def _first_replica(self) -> int:
+        """The index, among all replicas, of this worker's first one."""
+        return workers.worker_index(self._strategy) * workers.num_local_replicas(self._strategy)
+
+
+def _spell(tensor: Any) -> str:
+    return f"{tf.as_dtype(tensor.dtype).name}{list(tensor.shape)}"

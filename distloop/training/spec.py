@@ -1,0 +1,299 @@
+"""Model specification: `ModelSpec` and `Update`, what the user gives distloop to train, and their checks.
+
+    def model_fn():
+        model = keras.Sequential([...])
+        return ModelSpec(model, keras.optimizers.Adam(1e-3), loss_fn)
+
+It does not know how a step goes or which variables exist.
+"""
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from distloop.optimizers.loss_scale import LossScaleOptimizer
+from distloop.variables import is_seed, tensorflow_variable
+
+LossFn = Callable[[Any, bool], Mapping[str, Any]]
+GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
+
+# Settings of a Keras optimizer that Keras applies on each replica alone, and what to set instead.
+_REPLACED_SETTINGS = {
+    "clipnorm": "set Config(clip_norm=...), which clips one norm over all variables after the reduction",
+    "clipvalue": "set Config(clip_norm=...), which clips after the reduction",
+    "global_clipnorm": "set Config(clip_norm=...), which clips after the reduction",
+    "use_ema": "set Config(average_decay=...)",
+    "gradient_accumulation_steps": "set Config(microbatches=...)",
+    "loss_scale_factor": "set the precision in Config",
+}
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer's part of a step.
+
+    Attributes:
+        name: prefix of the reported values, as in `discriminator/loss`.
+        loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`; `"loss"` is minimized.
+        optimizer: a plain Keras optimizer that no other update has, or a `LossScaleOptimizer` around one.
+        variables: the variables to train: a list, or a regular expression that is searched in their paths; None: all
+            trainable variables.
+        gradient_fn: `gradients -> gradients`, both by path, called between clipping and the optimizer. The gradients
+            are reduced, divided and unscaled, and equal on all replicas. The result must be equal too: draw no random
+            numbers.
+        learning_rates: factors of the learning rate, and of the weight decay, by regular expressions on paths, as in
+            `{"^encoder/": 0.1}`; the first that matches a path counts.
+        no_decay: a regular expression; variables with a matching path have no weight decay.
+    """
+
+    name: str
+    loss_fn: LossFn
+    optimizer: keras.optimizers.Optimizer | LossScaleOptimizer
+    variables: Sequence[Any] | str | None = None
+    gradient_fn: GradientFn | None = field(default=None, kw_only=True)
+    learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
+    no_decay: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
+        _check_optimizer(plain_optimizer(self.optimizer))
+        if self.gradient_fn is not None and not callable(self.gradient_fn):
+            raise ValueError(
+                f"gradient_fn={self.gradient_fn!r} was given; it is a function from gradients by path to as many."
+            )
+        for pattern, factor in (self.learning_rates or {}).items():
+            if not _is_factor(factor):
+                raise ValueError(
+                    f"learning_rates={{{pattern!r}: {factor!r}}} was given; it multiplies the learning rate and is a "
+                    "positive number: give trainable=... to leave variables as they are."
+                )
+        if self.no_decay is not None and getattr(plain_optimizer(self.optimizer), "weight_decay", None) is None:
+            raise ValueError(
+                f"no_decay={self.no_decay!r} was given, but the optimizer has no weight_decay to leave out: give it "
+                "one, as in keras.optimizers.AdamW(1e-3, weight_decay=0.01), or drop no_decay."
+            )
+
+    def select_variables(self, named: Mapping[str, Any]) -> list[Any]:
+        """Returns the variables that the update trains.
+
+        Args:
+            named: all variables of the model by path.
+
+        Raises:
+            ValueError: if there are none, or one is not in the model.
+        """
+        trainable = {path: v for path, v in named.items() if v.trainable and not is_seed(v)}
+        owner = f'update "{self.name}"' if self.name else "the model"
+        if self.variables is None:
+            chosen = list(trainable.values())
+        elif isinstance(self.variables, str):
+            chosen = [v for path, v in trainable.items() if re.search(self.variables, path)]
+            if not chosen:
+                raise ValueError(
+                    f"The regular expression {self.variables!r} for {owner} is found in no trainable variable's path; "
+                    f"there are {_first_few(list(trainable))}: correct it."
+                )
+        else:
+            known = {id(tensorflow_variable(v)): v for v in named.values()}
+            unknown: list[Any] = [v for v in self.variables if id(tensorflow_variable(v)) not in known]
+            if unknown:
+                raise ValueError(
+                    f"A variable of {owner}, {getattr(unknown[0], 'path', unknown[0].name)!r}, is not in ModelSpec's "
+                    "model: put every model that trains into ModelSpec."
+                )
+            chosen = [known[id(tensorflow_variable(v))] for v in self.variables]
+        if not chosen:
+            raise ValueError(f"There is no trainable variable for {owner}: give a model that has some.")
+        return chosen
+
+    def learning_rate_factors(self, paths: Sequence[str]) -> list[float]:
+        """Returns the factor of the learning rate of each trained variable, by path.
+
+        Raises:
+            ValueError: if a regular expression matches no path.
+        """
+        factors = self.learning_rates or {}
+        for pattern in factors:
+            _require_match("learning_rates", pattern, paths)
+        return [next((float(f) for pattern, f in factors.items() if re.search(pattern, path)), 1.0) for path in paths]
+
+    def are_decayed(self, paths: Sequence[str]) -> list[bool]:
+        """Returns for each trained variable, by path, whether the optimizer's weight decay applies to it.
+
+        Raises:
+            ValueError: if the regular expression matches no path.
+        """
+        if not self.no_decay:
+            return [True] * len(paths)
+        _require_match("no_decay", self.no_decay, paths)
+        return [not re.search(self.no_decay, path) for path in paths]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model and how to train it; `model_fn` returns one.
+
+    Attributes:
+        model: a `keras.Model`, any `tf.Module`, or several of them in a dict or list.
+        optimizer: a plain Keras optimizer, or a `LossScaleOptimizer` around one.
+        loss_fn: `(batch, training) -> dict`; runs on each replica with its shard of the batch, and returns values per
+            example, `[B, ...]`. `"loss"` is minimized, every other name is a metric. `weighted(values, weights)` gives
+            a value its own weights.
+        predict_fn: `batch -> outputs`, leading axis B; or a dict of such functions by name: `predict` calls the first
+            unless told otherwise, and `export` writes all.
+        metrics: name -> `keras.metrics.Metric` for metrics that are no mean; `loss_fn` returns the arguments of its
+            `update_state` under that name, as a tuple.
+        trainable: a regular expression; variables with a matching path are trained. None: all trainable variables.
+        batch_fn: `(batch, training) -> batch`: changes a replica's shard, on its device, before each `loss_fn` gets it,
+            in training and evaluation; the number of rows stays. `predict_fn` gets batches unchanged, and may call it.
+            Objects in it that draw random numbers belong into `model`.
+        gradient_fn: as for `Update`.
+        learning_rates: as for `Update`.
+        no_decay: as for `Update`.
+        updates: several updates, which run in this order in one step; instead of `optimizer`, `loss_fn`, `trainable`,
+            `gradient_fn`, `learning_rates` and `no_decay`.
+
+    Raises:
+        ValueError: if an argument is missing or contradicts another, or an optimizer has settings that belong to
+            distloop.
+    """
+
+    model: Any
+    optimizer: keras.optimizers.Optimizer | LossScaleOptimizer | None = None
+    loss_fn: LossFn | None = None
+    predict_fn: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = field(default=None, kw_only=True)
+    metrics: Mapping[str, keras.metrics.Metric] | None = field(default=None, kw_only=True)
+    trainable: str | None = field(default=None, kw_only=True)
+    batch_fn: Callable[[Any, bool], Any] | None = field(default=None, kw_only=True)
+    gradient_fn: GradientFn | None = field(default=None, kw_only=True)
+    learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
+    no_decay: str | None = field(default=None, kw_only=True)
+    updates: Sequence[Update] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.updates:
+            self._check_updates()
+        else:
+            object.__setattr__(self, "updates", (self._single_update(),))
+        if self.batch_fn is not None:
+            changed = [replace(u, loss_fn=_after_batch_fn(self.batch_fn, u.loss_fn)) for u in self.updates]
+            object.__setattr__(self, "updates", tuple(changed))
+        for name, metric in (self.metrics or {}).items():
+            if not isinstance(metric, keras.metrics.Metric):
+                raise ValueError(
+                    f'ModelSpec(metrics=...) holds a {type(metric).__name__} under "{name}"; it takes Keras '
+                    "metrics: return means from loss_fn, as values per example."
+                )
+        _check_predict_fn(self.predict_fn)
+
+    def _single_update(self) -> Update:
+        if self.optimizer is None or self.loss_fn is None:
+            raise ValueError(
+                "ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn)."
+            )
+        return Update(
+            "",
+            self.loss_fn,
+            self.optimizer,
+            self.trainable,
+            gradient_fn=self.gradient_fn,
+            learning_rates=self.learning_rates,
+            no_decay=self.no_decay,
+        )
+
+    def _check_updates(self) -> None:
+        names_of_one = ("optimizer", "loss_fn", "trainable", "gradient_fn", "learning_rates", "no_decay")
+        if given := [name for name in names_of_one if getattr(self, name) is not None]:
+            raise ValueError(
+                f"ModelSpec was given updates and also {' and '.join(given)}; each Update holds its own: leave the "
+                "others out."
+            )
+        names = [update.name for update in self.updates]
+        if len(set(names)) < len(names) or not all(names):
+            raise ValueError(f"Updates named {names} were given; each needs a name of its own.")
+        if len({id(plain_optimizer(update.optimizer)) for update in self.updates}) < len(names):
+            raise ValueError("Two updates share one optimizer, whose slots and step count are one update's: make two.")
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """Returns the Keras optimizer inside a `LossScaleOptimizer`; any other optimizer as it is."""
+    return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+
+
+def _after_batch_fn(batch_fn: Callable[[Any, bool], Any], loss_fn: LossFn) -> LossFn:
+    """Returns a `loss_fn` that calls `batch_fn` first."""
+    if not callable(batch_fn):
+        raise ValueError(
+            f"batch_fn={batch_fn!r} was given; it is a function of (batch, training) that returns a batch."
+        )
+    return lambda batch, training: loss_fn(batch_fn(batch, training), training)
+
+
+def _require_match(setting: str, pattern: str, paths: Sequence[str]) -> None:
+    if not any(re.search(pattern, path) for path in paths):
+        raise ValueError(
+            f"{setting} was given the regular expression {pattern!r}, which is found in no trained variable's path; "
+            f"there are {_first_few(paths)}: correct it."
+        )
+
+
+def _first_few(paths: Sequence[str]) -> str:
+    return f"{list(paths)[:4]}{' ...' if len(paths) > 4 else ''}"
+
+
+def _check_predict_fn(predict_fn: Any) -> None:
+    """Refuses anything but a function or functions by name."""
+    functions = predict_fn if isinstance(predict_fn, Mapping) else {}
+    if predict_fn is not None and not callable(predict_fn) and not functions:
+        raise ValueError(
+            f"predict_fn={predict_fn!r} was given; it is a function from a batch to outputs, or a dict of them by "
+            "name: give one at least, or leave predict_fn out."
+        )
+    for name, function in functions.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"ModelSpec(predict_fn=...) holds a function under {name!r}; names are strings: give it one that "
+                "says what it predicts."
+            )
+        if not callable(function):
+            raise ValueError(
+                f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}, which cannot be called: "
+                "give a function from a batch to outputs."
+            )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer that would change gradients before the reduction, or that distloop would repeat."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"optimizer={optimizer!r} was given; distloop needs a keras.optimizers.Optimizer object, such as "
+            "keras.optimizers.Adam(1e-3)."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "A Keras LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
+            "optimizer inside it and set Config(precision='mixed_float16'), or give distloop.LossScaleOptimizer."
+        )
+    for setting, advice in _REPLACED_SETTINGS.items():
+        if getattr(optimizer, setting, None):
+            raise ValueError(
+                f"The optimizer {optimizer.name!r} has {setting}={getattr(optimizer, setting)}, which Keras applies "
+                f"on each replica alone: leave it out and {advice}."
+            )
+    rate = optimizer._learning_rate
+    if callable(rate) and not isinstance(rate, (keras.optimizers.schedules.LearningRateSchedule, keras.Variable)):
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} has a plain callable as learning rate, which is called once, while "
+            "tracing: give a keras.optimizers.schedules.LearningRateSchedule, such as distloop.make_schedule(...)."
+        )

@@ -1,0 +1,103 @@
+"""Saved state: a snapshot has every value by name, and restoring it sets them all, on any number of replicas."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.training.saved_state import SavedState
+from distloop.training.state import SEED_STRIDE
+from tests.problems import assert_equal, classification, classifier, everything, on
+
+
+def batches():
+    return distloop.make_dataset(classification(), 16)
+
+
+def trained(replicas=1, steps=3, optimizer=lambda: keras.optimizers.Adam(0.01), **settings):
+    trainer = distloop.Trainer(
+        classifier(optimizer=optimizer, dropout=0.5, batch_norm="plain", metrics=True), on(replicas, **settings)
+    )
+    trainer.fit(batches(), steps=steps)
+    return trainer
+
+
+def arrays(values):
+    return {name: np.array(value) for name, value in values.items() if value.dtype != tf.string}
+
+
+def test_a_snapshot_has_every_value_by_a_name_that_lasts():
+    trainer = trained(average_decay=0.9, precision="mixed_float16")
+    names = set(SavedState(trainer.state).snapshot())
+    weights = {f"net/{name}" for name in ("hidden/kernel", "hidden/bias", "norm/gamma", "norm/beta")}
+    weights |= {"net/logits/kernel", "net/logits/bias"}
+    assert {name.removeprefix("average/") for name in names if name.startswith("average/")} == weights
+    assert {f"model/{name}" for name in (*weights, "net/norm/moving_mean", "seeds/0")} <= names
+    assert {f"optimizer/{slot}/{name}" for slot in ("momentum", "velocity") for name in weights} <= names
+    facts = {f"optimizer/{name}" for name in ("class", "initial_learning_rate", "learning_rate", "iteration")}
+    assert facts | {"optimizer/loss_scale", "optimizer/streak"} <= names
+    assert {"metrics/auc/0", "step", "skipped_steps", "loss_statistics"} <= names
+
+
+def test_no_later_step_changes_a_snapshot():
+    trainer = trained()
+    values = SavedState(trainer.state).snapshot()
+    before = arrays(values)
+    trainer.fit(batches(), steps=5)
+    assert_equal(arrays(values), before)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_restoring_sets_every_value_on_every_replica(replicas):
+    trainer = trained(replicas, average_decay=0.9)
+    saved_state = SavedState(trainer.state)
+    values, before = saved_state.snapshot(), everything(trainer)
+    trainer.fit(batches(), steps=5)
+    saved_state.restore(values)
+    assert_equal(everything(trainer), before)
+    assert_equal(arrays(saved_state.snapshot()), arrays(values))
+
+
+def test_a_snapshot_of_two_replicas_fits_three():
+    first, second = trained(2), trained(3, steps=1)
+    values = SavedState(first.state).snapshot()
+    saved_state = SavedState(second.state)
+    assert saved_state.differences(values) == []
+    saved_state.restore(values)
+    found = saved_state.snapshot()
+    same = {name for name in values if not name.startswith("metrics/")}
+    assert_equal(*({name: v for name, v in arrays(part).items() if name in same} for part in (found, values)))
+    parts = found["metrics/auc/0"]  # the first replica has the sum of all
+    np.testing.assert_array_equal(parts[0], tf.reduce_sum(values["metrics/auc/0"], 0))
+    assert not np.any(parts[1:])
+    (seed,) = second.state.seeds
+    starts = [int(part.numpy()[0]) for part in second.state.replica_variables(seed)]
+    assert [(start - starts[0]) % 2**32 for start in starts] == [0, SEED_STRIDE, 2 * SEED_STRIDE]
+
+
+def test_differences_are_named():
+    saved_state = SavedState(trained(optimizer=lambda: keras.optimizers.SGD(0.1)).state)
+    values = saved_state.snapshot()
+    assert saved_state.differences(values) == []
+    del values["step"]
+    values["model/other"] = tf.zeros([])
+    values["metrics/other/0"] = tf.zeros([1])  # metrics may change
+    values["model/net/logits/bias"] = tf.zeros([5], tf.float64)
+    values["optimizer/class"] = tf.constant("Adam")
+    assert saved_state.differences(values) == [
+        "optimizer/class is Adam there and SGD here",
+        "step is missing",
+        "model/other is unknown",
+        "model/net/logits/bias is float64[5] there and float32[4] here",
+    ]
+
+
+@pytest.mark.parametrize("rate, expected", [(0.1, 0.05), (0.3, 0.3)])
+def test_a_learning_rate_continues_unless_model_fn_gives_another_one(rate, expected):
+    first = trained(optimizer=lambda: keras.optimizers.SGD(0.1))
+    first.optimizer.learning_rate = 0.05
+    values = SavedState(first.state).snapshot()
+    second = trained(optimizer=lambda: keras.optimizers.SGD(rate), steps=1)
+    SavedState(second.state).restore(values)
+    assert float(second.optimizer.learning_rate.numpy()) == pytest.approx(expected)
