@@ -14,14 +14,14 @@ from distloop.monitoring import memory
 def test_the_peak_includes_memory_that_was_freed():
     code = """
 import numpy as np
-from distloop import memory
+from distloop.monitoring import memory
 print(memory.peaks()["host_memory_gb"])
 taken = np.ones(2_000_000_000, np.uint8)
 del taken
 print(memory.peaks()["host_memory_gb"])
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, after = map(float, found.stdout.split())
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(float, process.stdout.split())
     assert before < 1.0 and 2.0 < after < 3.0
 
 
@@ -35,5 +35,5 @@ def test_only_accelerators_have_device_memory(monkeypatch):
 
 
 def test_available_memory_is_positive_and_at_most_all():
-    there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    assert 0 < memory.available_gb() <= there_is
+    total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    assert 0 < memory.available_gb() <= total_gb
