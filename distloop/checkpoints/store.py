@@ -1,13 +1,14 @@
-"""Owns what is kept: save, verify, load, and delete nothing before its successor is whole.
+"""Checkpoint store: writes, verifies and loads checkpoints; none is deleted before its successor is whole.
 
     checkpoints = Checkpoints("run/checkpoints", keep=3)
-    checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # written in the background
+    checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # in the background
     checkpoints.wait()
-    saved = checkpoints.load_newest()                                                # Saved(step, values, notes)
+    saved = checkpoints.load_newest()                                                # Saved(path, step, values, notes)
 
-A checkpoint is a directory named by its step: `manifest.json`, and `variables.index` and `variables.data-*` in
-TensorFlow's own format, which `tf.train.load_checkpoint(".../variables")` reads by name. It is written aside and
-renamed when every file is on the disk, so it is whole or absent. It does not know what the values mean.
+A checkpoint is a directory named by its step. It holds `manifest.json`, and `variables.index` and `variables.data-*` in
+TensorFlow's own format, which `tf.train.load_checkpoint(".../variables")` reads by name. It is written to a temporary
+path and renamed when every file is on the disk, so it is whole or absent. This module does not know what the values
+mean.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ _MANIFEST, _VARIABLES, _BEST = "manifest.json", "variables", "best.json"
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     path: str
     step: int
@@ -38,7 +39,7 @@ class Saved(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not what was written; the message says what is wrong with it."""
+    """A checkpoint is missing or differs from what was written; the message says how."""
 
 
 class Checkpoints:
@@ -48,8 +49,8 @@ class Checkpoints:
         """Touches no disk.
 
         Args:
-            directory: made at the first save.
-            keep: how many of the newest are kept, 1 at least.
+            directory: created at the first save.
+            keep: number of the newest checkpoints to keep, at least 1.
         """
         self._directory = directory
         self._keep = keep
@@ -58,13 +59,13 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, damaged ones too, the oldest first."""
+        """The steps of all checkpoints, damaged ones included, in ascending order."""
         names = os.listdir(self._directory) if os.path.isdir(self._directory) else []
         return sorted(int(name) for name in names if name.isdigit())
 
     @property
     def best_steps(self) -> dict[str, list[int]]:
-        """The steps that are kept because a metric was best there, by metric; `best.json` holds them."""
+        """By metric, the steps that are kept because it was best there; read from `best.json`."""
         try:
             with open(self._path(_BEST), encoding="utf-8") as file:
                 return {str(metric): [int(step) for step in steps] for metric, steps in json.load(file).items()}
@@ -78,13 +79,13 @@ class Checkpoints:
         notes: Mapping[str, Any],
         best_steps: Mapping[str, list[int]] | None = None,
     ) -> None:
-        """Writes a checkpoint in the background; waits for the one before it first.
+        """Writes a checkpoint in the background, after the previous one.
 
         Args:
-            step: that the values belong to; one that is there is replaced.
-            values: tensors that nothing writes to any more.
-            notes: what JSON can hold.
-            best_steps: as the property, to be in force when the checkpoint is whole; None: as they are.
+            step: of the values; an existing checkpoint of this step is replaced.
+            values: tensors that will not change.
+            notes: a dict that JSON can represent.
+            best_steps: the value of the property once the checkpoint is whole; None keeps the current one.
         """
         self._join()
 
@@ -95,19 +96,19 @@ class Checkpoints:
                 if best_steps and best_steps != self.best_steps:
                     self._write_best(best_steps)
                 self._prune()
-            except Exception as error:  # a full disk has many faces; training goes on
+            except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
                 logging.error(
-                    "The checkpoint of step %d could not be written (%s); training goes on, and those before it stay.",
+                    "The checkpoint of step %d could not be written (%s); training goes on, and earlier ones are kept.",
                     step,
-                    _first_line(error),
+                    first_line(error),
                 )
 
         self._writer = threading.Thread(target=write, name="distloop-checkpoint")
         self._writer.start()
 
     def wait(self) -> None:
-        """Waits for the save in flight.
+        """Waits until the current save has ended.
 
         Raises:
             OSError: if the last save failed.
@@ -116,25 +117,25 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise OSError(
-                f"The last checkpoint could not be written to {self._directory!r} ({_first_line(failure)}): make room "
+                f"The last checkpoint could not be written to {self._directory!r} ({first_line(failure)}): make room "
                 "or give a directory that you may write to, and run the same command again from the one before it."
             ) from failure
 
     def load_newest(self, is_wanted: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
-        """Loads the newest checkpoint that is whole; names those that are not in the log.
+        """Loads the newest checkpoint that is whole; logs the damaged ones that it passes.
 
         Args:
-            is_wanted: looks at each; those after the one it wants are set aside, as `<step>.diverged`, until there is a
-                newer one.
+            is_wanted: whether to load a checkpoint. Newer ones that are not wanted are renamed to `<step>.diverged`,
+                and deleted after the next save.
 
         Returns:
-            None if there is none at all, or none is wanted.
+            The checkpoint; None if there is none, or none is wanted.
 
         Raises:
-            DamagedError: if there are some, but none is whole.
+            DamagedError: if there are checkpoints, but none is whole.
         """
         self._join()
-        self._put_back()
+        self._restore_replaced()
         steps = self.steps
         num_whole = 0
         for step in reversed(steps):
@@ -156,10 +157,10 @@ class Checkpoints:
         return None
 
     def load(self, step: int) -> Saved:
-        """Loads the checkpoint of a step, which another process has verified.
+        """Loads the checkpoint of a step that another worker has chosen.
 
         Raises:
-            DamagedError: if it is not there, or not what was written.
+            DamagedError: if it is missing or damaged.
         """
         path = self._path(step)
         if not os.path.isdir(path):
@@ -170,34 +171,34 @@ class Checkpoints:
         return load(path)
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
-        """Yields each checkpoint that another process writes, until the one that ends its run.
+        """Yields each checkpoint that another process writes, until the last one of its run.
 
-        Those that are gone before they were read are left out: the run keeps its newest.
+        Checkpoints that are deleted before they are read are skipped: the run keeps its newest only.
 
         Args:
-            done: steps to leave out.
-            poll_secs: how often to look.
-            timeout_secs: how long to wait for the next one; 0: for ever.
+            done: steps to skip.
+            poll_secs: time between two looks.
+            timeout_secs: the longest time to wait for a checkpoint; 0: without limit.
 
         Raises:
-            TimeoutError: if none came for so long.
+            TimeoutError: if no checkpoint came in that time.
         """
         seen = set(done)
-        came = time.monotonic()
+        last_time = time.monotonic()
         while True:
             new = [step for step in self.steps if step not in seen]
             for step in new:
                 seen.add(step)
-                came = time.monotonic()
+                last_time = time.monotonic()
                 try:
                     yield load(self._path(step))
                 except DamagedError as error:
                     if step in self.steps:
-                        logging.error("%s It is left out.", error)
+                        logging.error("%s It is skipped.", error)
             if not new:
                 if self._is_complete():
                     return
-                if timeout_secs and time.monotonic() - came > timeout_secs:
+                if timeout_secs and time.monotonic() - last_time > timeout_secs:
                     raise TimeoutError(
                         f"No checkpoint came to {self._directory!r} for {timeout_secs:g} seconds, and the newest is "
                         "not the last of its run: has that ended? Wait longer with timeout_secs."
@@ -205,7 +206,7 @@ class Checkpoints:
                 time.sleep(poll_secs)
 
     def _is_complete(self) -> bool:
-        """Says whether the newest checkpoint is the last of its run."""
+        """Returns whether the newest checkpoint is the last one of its run."""
         try:
             newest = self.steps[-1]
             notes = _read_manifest(self._path(newest))["notes"]
@@ -226,14 +227,14 @@ class Checkpoints:
         with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             json.dump(dict(best_steps), file, indent=1)
 
-    def _put_back(self) -> None:
-        """Gives a checkpoint its name back that was to be replaced when the process ended."""
+    def _restore_replaced(self) -> None:
+        """Renames back a checkpoint whose process was killed while it replaced it."""
         for leftover in leftovers(self._directory):
             if leftover.is_old and not os.path.exists(leftover.target):
                 os.rename(leftover.path, leftover.target)
 
     def _prune(self) -> None:
-        """Deletes what is old, and what earlier runs left half-written."""
+        """Deletes old checkpoints, and what killed processes have left."""
         best = {step for steps in self.best_steps.values() for step in steps}
         for step in self.steps[: -self._keep]:
             if step not in best:
@@ -243,14 +244,29 @@ class Checkpoints:
             remove(path)
 
 
+def in_workdir(workdir: str, keep: int = 3) -> Checkpoints:
+    """Returns the checkpoints of a run.
+
+    Args:
+        workdir: of the run.
+        keep: as for `Checkpoints`.
+    """
+    return Checkpoints(os.path.join(workdir, "checkpoints"), keep)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Returns whether a path is the directory of one checkpoint."""
+    return os.path.exists(os.path.join(path, _MANIFEST))
+
+
 def load(path: str) -> Saved:
-    """Reads a checkpoint and verifies every byte of it.
+    """Loads a checkpoint and verifies every byte of it.
 
     Args:
         path: its directory.
 
     Raises:
-        DamagedError: if it is not what was written.
+        DamagedError: if it differs from what was written.
     """
     try:
         manifest = _read_manifest(path)
@@ -264,7 +280,7 @@ def load(path: str) -> Saved:
             )
         return Saved(path, manifest["step"], dict(zip(entries, tensors, strict=True)), manifest["notes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, tf.errors.OpError) as error:
-        raise DamagedError(f"The checkpoint {path!r} is damaged ({_first_line(error)}).") from error
+        raise DamagedError(f"The checkpoint {path!r} is damaged ({first_line(error)}).") from error
 
 
 def _read_manifest(path: str) -> dict[str, Any]:
@@ -275,9 +291,9 @@ def _read_manifest(path: str) -> dict[str, Any]:
     if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this version of distloop reads {_FORMAT}")
     for name, size in manifest["files"].items():
-        found = os.path.getsize(os.path.join(path, name))
-        if found != size:
-            raise ValueError(f"{name} has {found} bytes instead of {size}")
+        actual_size = os.path.getsize(os.path.join(path, name))
+        if actual_size != size:
+            raise ValueError(f"{name} has {actual_size} bytes instead of {size}")
     return manifest
 
 
@@ -307,7 +323,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _first_line(error: Exception) -> str:
-    """Says what went wrong in a few words, whichever way the library tells it."""
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)
     return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")

@@ -1,10 +1,10 @@
-r"""Owns the start from other weights: of another run, a Keras file, or any TensorFlow checkpoint.
+r"""Warm start: weights from another run, a Keras file, or any TensorFlow checkpoint.
 
-    report = warm_start(state, "runs/first")                                        # all that fits
-    report = warm_start(state, "bert.keras", r"^encoder/(.*)=>backbone/encoder/\1")  # a part, under other names
+    summary = warm_start(state, "runs/first")                                        # every variable in it
+    summary = warm_start(state, "bert.keras", r"^encoder/(.*)=>backbone/encoder/\1")  # a part, under other names
 
-Only the model's weights are taken: the optimizer and all counts begin anew. Nothing is changed unless every variable
-that is taken fits. It does not know how a run goes on; that is resuming.
+Only the model's weights are set; the optimizer and all counters start anew. Nothing changes unless the shapes of all
+variables fit. This module does not know how a run resumes.
 """
 
 import os
@@ -15,43 +15,42 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.checkpoints.store import Checkpoints, load
+from distloop.checkpoints.store import first_line, in_workdir, is_checkpoint, load
 from distloop.training.state import TrainState
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 
-_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of TensorFlow's objects
+_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`
 
 
 def warm_start(state: TrainState, path: str, rename: str = "") -> str:
-    """Sets weights of a model to those in a file, by name.
+    """Sets a model's weights to those in a file, by name.
 
     Args:
-        state: of a model that is built.
+        state: of a built model.
         path: a workdir or a checkpoint of distloop, a `.keras` file, a `.weights.h5` file of a Keras model like this
             one, or the prefix of a TensorFlow checkpoint.
-        rename: `PATTERN=>REPLACEMENT`: takes the file's names in which the regular expression is found, and replaces
-            what it found; empty: takes all names as they are.
+        rename: `PATTERN=>REPLACEMENT`: takes the variables whose names match the regular expression, and replaces the
+            match; empty: takes all variables under their own names.
 
     Returns:
-        What was taken, what the file lacks, and what of it was not used.
+        A summary: how many variables were set, which the file lacks, and which of the file's were not used.
 
     Raises:
         ValueError: if the file cannot be read, a name occurs twice after renaming, nothing matches, or shapes differ.
     """
-    names = portable_names(state.model)
-    seeds = {name for name, v in names.items() if is_seed(v)}  # each replica's stream goes on from its own place
-    here = {name: v for name, v in names.items() if name not in seeds}
-    there = {name: v for name, v in _renamed(_read(path, state.model), rename, path).items() if name not in seeds}
-    matched = [name for name in here if name in there]
+    variables = {name: v for name, v in portable_names(state.model).items() if not is_seed(v)}
+    seeds = portable_names(state.model).keys() - variables.keys()  # each replica's random stream goes on from its place
+    values = {name: v for name, v in _renamed(_read(path, state.model), rename, path).items() if name not in seeds}
+    matched = [name for name in variables if name in values]
     if not matched:
         raise ValueError(
-            f"init_from={path!r} holds no variable of the model: it has {_some(there)}, the model {_some(here)}; give "
-            "init_rename='PATTERN=>REPLACEMENT' to make the names equal."
+            f"init_from={path!r} holds no variable of the model: it has {_some(values)}, the model {_some(variables)}; "
+            "give init_rename='PATTERN=>REPLACEMENT' to make the names equal."
         )
     different = [
-        f"{name} is {list(there[name].shape)} there and {list(here[name].shape)} here"
+        f"{name} is {list(values[name].shape)} there and {list(variables[name].shape)} here"
         for name in matched
-        if tuple(there[name].shape) != tuple(here[name].shape)
+        if tuple(values[name].shape) != tuple(variables[name].shape)
     ]
     if different:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
@@ -61,54 +60,64 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
         )
     with state.strategy.scope():
         for name in matched:
-            variable = tensorflow_variable(here[name])
-            variable.assign(tf.cast(there[name], variable.dtype))
+            variable = tensorflow_variable(variables[name])
+            variable.assign(tf.cast(values[name], variable.dtype))
         if state.average is not None:
             state.average.start()
-    missing, unused = [n for n in here if n not in there], [n for n in there if n not in here]
-    report = f"{len(matched)} of {len(here)} variables start from {path}"
-    report += f"; it lacks {_some(missing)}" if missing else ""
-    return report + (f"; not used of it: {_some(unused)}" if unused else "")
+    missing, unused = [n for n in variables if n not in values], [n for n in values if n not in variables]
+    summary = f"{len(matched)} of {len(variables)} variables start from {path}"
+    summary += f"; it lacks {_some(missing)}" if missing else ""
+    return summary + (f"; not used of it: {_some(unused)}" if unused else "")
 
 
 def _read(path: str, model: Any) -> Mapping[str, Any]:
-    """Reads a file's weights by name."""
+    """Returns a file's weights by name."""
     try:
         if path.endswith(".keras"):
-            loaded = portable_names(keras.models.load_model(path, compile=False))
-            values = {name: v.numpy() for name, v in loaded.items() if not is_seed(v)}
-            here = [name for name, v in portable_names(model).items() if not is_seed(v)]
-            if not set(values) & set(here):  # Keras leaves a model's own name out of the paths of one it has loaded
-                root = here[0].partition("/")[0]
-                values = {f"{root}/{name}": value for name, value in values.items()}
-            return values
+            return _read_keras_file(path, model)
         if path.endswith(".weights.h5"):
-            if not isinstance(model, keras.Model):
-                raise ValueError("a .weights.h5 file has the names of one Keras model alone")
-            other = keras.models.clone_model(model)
-            other.load_weights(path)
-            # Layers of the clone stand where the model's do, so its weights have their names.
-            return dict(zip(portable_names(model), [v.numpy() for v in portable_names(other).values()], strict=True))
+            return _read_weights_file(path, model)
         if os.path.isdir(path):
-            is_one = os.path.exists(os.path.join(path, "manifest.json"))
-            saved = load(path) if is_one else Checkpoints(os.path.join(path, "checkpoints")).load_newest()
-            if saved is None:
-                raise ValueError("there is no checkpoint in it")
-            prefix = "model/"
-            return {name.removeprefix(prefix): v for name, v in saved.values.items() if name.startswith(prefix)}
+            return _read_checkpoint(path)
         reader = tf.train.load_checkpoint(path)
         names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
         return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in sorted(names)}
     except (OSError, ValueError, TypeError, tf.errors.OpError) as error:
-        message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-        what = (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
         raise ValueError(
-            f"init_from={path!r} cannot be read ({what}): give a workdir, a checkpoint's directory, a .keras or "
-            ".weights.h5 file, or the prefix of a TensorFlow checkpoint."
+            f"init_from={path!r} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
+            ".keras or .weights.h5 file, or the prefix of a TensorFlow checkpoint."
         ) from error
 
 
+def _read_keras_file(path: str, model: Any) -> Mapping[str, Any]:
+    loaded = portable_names(keras.models.load_model(path, compile=False))
+    values = {name: v.numpy() for name, v in loaded.items() if not is_seed(v)}
+    names = [name for name, v in portable_names(model).items() if not is_seed(v)]
+    if not set(values) & set(names):  # Keras leaves the name of a model that it has loaded out of the variables' paths
+        root = names[0].partition("/")[0]
+        values = {f"{root}/{name}": value for name, value in values.items()}
+    return values
+
+
+def _read_weights_file(path: str, model: Any) -> Mapping[str, Any]:
+    if not isinstance(model, keras.Model):
+        raise ValueError("a .weights.h5 file has the names of one Keras model alone")
+    clone = keras.models.clone_model(model)
+    clone.load_weights(path)
+    # The clone's layers are in the model's order, so its weights get the model's names.
+    return dict(zip(portable_names(model), [v.numpy() for v in portable_names(clone).values()], strict=True))
+
+
+def _read_checkpoint(path: str) -> Mapping[str, Any]:
+    saved = load(path) if is_checkpoint(path) else in_workdir(path).load_newest()
+    if saved is None:
+        raise ValueError("there is no checkpoint in it")
+    prefix = "model/"
+    return {name.removeprefix(prefix): v for name, v in saved.values.items() if name.startswith(prefix)}
+
+
 def _renamed(values: Mapping[str, Any], rename: str, path: str) -> dict[str, Any]:
+    """Returns the values whose names match the pattern of `rename`, under their new names."""
     if not rename:
         return dict(values)
     pattern, arrow, replacement = rename.partition("=>")
