@@ -29,7 +29,7 @@ from distloop.actions.save import Save
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
-from distloop.checkpoints.resume import Progress
+from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Data, Source
@@ -54,7 +54,7 @@ class Fit:
     Attributes:
         state: what training changes.
         config: the settings of the run.
-        progress: the checkpoints of the run.
+        checkpoints: of the run.
         make_loop: returns what trains; called when the weights are those that training begins with.
         source: the data to train on.
         until: the global step to end with.
@@ -66,7 +66,7 @@ class Fit:
 
     state: TrainState
     config: Config
-    progress: Progress
+    checkpoints: RunCheckpoints
     make_loop: Callable[[], TrainLoop]
     source: Source
     until: int
@@ -77,10 +77,10 @@ class Fit:
 
     def resume(self) -> "Fit":
         """Goes on from the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
-        self.progress.resume()
-        if self.config.init_from and self.progress.is_new:
+        self.checkpoints.resume()
+        if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
-        self._stop_reason = self.progress.stop_reason(self.until)
+        self._stop_reason = self.checkpoints.stop_reason(self.until)
         if self._stop_reason:
             self._say(f"this run stopped at step {self._step} ({self._stop_reason}); other steps make it go on.")
         self._loop = self.make_loop()
@@ -104,8 +104,8 @@ class Fit:
                 yield
             except Interrupted as interrupted:
                 if self.config.workdir:
-                    self.progress.save()
-                    self.progress.wait()
+                    self.checkpoints.save()
+                    self.checkpoints.wait()
                 if self._is_chief:  # with console=quiet, too
                     say(f"{interrupted}; the same command goes on from there.")
                 raise SystemExit(EXIT_CODE) from None
@@ -145,7 +145,7 @@ class Fit:
                 executor=self._executor,
             )
             with self.clock.phase("saving"):
-                self.progress.wait()
+                self.checkpoints.wait()
         for writer in write.writers:
             if isinstance(writer, Console):
                 writer.summarize(self.clock)
@@ -155,12 +155,12 @@ class Fit:
         """Goes back to a checkpoint from before the batch that a step failed on; raises the failure if it may not."""
         if self.config.on_divergence != "rollback":
             raise diverged
-        self.progress.roll_back(diverged)
+        self.checkpoints.roll_back(diverged)
         self._attach()
 
     def _attach(self) -> None:
         """Hands the parts what the checkpoint holds of them."""
-        self._window = self.progress.attach(self.source, self._loop, self.actions, self.until)
+        self._window = self.checkpoints.attach(self.source, self._loop, self.actions, self.until)
 
     def _announce(self) -> None:
         """Writes the settings, and says on what, with what and where to the run trains."""
@@ -173,8 +173,8 @@ class Fit:
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
-        if self.config.on_divergence == "rollback" and not self.progress.has_checkpoint():
-            self.progress.save()
+        if self.config.on_divergence == "rollback" and not self.checkpoints.has_checkpoint():
+            self.checkpoints.save()
         self._forward = self.forward_pass.trace(self.source)
         batch_size = self.source.info.batch_size
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
@@ -198,7 +198,7 @@ class Fit:
 
     def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         write.flush()  # a run that resumes from this checkpoint finds all rows up to it
-        self.progress.save(report, best_steps)
+        self.checkpoints.save(report, best_steps)
 
     def _open_writers(self) -> list[Any]:
         if not self._is_chief:

@@ -1,11 +1,11 @@
-"""Owns the first run on a machine: what distloop promises, tried on the devices that are there, a line each.
+"""Smoke test: what distloop promises, tried on this machine's devices, one line a check.
 
     python -m distloop.smoke                                     # on the GPUs, or else the CPU
     python -m distloop.smoke --device=cpu --num_devices=2        # on virtual CPUs
 
-Each line tells what was tried, `passed`, `failed` or `skipped`, and what was seen. The exit code is 0 if nothing
-failed, 1 if something did, 2 if there are no such devices. It takes less than a minute and leaves nothing behind. No
-GPU was at hand when it was written.
+Each line holds the check, `passed`, `failed` or `skipped`, and what was measured. The exit code is 0 if nothing failed,
+1 if a check failed, 2 if there are no such devices. It takes less than a minute and leaves no files behind. It has not
+been run on a GPU.
 """
 
 import argparse
@@ -28,12 +28,11 @@ from distloop.training.spec import ModelSpec
 from distloop.variables import named_variables, tensorflow_variable
 
 _STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd
-# Devices add up in another order, and XLA rounds otherwise; relative, of each variable.
-_TOLERANCE = 1e-5
+_TOLERANCE = 1e-5  # relative, of each variable: devices sum in another order, and XLA rounds differently
 
 
 class _Skipped(Exception):  # noqa: N818 - no error
-    """A check that means nothing here; the message says why."""
+    """A check does not apply to these devices; the message says why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,17 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m distloop.smoke", description="Tries distloop on this machine.")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="what to run on; auto")
     parser.add_argument("--num_devices", default=0, type=int, help="how many; 0: all")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         config = Config(
-            device=given.device, num_devices=given.num_devices, strategy="mirrored", log_every=0, console="quiet"
+            device=options.device, num_devices=options.num_devices, strategy="mirrored", log_every=0, console="quiet"
         )
         strategies.prepare(config)
         strategies.make_strategy(config)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    tf.config.experimental.enable_tensor_float_32_execution(False)  # it rounds more than what is compared
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # its rounding exceeds the tolerance
     results = [_run(name, check, config) for name, check in _CHECKS.items()]
     counts = {word: results.count(word) for word in ("passed", "failed", "skipped")}
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
@@ -59,25 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, check: Callable[[Config], str], config: Config) -> str:
-    """Runs one check and tells how it went; whatever is raised is a failure of the machine to be told, not ours."""
+    """Runs a check and prints its line; any exception is a failure of the check."""
     try:
-        result, seen = "passed", check(config)
+        result, detail = "passed", check(config)
     except _Skipped as reason:
-        result, seen = "skipped", str(reason)
+        result, detail = "skipped", str(reason)
     except Exception as error:
-        result, seen = "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    print(f"{name:<28} {result:<8} {seen}", flush=True)
+        result, detail = "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    print(f"{name:<28} {result:<8} {detail}", flush=True)
     return result
 
 
 def _devices(config: Config) -> str:
-    found = []
+    gpus = []
     for gpu in tf.config.get_visible_devices("GPU") if config.device != "cpu" else []:
         details = tf.config.experimental.get_device_details(gpu)
-        found.append(f"{details.get('device_name', gpu.name)} {details.get('compute_capability', '')}".strip())
+        gpus.append(f"{details.get('device_name', gpu.name)} {details.get('compute_capability', '')}".strip())
     build = tf.sysconfig.get_build_info()
     versions = f"TensorFlow {tf.__version__}, Keras {keras.__version__}, CUDA {build.get('cuda_version', 'none')}"
-    return f"{strategies.describe(strategies.make_strategy(config))}; {', '.join(found) or 'no GPU'}; {versions}"
+    return f"{strategies.describe(strategies.make_strategy(config))}; {', '.join(gpus) or 'no GPU'}; {versions}"
 
 
 def _reduction(config: Config) -> str:
@@ -100,7 +99,7 @@ def _replicas(config: Config) -> str:
     several, one = (_train(_on(config, num_devices=count), model_fn) for count in (config.num_devices, 1))
     for path, values in _values(several).items():
         same = all(np.array_equal(value, values[0]) for value in values)
-        _require(same, f"{path} is another on each replica")
+        _require(same, f"{path} differs between replicas")
     difference = _difference(several, one)
     _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
     return f"the weights after {_STEPS} steps differ by {difference:.1e}"
@@ -126,7 +125,7 @@ def _restore(config: Config) -> str:
             resumed = _train(_on(config, workdir=directory), steps=steps)
     difference = _difference(resumed, _train(config))
     _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
-    return f"saved at step {_STEPS // 2} and gone on: the weights differ by {difference:.1e} from a run that was not"
+    return f"saved at step {_STEPS // 2} and resumed: the weights differ by {difference:.1e} from an uninterrupted run"
 
 
 def _predict(config: Config) -> str:
@@ -144,7 +143,7 @@ def _jit(config: Config) -> str:
 
 def _input(config: Config) -> str:
     if "GPU" not in strategies.describe(strategies.make_strategy(config)):
-        raise _Skipped("a CPU's batches are where they are needed")
+        raise _Skipped("on a CPU, batches need no transfer")
     rows = {name: np.repeat(values, 1000, 0) for name, values in _rows().items()}
     waited = Trainer(_model_fn, config).fit(make_dataset(rows, 1000 * _BATCH_SIZE), steps=200)["input_wait"]
     _require(waited < 0.5, f"the steps waited {waited:.0%} of the time for data")
@@ -201,22 +200,22 @@ def _train(config: Config, model_fn: Callable[[], ModelSpec] = _model_fn, steps:
 
 
 def _values(trainer: Trainer) -> dict[str, list[np.ndarray]]:
-    """Reads what each replica holds of each variable of the model."""
+    """Returns each variable of the model, by path, as each replica holds it."""
     return {
         path: [np.asarray(part) for part in trainer.strategy.experimental_local_results(tensorflow_variable(variable))]
         for path, variable in named_variables(trainer.model).items()
     }
 
 
-def _difference(found: Trainer, expected: Trainer) -> float:
-    """Finds the largest difference between the variables of two models, by the norm, relative to the variable's own."""
-    pairs = zip(_values(found).values(), _values(expected).values(), strict=True)
+def _difference(trainer: Trainer, reference: Trainer) -> float:
+    """Returns the largest relative difference between the floating-point variables of two models."""
+    pairs = zip(_values(trainer).values(), _values(reference).values(), strict=True)
     return max(relative_difference(a[0], b[0]) for a, b in pairs if np.issubdtype(a[0].dtype, np.floating))
 
 
-def _require(is_met: bool, otherwise: str) -> None:
-    if not is_met:
-        raise AssertionError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
 
 
 if __name__ == "__main__":

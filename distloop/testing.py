@@ -1,6 +1,6 @@
-"""Owns what users test their own code with: devices and workers in processes of their own, the replica law, tiny data.
+"""Tools for users' tests: devices and workers in processes of their own, the replica law, tiny data.
 
-It works under pytest, unittest or none, and needs neither. In a test file:
+They need no test framework. In a test file:
 
     def test_my_model_keeps_the_replica_law():                       # with distloop.prepare(...) in conftest.py
         testing.assert_replica_law(model_fn, dataset, replicas=(1, 2, 4))
@@ -38,24 +38,24 @@ from distloop.variables import is_seed, portable_names, tensorflow_variable
 
 T = TypeVar("T")
 
-_CALL, _RESULT = "call.pickle", "result.{}.pickle"  # files through which processes talk
+_CALL, _RESULT = "call.pickle", "result.{}.pickle"  # files by which the processes communicate
 
 
 def run_on_devices(fn: Callable[..., T], devices: int, *arguments: Any, timeout_secs: float = 300.0) -> T:
-    """Calls a function in a new process that has so many virtual CPUs.
+    """Calls a function in a new process with the given number of virtual CPUs.
 
     Args:
-        fn: stands at the top of a module that can be imported; what it takes and returns can be pickled.
-        devices: how many.
+        fn: defined at the top level of an importable module; its arguments and result can be pickled.
+        devices: number of virtual CPUs.
         *arguments: of `fn`.
-        timeout_secs: how long to wait.
+        timeout_secs: the longest time to wait.
 
     Returns:
-        What `fn` returned.
+        The result of `fn`.
 
     Raises:
-        ValueError: if another process could not import `fn`.
-        RuntimeError: if `fn` failed; the message holds the end of what its process said.
+        ValueError: if another process cannot import `fn`.
+        RuntimeError: if `fn` failed; the message holds the end of its process's output.
         subprocess.TimeoutExpired: if it takes longer.
     """
     command = [sys.executable, "-m", "distloop.testing", f"--num_devices={devices}"]
@@ -66,17 +66,17 @@ def run_on_devices(fn: Callable[..., T], devices: int, *arguments: Any, timeout_
 def run_in_workers(
     fn: Callable[..., T], workers: int, *arguments: Any, devices_per_worker: int = 1, timeout_secs: float = 300.0
 ) -> list[T]:
-    """Calls a function in each of several workers of this machine, which `distloop.launch` starts.
+    """Calls a function in each of several workers on this machine, which `distloop.launch` starts.
 
     Args:
-        fn: as for `run_on_devices`; all workers have met when it is called.
-        workers: how many.
+        fn: as for `run_on_devices`; called when all workers are connected.
+        workers: number of workers.
         *arguments: of `fn`.
-        devices_per_worker: virtual CPUs of each.
-        timeout_secs: how long to wait.
+        devices_per_worker: number of virtual CPUs of each worker.
+        timeout_secs: the longest time to wait.
 
     Returns:
-        What `fn` returned in each, the chief's first.
+        The result of `fn` in each worker, the chief's first.
 
     Raises:
         ValueError: as for `run_on_devices`.
@@ -99,19 +99,19 @@ def assert_replica_law(
 ) -> None:
     """Checks that a model trains to the same weights, and reports the same values, on any number of replicas.
 
-    It runs in this process, on virtual CPUs, which TensorFlow makes before its first tensor only: call
-    `distloop.prepare(distloop.Config(device="cpu", num_devices=4))` in conftest.py, or all of it in `run_on_devices`.
+    It runs in this process, on virtual CPUs, which TensorFlow can create only before its first tensor: call
+    `distloop.prepare(distloop.Config(device="cpu", num_devices=4))` in conftest.py, or call this by `run_on_devices`.
 
     Args:
-        model_fn: as for `Trainer`; it draws no random numbers in training, as dropout does: those are other ones.
+        model_fn: as for `Trainer`; without dropout or other random numbers in training, which differ between replicas.
         dataset: of global batches, as for `Trainer.fit`.
-        replicas: what to compare with the first of them.
-        steps: to train.
-        tolerance: the largest norm of a difference, relative to that of the values.
+        replicas: numbers of replicas; the others are compared with the first.
+        steps: number of steps to train.
+        tolerance: the largest norm of a difference, relative to the norm of the values.
         **settings: of `Config`, such as `clip_norm=1.0`.
 
     Raises:
-        AssertionError: if something differs; the message names what differs most.
+        AssertionError: if a weight or metric differs; the message names the one that differs most.
         ValueError: if TensorFlow has started with fewer devices.
     """
     strategies.prepare(Config(device="cpu", num_devices=max(replicas)))
@@ -119,33 +119,33 @@ def assert_replica_law(
     for count in replicas:
         config = Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
         trainer = Trainer(model_fn, config)
-        numbers = trainer.fit(fresh_copy(dataset), steps=steps)
-        found = {name: np.asarray(value) for name, value in numbers.items() if not _is_about_the_run(name)}
+        metrics = trainer.fit(fresh_copy(dataset), steps=steps)
+        values = {name: np.asarray(value) for name, value in metrics.items() if not _is_about_the_run(name)}
         for path, variable in portable_names(trainer.model).items():
             if not is_seed(variable):
-                found[path] = tensorflow_variable(variable).numpy()
-        expected = expected or found
-        different = {name: relative_difference(found[name], value) for name, value in expected.items()}
-        name = max(different, key=lambda name: different[name])
-        if not different[name] <= tolerance:
+                values[path] = tensorflow_variable(variable).numpy()
+        expected = expected or values
+        differences = {name: relative_difference(values[name], value) for name, value in expected.items()}
+        name = max(differences, key=lambda name: differences[name])
+        if not differences[name] <= tolerance:
             raise AssertionError(
-                f"After {steps} steps {name} differs by {different[name]:.1e} of its norm between {replicas[0]} and "
+                f"After {steps} steps {name} differs by {differences[name]:.1e} of its norm between {replicas[0]} and "
                 f"{count} replicas, more than {tolerance:g}; trainer.audit(dataset) looks for the cause."
             )
 
 
 def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
-    """Makes a small problem that can be learned, as arrays for `distloop.make_dataset`.
+    """Returns a small learnable problem, as arrays for `distloop.make_dataset`.
 
     Args:
-        rows: N.
-        features: F, at least as many as `classes`.
-        classes: how many labels there are.
-        seed: of the numbers.
+        rows: number of examples, N.
+        features: F, at least `classes`.
+        classes: number of labels, C.
+        seed: of the random numbers.
 
     Returns:
-        `x` `[N, F]` float32, `label` `[N]` int32: which of the first entries is the largest in size, and `weight` `[N]`
-        float32, some of them 0.
+        `x` `[N, F]` float32; `label` `[N]` int32, the index of the largest of the first C entries by absolute value;
+        and `weight` `[N]` float32, some of them 0.
     """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, features)).astype(np.float32)
@@ -161,9 +161,9 @@ def _is_about_the_run(name: str) -> bool:
 
 
 def _call(
-    command: Sequence[str], fn: Callable[..., Any], arguments: Sequence[Any], results: int, timeout_secs: float
+    command: Sequence[str], fn: Callable[..., Any], arguments: Sequence[Any], num_results: int, timeout_secs: float
 ) -> list[Any]:
-    """Runs a command whose processes call a function, and collects what it returned in each."""
+    """Runs a command whose processes call a function; returns the results of all processes."""
     module, name = fn.__module__, fn.__qualname__
     if module == "__main__" or "<" in name:
         raise ValueError(
@@ -178,28 +178,28 @@ def _call(
             [*command, directory], env=environment, capture_output=True, text=True, timeout=timeout_secs, check=False
         )
         if done.returncode:
-            said = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
-            raise RuntimeError(f"{name} failed with exit code {done.returncode}:\n{said}")
-        found = []
-        for i in range(results):
+            output = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+            raise RuntimeError(f"{name} failed with exit code {done.returncode}:\n{output}")
+        values = []
+        for i in range(num_results):
             with open(os.path.join(directory, _RESULT.format(i)), "rb") as file:
-                found.append(pickle.load(file))
-        return found
+                values.append(pickle.load(file))
+        return values
 
 
 def main() -> None:
-    """Calls the function that another process asks for; the entry of `run_on_devices` and `run_in_workers`."""
+    """Calls the function that another process has stored: what `run_on_devices` and `run_in_workers` start."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--num_devices", type=int, default=1)
-    given = parser.parse_args()
-    config = Config(device="cpu", num_devices=given.num_devices)
+    options = parser.parse_args()
+    config = Config(device="cpu", num_devices=options.num_devices)
     strategies.prepare(config)  # before the function's module is imported, which may make tensors
     index = workers.worker_index(strategies.make_strategy(config))
-    with open(os.path.join(given.directory, _CALL), "rb") as file:
+    with open(os.path.join(options.directory, _CALL), "rb") as file:
         fn, arguments = pickle.load(file)
     result = fn(*arguments)
-    with open(os.path.join(given.directory, _RESULT.format(index)), "wb") as file:
+    with open(os.path.join(options.directory, _RESULT.format(index)), "wb") as file:
         pickle.dump(result, file)
 
 

@@ -17,7 +17,7 @@ from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluate
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.keras_file import write_keras_file
-from distloop.checkpoints.resume import Progress
+from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.config import Config
 from distloop.data.arrays import as_dataset
@@ -88,7 +88,7 @@ class Trainer:
             )
         self.state.placement.require_stages(config.num_stages)
         self._is_chief = workers.is_chief(self.strategy)
-        self._progress = Progress(self.state, config)
+        self._checkpoints = RunCheckpoints(self.state, config)
         if (heartbeat := workers.heartbeat_of(self.strategy)) is not None:
             heartbeat.step = lambda: self.step
             heartbeat.phase = "starting"
@@ -164,7 +164,7 @@ class Trainer:
         run = Fit(
             state=self.state,
             config=self.config,
-            progress=self._progress,
+            checkpoints=self._checkpoints,
             make_loop=lambda: self._train_loop,
             source=source,
             until=until,
@@ -214,8 +214,8 @@ class Trainer:
             ValueError: if there is no workdir, or nothing was trained or restored.
             OSError: if it could not be written.
         """
-        self._progress.save()
-        self._progress.wait()
+        self._checkpoints.save()
+        self._checkpoints.wait()
 
     def restore(self, path: str | None = None) -> None:
         """Restores a checkpoint: weights, optimizer, averages, counters, and for the next `fit` the place in the data.
@@ -226,7 +226,7 @@ class Trainer:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
-        self._progress.restore(path)
+        self._checkpoints.restore(path)
 
     def audit(self, dataset: Data) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that no error tells of; changes nothing.
@@ -302,7 +302,7 @@ class Trainer:
         sidecar.check(self.config, self.strategy)
         evaluate = functools.partial(self._evaluate, self._build(self._eval_source(dataset)))
         return sidecar.evaluate_checkpoints(
-            self._progress, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
+            self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
         )
 
     def predict(self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False) -> Any:
@@ -387,7 +387,7 @@ class Trainer:
         if not self.state.is_built:
             with loss_scale.policy(self.config.precision):
                 self.state.build(source.first_rows())
-            self._progress.take_over()
+            self._checkpoints.restore_built_model()
         return source
 
     def _eval_source(self, data: Data) -> Source:

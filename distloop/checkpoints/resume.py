@@ -1,11 +1,11 @@
-"""Owns how far a run has come: what a checkpoint holds of each part, going on from one, and going back to one.
+"""Resuming: the checkpoints of one run, what they hold of each part, and how the parts get it back.
 
-    progress = Progress(state, config)
-    progress.resume()                                          # the newest checkpoint of the workdir, if there is one
-    window = progress.attach(source, loop, actions, until)     # the parts take over what it holds of them
-    progress.save(report, best_steps)                          # between two loops
+    checkpoints = RunCheckpoints(state, config)
+    checkpoints.resume()                                          # from the newest one in the workdir, if there is any
+    window = checkpoints.attach(source, loop, actions, until)     # restores the parts
+    checkpoints.save(report, best_steps)                          # between two loops
 
-It does not know how a part makes or reads what is saved of it.
+This module does not know how a part represents its state.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report, member
-from distloop.checkpoints.store import Checkpoints, Saved, load
+from distloop.checkpoints.rollback import Rollback
+from distloop.checkpoints.store import Checkpoints, Saved, in_workdir, is_checkpoint, load
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
@@ -28,11 +29,11 @@ from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 
 
-class Progress:
-    """How far a run has come, in memory and in its workdir.
+class RunCheckpoints:
+    """The checkpoints of one run.
 
     Attributes:
-        is_new: whether it neither trained nor took over a checkpoint.
+        is_new: whether the run has neither trained nor restored a checkpoint.
     """
 
     def __init__(self, state: TrainState, config: Config):
@@ -45,21 +46,18 @@ class Progress:
         self._state = state
         self._saved_state = SavedState(state)
         self._config = config
-        self._checkpoints: Checkpoints | None = None
-        if config.workdir:
-            self._checkpoints = Checkpoints(os.path.join(config.workdir, "checkpoints"), config.keep_checkpoints)
+        self._checkpoints = in_workdir(config.workdir, config.keep_checkpoints) if config.workdir else None
         self._is_chief = workers.is_chief(state.strategy)
         self.is_new = True
-        self._saved: Saved | None = None  # what parts that are not there yet have still to take over
+        self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._until = 0
         self._actions: dict[str, Action] = {}  # by class and position
-        self._furthest = 0  # the last step that diverged
-        self._blamed: list[int] = []  # the batches that were left out since the run came so far
+        self._rollback = Rollback(config.max_rollbacks)
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint of the workdir, if the run is new and there is one.
+        """Restores the newest checkpoint of the workdir, if the run is new and there is one.
 
         Raises:
             ValueError: if there is one and `resume=False`, all are damaged, or it is of another model or optimizer.
@@ -72,10 +70,10 @@ class Progress:
                 f"{self._checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
             )
         if (saved := self._load_newest(self._checkpoints)) is not None:
-            self._take(saved)
+            self._restore(saved)
 
     def restore(self, path: str | None) -> None:
-        """Goes on from a checkpoint.
+        """Restores a checkpoint.
 
         Args:
             path: as for `Trainer.restore`.
@@ -84,19 +82,19 @@ class Progress:
             ValueError: as for `Trainer.restore`.
         """
         path = os.fspath(path) if path is not None else self._config.workdir
-        if os.path.exists(os.path.join(path, "manifest.json")):
+        if is_checkpoint(path):
             saved: Saved | None = load(path)
         else:
-            saved = self._load_newest(Checkpoints(os.path.join(path, "checkpoints"))) if path else None
+            saved = self._load_newest(in_workdir(path)) if path else None
         if saved is None:
             raise ValueError(
                 f"There is no checkpoint in {path!r}: give restore the directory of one, such as "
                 "run/checkpoints/500, or a workdir that holds some."
             )
-        self._take(saved)
+        self._restore(saved)
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
-        """Takes over each checkpoint that another process writes, as for `Checkpoints.follow`; yields its step.
+        """Restores each checkpoint that another process writes, as `Checkpoints.follow`; yields its step.
 
         Raises:
             ValueError: if there is no workdir, or a checkpoint is of another model or optimizer.
@@ -105,25 +103,25 @@ class Progress:
         if self._checkpoints is None:
             raise ValueError("There are no checkpoints to follow: give Config(workdir=...) the run's workdir.")
         for saved in self._checkpoints.follow(done, poll_secs, timeout_secs):
-            self._take(saved)
+            self._restore(saved)
             yield saved.step
 
-    def take_over(self) -> None:
-        """Gives the model, which has just been built, what a checkpoint that was restored before holds of it."""
+    def restore_built_model(self) -> None:
+        """Restores the model, which has just been built, from the checkpoint that was chosen before."""
         if self._saved is not None:
-            self._take(self._saved)
+            self._restore(self._saved)
 
     def attach(self, source: Source, loop: TrainLoop, actions: Sequence[Action], until: int) -> dict[str, Any] | None:
-        """Takes note of the parts that are saved, and gives them what a restored checkpoint holds of them.
+        """Sets the parts that are saved, and restores them if a checkpoint was restored.
 
         Args:
             source: the data to train on.
-            loop: what trains.
+            loop: the training loop.
             actions: the user's; their `get_state` is saved.
-            until: the step that the run is to end with.
+            until: the last step of the run.
 
         Returns:
-            The log window to go on with, as `TrainLoop.save_window` gave it; None: a new one.
+            The log window to continue, from `TrainLoop.save_window`; None for a new one.
         """
         self._source, self._loop, self._until = source, loop, until
         self._actions = {f"{type(action).__name__}/{i}": action for i, action in enumerate(actions)}
@@ -138,7 +136,7 @@ class Progress:
         return window if window["steps"] else None
 
     def stop_reason(self, until: int) -> str | None:
-        """Says why the checkpoint that is to be taken over was the last of a run until the same step, if it was."""
+        """Returns why an action stopped the restored run, if it was on its way to the same step; else None."""
         notes = self._saved.notes if self._saved is not None else {}
         return notes["stop_reason"] if notes.get("until") == until else None
 
@@ -146,8 +144,8 @@ class Progress:
         """Saves a checkpoint in the background.
 
         Args:
-            report: of the boundary, where there is one.
-            best_steps: the steps to keep, by metric; None: as they are.
+            report: of the boundary, if there is one.
+            best_steps: by metric, the steps to keep; None keeps the current ones.
 
         Raises:
             ValueError: if there is no workdir, or nothing to save yet.
@@ -157,7 +155,7 @@ class Progress:
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         workers.report_phase(self._state.strategy, "saving")
-        kept = self._checkpoints.best_steps | dict(best_steps or {})  # those of an earlier run stay
+        kept = self._checkpoints.best_steps | dict(best_steps or {})  # an earlier run's stay
         states = {name: member(action, "get_state")() for name, action in self._actions.items()}
         notes = {
             "input": self._source.save_position(),
@@ -174,7 +172,7 @@ class Progress:
             self._checkpoints.save(int(self._state.step), values, notes, kept)
 
     def wait(self) -> None:
-        """Waits until the last save is whole.
+        """Waits until the last save has ended.
 
         Raises:
             OSError: if it could not be written.
@@ -184,65 +182,58 @@ class Progress:
             self._checkpoints.wait()
 
     def has_checkpoint(self) -> bool:
-        """Says whether there is any checkpoint in the workdir, as the chief sees it."""
+        """Returns whether there is a checkpoint in the workdir, as the chief sees it."""
         has_one = self._checkpoints is not None and bool(self._checkpoints.steps)
         return bool(workers.gather(self._state.strategy, has_one)[0])
 
     def roll_back(self, diverged: Diverged) -> None:
-        """Goes back to the last checkpoint before the batch that a step failed on, and leaves the batch out.
+        """Restores the last checkpoint before the batch that a step failed on, and leaves the batch out.
 
-        Where the run comes no further, on one batch after the other, its weights may be what is bad: the last try takes
-        those batches back and leaves out the one that the weights learned from last. What happened is written to
-        `incidents.jsonl`. `attach` is to be called next.
+        The incident is written to `incidents.jsonl`. Call `attach` next.
 
         Args:
             diverged: the failure.
 
         Raises:
-            Diverged: if the run came no further often enough, or there is no checkpoint to go back to.
+            Diverged: if the run has gone back often enough without progress, or there is no checkpoint to go back to.
         """
         assert self._source is not None and self._checkpoints is not None
-        if diverged.step > self._furthest:
-            self._furthest, self._blamed = diverged.step, []
-        skipped, left_out = self._source.skipped_batches, diverged.batch
-        if self._blamed and len(self._blamed) == self._config.max_rollbacks - 1:
-            left_out = max((batch for batch in range(left_out) if batch not in skipped), default=0)
-            skipped = skipped - set(self._blamed)
-        may_try = len(self._blamed) < self._config.max_rollbacks
-        self._blamed.append(left_out)
         incident = {"step": diverged.step, "batch": diverged.batch, "reason": str(diverged)}
         saved = None
-        if may_try:
-            saved = self._load_newest(self._checkpoints, lambda s: s.notes["input"]["batches"] <= left_out)
-        if saved is None:
-            self._note({**incident, "action": "raise"})
-            tries = f"{len(self._blamed) - 1} times" if len(self._blamed) > 1 else "not once"
+        if (choice := self._rollback.choose(diverged.step, diverged.batch, self._source.skipped_batches)) is not None:
+            left_out, skipped = choice
+            saved = self._load_newest(self._checkpoints, lambda saved: saved.notes["input"]["batches"] <= left_out)
+        if choice is None or saved is None:
+            self._write_incident({**incident, "action": "raise"})
+            tries = f"{self._rollback.num_tries} times" if self._rollback.num_tries else "not once"
             raise Diverged(
                 f"{diverged} The run went back {tries} and came no further: {self._config.workdir}/incidents.jsonl "
                 "tells what was tried.",
                 diverged.step,
                 diverged.batch,
             ) from diverged
-        self._note({**incident, "action": "rollback", "checkpoint": saved.step, "left_out": left_out})
-        self._warn(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
-        saved.notes["input"]["skipped"] = sorted({*skipped, left_out})
-        self._take(saved)
+        self._write_incident({**incident, "action": "rollback", "checkpoint": saved.step, "left_out": left_out})
+        self._say(
+            f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).",
+            even_if_quiet=True,
+        )
+        saved.notes["input"]["skipped"] = sorted(skipped)
+        self._restore(saved)
 
     def _load_newest(
         self, checkpoints: Checkpoints, is_wanted: Callable[[Saved], bool] = lambda saved: True
     ) -> Saved | None:
-        """Loads a checkpoint; the chief says which one."""
+        """Loads on every worker the checkpoint that the chief chooses."""
         saved = checkpoints.load_newest(is_wanted) if self._is_chief else None
         step = int(workers.gather(self._state.strategy, -1 if saved is None else saved.step)[0])
         return saved if self._is_chief or step < 0 else checkpoints.load(step)
 
-    def _note(self, incident: Mapping[str, Any]) -> None:
-        if not self._is_chief:
-            return
-        append_row(os.path.join(self._config.workdir, "incidents.jsonl"), incident)
+    def _write_incident(self, incident: Mapping[str, Any]) -> None:
+        if self._is_chief:
+            append_row(os.path.join(self._config.workdir, "incidents.jsonl"), incident)
 
-    def _take(self, saved: Saved) -> None:
-        """Takes over a checkpoint's values; of what is not built yet, when it is."""
+    def _restore(self, saved: Saved) -> None:
+        """Restores the variables from a checkpoint, at once or when the model is built."""
         self._saved, self.is_new = saved, False
         if not self._state.is_built:
             return
@@ -256,11 +247,6 @@ class Progress:
         self._saved_state.restore(saved.values)
         self._say(f"step {saved.step} restored from {saved.path}")
 
-    def _say(self, text: str) -> None:
-        if self._config.console != "quiet":
-            self._warn(text)
-
-    def _warn(self, text: str) -> None:
-        """Tells the user, even one who wants quiet."""
-        if self._is_chief:
+    def _say(self, text: str, even_if_quiet: bool = False) -> None:
+        if self._is_chief and (even_if_quiet or self._config.console != "quiet"):
             say(text)

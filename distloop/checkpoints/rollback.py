@@ -37,7 +37,7 @@ class Rollback:
         """
         if step > self._furthest_step:
             self._furthest_step, self._blamed = step, []
-        if len(self._blamed) == self._max_tries:
+        if len(self._blamed) >= self._max_tries:
             self._blamed.append(batch)
             return None
         if self._blamed and len(self._blamed) == self._max_tries - 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
-from distloop.checkpoints.resume import Progress
+from distloop.checkpoints.resume import RunCheckpoints
 from distloop.config import Config
 from distloop.distributed import workers
 from distloop.monitoring.json_writer import JsonWriter
@@ -37,7 +37,7 @@ def check(config: Config, strategy: tf.distribute.Strategy) -> None:
 
 
 def evaluate_checkpoints(
-    progress: Progress,
+    checkpoints: RunCheckpoints,
     evaluate: Callable[[], Mapping[str, float]],
     workdir: str,
     name: str,
@@ -48,7 +48,7 @@ def evaluate_checkpoints(
     """Evaluates each checkpoint once, until the run is complete.
 
     Args:
-        progress: restores the checkpoints.
+        checkpoints: of the run.
         evaluate: returns the metrics of the weights that were restored.
         workdir: of the run.
         name: of the evaluation; checkpoints that have a row in its file are left out.
@@ -61,7 +61,7 @@ def evaluate_checkpoints(
     path = os.path.join(workdir, "evaluations", f"{name}.jsonl")
     measured: dict[int, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
-        for step in progress.follow(read_steps(path), poll_secs, timeout_secs):
+        for step in checkpoints.follow(read_steps(path), poll_secs, timeout_secs):
             measured[step] = dict(evaluate())
             if len(measured) == 1:  # no file is made before there is a row for it
                 summaries = stack.enter_context(

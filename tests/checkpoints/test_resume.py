@@ -1,7 +1,8 @@
-"""Going back to a checkpoint, and runs that an action ended."""
+"""Resuming: a run goes on from its checkpoints as if it had not stopped."""
 
 import json
 import os
+import shutil
 
 import keras
 import numpy as np
@@ -9,129 +10,261 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.monitoring.records import OF_THE_MACHINE
+from distloop.checkpoints import store
 from tests.problems import assert_equal, classification, classifier, everything, on
 
-BATCH_SIZE, BATCHES = 16, 5  # the last one is odd
+
+def make_trainer(workdir, replicas=2, *, steps_per_log=7, model_fn=None, **settings):
+    model_fn = model_fn or classifier(dropout=0.5, batch_norm="local", metrics=True)
+    config = on(replicas, **{"workdir": str(workdir), "log_every": steps_per_log, "average_decay": 0.9, **settings})
+    return distloop.Trainer(model_fn, config)
 
 
-def stream(poison=(), without=(), *, kind="nan", seed=3):
-    """Batches of a shuffled dataset, some of which (by their number from 0, over all epochs) are bad or left out."""
-    rows = classification(BATCH_SIZE * BATCHES - 5)
-    data = distloop.make_dataset(rows, BATCH_SIZE, shuffle=True, seed=seed).repeat()
-    poison, without = (tf.constant(list(numbers) or [-1], tf.int64) for numbers in (poison, without))
-
-    def spoil(number, batch):
-        x = batch["x"]
-        bad = {"nan": x * np.nan, "inf": x / 0.0, "jump": x * 1e6, "row": tf.concat([x[:-1], x[-1:] * np.nan], 0)}[kind]
-        return {**batch, "x": tf.where(tf.reduce_any(number == poison), bad, x)}
-
-    data = data.enumerate().filter(lambda number, _: tf.reduce_all(number != without))
-    return data.map(spoil)
-
-
-def linear(**settings):
-    """A model whose loss grows with its input."""
-
-    def model_fn():
-        spec = classifier(**settings)()
-        hidden = spec.model.layers[0]
-        hidden.activation = lambda x: x
-        return spec
-
-    return model_fn
-
-
-def fit(workdir, data, *, replicas=1, steps=60, **settings):
-    settings = {"average_decay": 0.9, "clip_norm": 0.5, "checkpoint_every": 10, "log_every": 7, **settings}
-    config = on(replicas, workdir=str(workdir), on_divergence="rollback", **settings)
-    trainer = distloop.Trainer(linear(dropout=0.3, l2=0.01), config)
-    metrics = trainer.fit(data, steps=steps)
-    return trainer, metrics
-
-
-def incidents(workdir):
-    path = workdir / "incidents.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def rows_of(workdir):
-    timed = {"time", *OF_THE_MACHINE}
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+def data():
+    return distloop.make_dataset(classification(67), 16, shuffle=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
-@pytest.mark.parametrize("kind", ["nan", "inf", "row", "jump"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path):
-    expected, metrics = fit(tmp_path / "without", stream(without=[33]), replicas=replicas, precision=precision)
-    data = stream(poison=[33], kind=kind)
-    trainer, found = fit(tmp_path / "poisoned", data, replicas=replicas, precision=precision)
-    assert_equal(everything(trainer), everything(expected))
-    assert found["loss"] == metrics["loss"]
-    assert rows_of(tmp_path / "poisoned") == rows_of(tmp_path / "without")
-    [incident] = incidents(tmp_path / "poisoned")
-    assert [incident[key] for key in ("step", "batch", "left_out", "checkpoint")] == [34, 33, 33, 30]
-    assert incident["action"] == "rollback" and "34" in incident["reason"]
-    assert not incidents(tmp_path / "without")
-
-
-def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
-    expected, _ = fit(tmp_path / "without", stream(without=[3, 24, 25, 41]), steps=45)
-    trainer, _ = fit(tmp_path / "poisoned", stream(poison=[3, 24, 25, 41]), steps=45)
-    assert_equal(everything(trainer), everything(expected))
-    found = [(row["step"], row["batch"], row["checkpoint"]) for row in incidents(tmp_path / "poisoned")]
-    assert found == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
+def test_running_again_finishes_or_does_nothing(tmp_path):
+    first = make_trainer(tmp_path)
+    first.fit(data(), steps=6)
+    again = make_trainer(tmp_path)
+    assert again.fit(data(), steps=6) == {} and again.step == 6
+    assert_equal(everything(again), everything(first))
+    further = make_trainer(tmp_path)
+    further.fit(data(), steps=8)
+    assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
 
 
 @pytest.mark.slow
-def test_what_was_left_out_stays_out_when_the_run_goes_on(tmp_path):
-    expected, _ = fit(tmp_path / "without", stream(without=[13]), steps=40)
-    fit(tmp_path / "poisoned", stream(poison=[13]), steps=25)
-    trainer, _ = fit(tmp_path / "poisoned", stream(poison=[13]), steps=40)
-    assert_equal(everything(trainer), everything(expected))
-    assert len(incidents(tmp_path / "poisoned")) == 1
+def test_restore_goes_back(tmp_path):
+    trainer = make_trainer(tmp_path, checkpoint_every=3)
+    trainer.fit(data(), steps=6)
+    at_6 = everything(trainer)
+    trainer.restore(tmp_path / "checkpoints" / "3")
+    assert trainer.step == 3
+    trainer.restore()
+    assert_equal(everything(trainer), at_6)
 
 
-def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
+@pytest.mark.slow
+def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
+    class Lazy(keras.Model):
+        def __init__(self):
+            super().__init__(name="lazy")
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
     def model_fn():
-        model = keras.Sequential(
-            [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="a")], name="m"
-        )
+        model = Lazy()
+        loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), loss_fn)
 
-        def loss_fn(batch, training):  # the gradient is x, the loss bad where the weight is above 100 or below -100
-            weight = model(tf.ones([1, 1]))
-            loss = tf.where(tf.abs(weight) > 100, np.nan, weight * batch["x"])
-            return {"loss": loss[:, 0]}
+    first = make_trainer(tmp_path, model_fn=model_fn)
+    first.fit(data(), steps=6)
+    again = make_trainer("", model_fn=model_fn)
+    again.restore(tmp_path)
+    assert again.evaluate(data())["loss"] == pytest.approx(first.evaluate(data())["loss"], rel=1e-6)
+    assert again.step == 6
 
-        return distloop.ModelSpec(model, keras.optimizers.SGD(1.0), loss_fn)
 
-    x = np.ones((40, 1), np.float32) * 0.01
-    x[17] = 1e6
-    data = tf.data.Dataset.from_tensor_slices({"x": x}).batch(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(model_fn=classifier(metrics=True)), "model/net/norm/gamma is unknown"),
+        (dict(average_decay=0.0), "average/"),
+        (dict(precision="mixed_float16"), "optimizer/loss_scale is missing"),
+        (
+            dict(
+                model_fn=classifier(
+                    dropout=0.5, batch_norm="local", metrics=True, optimizer=lambda: keras.optimizers.AdamW(0.01)
+                )
+            ),
+            "optimizer/class is Adam there and AdamW here",
+        ),
+    ],
+)
+def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, says, tmp_path):
+    make_trainer(tmp_path).fit(data(), steps=6)
+    other = make_trainer(tmp_path, **change)
+    before = everything(other)
+    with pytest.raises(ValueError, match="is of another model or optimizer") as caught:
+        other.fit(data(), steps=8)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert_equal(everything(other), before)
+    with pytest.raises(ValueError, match="is of another model or optimizer"):
+        other.fit(data(), steps=8)
+    assert os.listdir(tmp_path / "checkpoints") == ["6"]
 
-    def run(name, data):
-        config = on(1, workdir=str(tmp_path / name), on_divergence="rollback", loss_jump=1e9, checkpoint_every=6)
-        trainer = distloop.Trainer(model_fn, config)
-        trainer.fit(data, steps=30)
+
+@pytest.mark.slow
+def test_a_run_may_go_on_with_other_metrics(tmp_path):
+    make_trainer(tmp_path, model_fn=classifier()).fit(data(), steps=3)  # in the middle of a log window
+
+    def more():
+        spec = classifier()()
+        loss_fn = lambda batch, training: {**spec.loss_fn(batch, training), "one": tf.ones_like(batch["weight"])}  # noqa: E731
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
+
+    assert make_trainer(tmp_path, model_fn=more).fit(data(), steps=7)["one"] == 1.0
+
+
+def test_another_shape_is_told(tmp_path):
+    def model_fn(units):
+        def make():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(units)])
+            loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0]}  # noqa: E731
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+        return make
+
+    make_trainer(tmp_path, model_fn=model_fn(2)).fit(data(), steps=2)
+    with pytest.raises(ValueError, match=r"kernel is float32\[8, 2\] there and float32\[8, 3\] here"):
+        make_trainer(tmp_path, model_fn=model_fn(3)).fit(data(), steps=4)
+
+
+@pytest.mark.slow
+def test_a_new_learning_rate_goes_before_the_saved_one(tmp_path, caplog):
+    def rate(value):
+        return classifier(optimizer=lambda: keras.optimizers.SGD(value))
+
+    first = make_trainer(tmp_path, model_fn=rate(0.1))
+    first.fit(data(), steps=2)
+    first.optimizer.learning_rate = 0.05  # an action may do that
+    first.fit(data(), steps=4)
+    same, other = make_trainer(tmp_path, model_fn=rate(0.1)), make_trainer(tmp_path, model_fn=rate(0.2))
+    assert same.fit(data(), steps=6)["learning_rate"] == pytest.approx(0.05)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    assert other.fit(data(), steps=6)["learning_rate"] == pytest.approx(0.2)
+    assert "optimizer/learning_rate stays 0.2" in caplog.text
+
+
+@pytest.mark.slow
+def test_not_resuming_keeps_what_is_there(tmp_path):
+    make_trainer(tmp_path).fit(data(), steps=2)
+    with pytest.raises(
+        ValueError, match="resume=False was given, but workdir=.* holds checkpoints, the newest of step 2"
+    ):
+        make_trainer(tmp_path, resume=False).fit(data(), steps=4)
+    assert os.listdir(tmp_path / "checkpoints") == ["2"]
+
+
+@pytest.mark.slow
+def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
+    def run(steps, stop):
+        stop.every = None
+        make_trainer(tmp_path, steps_per_log=1, model_fn=classifier()).fit(data(), steps=steps, actions=[stop])
+
+    first = distloop.StopEarly("loss", patience=100)
+    run(4, first)
+    again = distloop.StopEarly("loss", patience=100)
+    run(5, again)
+    assert again.best <= first.best and first.best < np.inf
+    fresh = distloop.StopEarly("loss", patience=100)
+    assert fresh.best == np.inf
+
+
+@pytest.mark.slow
+def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
+    def generated():
+        rows = classification(64)
+        spec = {name: tf.TensorSpec([None, *value.shape[1:]], value.dtype) for name, value in rows.items()}
+
+        def batches():
+            for start in range(0, 64, 16):
+                yield {name: value[start : start + 16] for name, value in rows.items()}
+
+        return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+    expected = make_trainer("", model_fn=classifier())
+    expected.fit(generated(), steps=7)
+    make_trainer(tmp_path, model_fn=classifier()).fit(generated(), steps=3)
+    found = make_trainer(tmp_path, model_fn=classifier())
+    found.fit(generated(), steps=7)
+    assert_equal(everything(found), everything(expected))
+
+
+@pytest.mark.slow
+def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
+    def run(workdir, steps):
+        trainer = make_trainer(workdir, model_fn=classifier())
+        plain = distloop.make_dataset(classification(67), 16)
+        trainer.fit(trainer.strategy.experimental_distribute_dataset(plain), steps=steps)
+        return everything(trainer)
+
+    run(tmp_path, 7)
+    assert_equal(run(tmp_path, 12), run("", 12))
+
+
+def test_save_needs_a_place_and_something_to_save(tmp_path):
+    with pytest.raises(ValueError, match="save needs a place"):
+        make_trainer("").save()
+    with pytest.raises(ValueError, match="call fit first"):
+        make_trainer(tmp_path).save()
+    with pytest.raises(ValueError, match="There is no checkpoint in"):
+        make_trainer(tmp_path).restore()
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, checkpoint_every=2, keep_checkpoints=1)
+    trainer.fit(data(), steps=2)
+    monkeypatch.setattr(
+        store, "_checksum", lambda manifest: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(OSError, match="No space left on device"):
+        trainer.fit(data(), steps=7)
+    assert trainer.step == 7 and caplog.text.count("could not be written") == 3
+    assert os.listdir(tmp_path / "checkpoints") == ["2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, best", [("max", [4, 6]), ("min", [2, 8])])
+def test_the_best_are_kept_beside_the_newest(mode, best, tmp_path):
+    values = {2: 0.1, 4: 0.7, 6: 0.5, 8: 0.2, 10: 0.3, 12: 0.25}
+
+    def measure(report):
+        return {"score": values[report.step]} if report.step in values else {}
+
+    measure.every = 2
+
+    def fit(steps):
+        trainer = make_trainer(tmp_path, keep_checkpoints=1, checkpoint_every=3)
+        trainer.fit(data(), steps=steps, actions=[measure, distloop.SaveBest("score", mode, keep=2)])
         return trainer
 
-    found = run("spoiled", data)
-    expected = run("clean", tf.data.Dataset.from_tensor_slices({"x": np.delete(x, 17, 0)}).batch(1))
-    assert_equal(everything(found), everything(expected))
-    rows = incidents(tmp_path / "spoiled")
-    assert [row["left_out"] for row in rows] == [18, 19, 17]
-    assert [row["checkpoint"] for row in rows] == [18, 18, 12]  # that of step 18 has learned from the bad batch
-    assert sorted(int(name) for name in os.listdir(tmp_path / "spoiled" / "checkpoints")) == [18, 24, 30]
+    fit(7)
+    trainer = fit(12)
+    kept = {int(name) for name in os.listdir(tmp_path / "checkpoints") if name.isdigit()}
+    assert kept == {*best, 12}
+    assert sorted(json.loads((tmp_path / "checkpoints" / "best.json").read_text())["score"]) == best
+    make_trainer(tmp_path, keep_checkpoints=1).fit(data(), steps=13)  # without it, they stay
+    kept = {int(name) for name in os.listdir(tmp_path / "checkpoints") if name.isdigit()}
+    assert kept == {*best, 13}
+    trainer.restore(tmp_path / "checkpoints" / str(best[0]))
+    assert trainer.step == best[0]
 
 
-def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
-    with pytest.raises(FloatingPointError, match="Step 11 is .* The run went back 2 times"):
-        fit(tmp_path, stream(poison=range(11, 100)), steps=40, max_rollbacks=2)
-    assert [row["action"] for row in incidents(tmp_path)] == ["rollback", "rollback", "raise"]
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["0", "10"]
+@pytest.mark.slow
+def test_portable_names_hold_where_keras_counts_on(tmp_path):
+    def model_fn():
+        layers = [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), loss_fn)
+
+    first = make_trainer(tmp_path, model_fn=model_fn)
+    first.fit(data(), steps=3)
+    again = make_trainer(tmp_path, model_fn=model_fn)  # its layers have other names
+    assert again.model.layers[0].name != first.model.layers[0].name
+    again.fit(data(), steps=3)
+    for found, expected in zip(again.model.variables, first.model.variables, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    names = [name for name, _ in tf.train.list_variables(str(tmp_path / "checkpoints" / "3" / "variables"))]
+    assert "model/sequential/dense_1/kernel" in names and "optimizer/momentum/sequential/dense/bias" in names
 
 
 def test_a_run_that_an_action_ended_is_over(tmp_path, capsys):

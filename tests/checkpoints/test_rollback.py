@@ -1,0 +1,176 @@
+"""Rollback: which batches a diverging run leaves out, and that it ends like a run without them."""
+
+import json
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.checkpoints.rollback import Rollback
+from distloop.monitoring.records import OF_THE_MACHINE
+from tests.problems import assert_equal, classification, classifier, everything, on
+
+
+def test_the_batch_that_failed_is_left_out_with_those_before():
+    rollback = Rollback(3)
+    assert rollback.choose(step=8, batch=7, skipped={2}) == (7, {2, 7})
+    assert rollback.num_tries == 0
+
+
+def test_the_last_try_blames_the_batch_that_the_weights_learned_from_last():
+    rollback = Rollback(3)
+    assert rollback.choose(8, 7, set()) == (7, {7})
+    assert rollback.choose(8, 8, {7}) == (8, {7, 8})
+    assert rollback.choose(8, 9, {7, 8}) == (6, {6})  # 7 and 8 are taken back
+    assert rollback.choose(8, 7, {6}) is None and rollback.num_tries == 3
+
+
+def test_a_batch_that_is_left_out_already_is_not_blamed_again():
+    rollback = Rollback(2)
+    assert rollback.choose(8, 7, {6, 5}) == (7, {5, 6, 7})
+    assert rollback.choose(8, 8, {5, 6, 7}) == (4, {4, 5, 6})
+
+
+def test_progress_gives_all_tries_back():
+    rollback = Rollback(1)
+    assert rollback.choose(8, 7, set()) == (7, {7})
+    assert rollback.choose(9, 9, {7}) == (9, {7, 9})
+    assert rollback.choose(9, 10, {7, 9}) is None and rollback.num_tries == 1
+
+
+def test_a_run_that_may_not_go_back_has_no_try():
+    rollback = Rollback(0)
+    assert rollback.choose(3, 2, set()) is None and rollback.choose(3, 2, set()) is None
+
+
+# Runs with bad batches ----------------------------------------------------------------------------------------------
+
+BATCH_SIZE, BATCHES = 16, 5  # the last one is odd
+
+
+def stream(poison=(), without=(), *, kind="nan", seed=3):
+    """Batches of a shuffled dataset, some of which (by their number from 0, over all epochs) are bad or left out."""
+    rows = classification(BATCH_SIZE * BATCHES - 5)
+    data = distloop.make_dataset(rows, BATCH_SIZE, shuffle=True, seed=seed).repeat()
+    poison, without = (tf.constant(list(numbers) or [-1], tf.int64) for numbers in (poison, without))
+
+    def spoil(number, batch):
+        x = batch["x"]
+        bad = {"nan": x * np.nan, "inf": x / 0.0, "jump": x * 1e6, "row": tf.concat([x[:-1], x[-1:] * np.nan], 0)}[kind]
+        return {**batch, "x": tf.where(tf.reduce_any(number == poison), bad, x)}
+
+    data = data.enumerate().filter(lambda number, _: tf.reduce_all(number != without))
+    return data.map(spoil)
+
+
+def linear(**settings):
+    """A model whose loss grows with its input."""
+
+    def model_fn():
+        spec = classifier(**settings)()
+        hidden = spec.model.layers[0]
+        hidden.activation = lambda x: x
+        return spec
+
+    return model_fn
+
+
+def fit(workdir, data, *, replicas=1, steps=60, **settings):
+    settings = {"average_decay": 0.9, "clip_norm": 0.5, "checkpoint_every": 10, "log_every": 7, **settings}
+    config = on(replicas, workdir=str(workdir), on_divergence="rollback", **settings)
+    trainer = distloop.Trainer(linear(dropout=0.3, l2=0.01), config)
+    metrics = trainer.fit(data, steps=steps)
+    return trainer, metrics
+
+
+def incidents(workdir):
+    path = workdir / "incidents.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def rows_of(workdir):
+    timed = {"time", *OF_THE_MACHINE}
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "kind", "precision"),  # all pairs
+    [
+        *((1, kind, "float32") for kind in ("nan", "row")),
+        *((2, kind, "mixed_float16") for kind in ("nan", "row")),
+        *((1, kind, "mixed_float16") for kind in ("inf", "jump")),
+        *((2, kind, "float32") for kind in ("inf", "jump")),
+    ],
+)
+def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path):
+    expected, metrics = fit(tmp_path / "without", stream(without=[33]), replicas=replicas, precision=precision)
+    data = stream(poison=[33], kind=kind)
+    trainer, found = fit(tmp_path / "poisoned", data, replicas=replicas, precision=precision)
+    assert_equal(everything(trainer), everything(expected))
+    assert found["loss"] == metrics["loss"]
+    assert rows_of(tmp_path / "poisoned") == rows_of(tmp_path / "without")
+    [incident] = incidents(tmp_path / "poisoned")
+    assert [incident[key] for key in ("step", "batch", "left_out", "checkpoint")] == [34, 33, 33, 30]
+    assert incident["action"] == "rollback" and "34" in incident["reason"]
+    assert not incidents(tmp_path / "without")
+
+
+def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
+    expected, _ = fit(tmp_path / "without", stream(without=[3, 24, 25, 41]), steps=45)
+    trainer, _ = fit(tmp_path / "poisoned", stream(poison=[3, 24, 25, 41]), steps=45)
+    assert_equal(everything(trainer), everything(expected))
+    found = [(row["step"], row["batch"], row["checkpoint"]) for row in incidents(tmp_path / "poisoned")]
+    assert found == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
+
+
+@pytest.mark.slow
+def test_what_was_left_out_stays_out_when_the_run_goes_on(tmp_path):
+    expected, _ = fit(tmp_path / "without", stream(without=[13]), steps=40)
+    fit(tmp_path / "poisoned", stream(poison=[13]), steps=25)
+    trainer, _ = fit(tmp_path / "poisoned", stream(poison=[13]), steps=40)
+    assert_equal(everything(trainer), everything(expected))
+    assert len(incidents(tmp_path / "poisoned")) == 1
+
+
+def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
+    def model_fn():
+        model = keras.Sequential(
+            [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="a")], name="m"
+        )
+
+        def loss_fn(batch, training):  # the gradient is x, the loss bad where the weight is above 100 or below -100
+            weight = model(tf.ones([1, 1]))
+            loss = tf.where(tf.abs(weight) > 100, np.nan, weight * batch["x"])
+            return {"loss": loss[:, 0]}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(1.0), loss_fn)
+
+    x = np.ones((40, 1), np.float32) * 0.01
+    x[17] = 1e6
+    data = tf.data.Dataset.from_tensor_slices({"x": x}).batch(1)
+
+    def run(name, data):
+        config = on(1, workdir=str(tmp_path / name), on_divergence="rollback", loss_jump=1e9, checkpoint_every=6)
+        trainer = distloop.Trainer(model_fn, config)
+        trainer.fit(data, steps=30)
+        return trainer
+
+    found = run("spoiled", data)
+    expected = run("clean", tf.data.Dataset.from_tensor_slices({"x": np.delete(x, 17, 0)}).batch(1))
+    assert_equal(everything(found), everything(expected))
+    rows = incidents(tmp_path / "spoiled")
+    assert [row["left_out"] for row in rows] == [18, 19, 17]
+    assert [row["checkpoint"] for row in rows] == [18, 18, 12]  # that of step 18 has learned from the bad batch
+    assert sorted(int(name) for name in os.listdir(tmp_path / "spoiled" / "checkpoints")) == [18, 24, 30]
+
+
+def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
+    with pytest.raises(FloatingPointError, match="Step 11 is .* The run went back 2 times"):
+        fit(tmp_path, stream(poison=range(11, 100)), steps=40, max_rollbacks=2)
+    assert [row["action"] for row in incidents(tmp_path)] == ["rollback", "rollback", "raise"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["0", "10"]
