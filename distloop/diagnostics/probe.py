@@ -24,6 +24,7 @@ from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source
 from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
 from distloop.distributed import devices
+from distloop.training.forward_backward import ForwardBackward
 from distloop.training.spec import Update
 from distloop.training.state import SEED_STRIDE, TrainState
 from distloop.training.step import TrainStep
@@ -198,13 +199,13 @@ class Probe:
     def _measure(
         self, update: Update, batches: Sequence[Any], training: bool, restore: Callable[[], None]
     ) -> tuple[list[Measurement], set[str]]:
-        step = TrainStep(self.state)
+        update_pass = ForwardBackward(self.state, update)
         num_examples = tf.constant(shards.batch_size(self.rows))
         collectives: set[str] = set()
 
         def compute(replica: int, rows: Any) -> Any:
             with as_replica(replica, len(batches), collectives):
-                return step.gradients_of(update.name, rows, num_examples, training=training)
+                return update_pass.gradients_of(rows, num_examples, training=training)
 
         measurements = []
         for replica, rows in enumerate(batches):

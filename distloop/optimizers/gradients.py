@@ -1,14 +1,14 @@
-"""Owns the way from sums of gradients to an update: pack, reduce once, clip, apply.
+"""Gradients from their sums to an update: pack, reduce once, clip, apply. This is where a gradient is clipped.
 
-Everything here runs in a replica's context. It does not know where gradients come from.
+All functions run in replica context. They do not know how gradients are computed.
 
     segments = packing.pack(gradients)                               # few vectors instead of many small tensors
-    segments, sums = packing.all_reduce(segments, sums)              # the one reduction of the step
+    segments, sums = packing.all_reduce(segments, {"tallies": t})    # the one reduction of the step
     _, norm, scale = norm_and_scale(segments, weight, clip_norm)     # norm is finite only if every gradient is
-    apply(optimizer, packing.unpack(scaled(segments, scale)), variables)
+    apply(optimizer, packing.unpack(segments, scale), variables)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,14 +20,21 @@ LARGEST_PACKED_BYTES = 256 * 1024
 
 
 class Packing:
-    """The layout of some variables' gradients in few tensors: one vector a dtype for small ones, each big one alone."""
+    """The layout of some variables' gradients in a few tensors, called segments.
+
+    Small gradients of one dtype share a vector; each large gradient is a segment of its own.
+
+    Attributes:
+        dtypes: of each segment.
+    """
 
     def __init__(self, variables: Sequence[Any], devices: Sequence[str] | None = None):
         """Plans the layout.
 
         Args:
             variables: with static shapes.
-            devices: where each one's gradient is to stay, and be worked on; None: wherever they are.
+            devices: the device of each variable's gradient, on which it is packed and unpacked; None: no device is
+                prescribed.
         """
         self._shapes = [tuple(v.shape) for v in variables]
         self._groups: list[list[int]] = []  # positions of the gradients in each segment
@@ -52,17 +59,17 @@ class Packing:
         return [tf.TensorShape([sum(self._size(i) for i in group)]) for group in self._groups]
 
     def pack(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Lays gradients out in segments, flat; sparse ones (of an embedding) become dense."""
+        """Packs one gradient a variable into flat segments; sparse gradients (of an embedding) become dense."""
         segments = []
         for group, device in zip(self._groups, self._devices, strict=True):
             with tf.device(device):
-                # The size is given, as TensorFlow does not always know that of a sparse gradient.
+                # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
                 flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
                 segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
         return segments
 
     def unpack(self, segments: Sequence[tf.Tensor], scale: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """Undoes `pack`, and multiplies with a scale as `scaled` does."""
+        """Returns the gradients in segments, one a variable, multiplied by `scale` as in `scaled`."""
         gradients: list[Any] = [None] * len(self._shapes)
         for group, segment, device in zip(self._groups, segments, self._devices, strict=True):
             with tf.device(device):
@@ -73,7 +80,7 @@ class Packing:
         return gradients
 
     def add(self, segments: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Adds up the gradients of two microbatches."""
+        """Returns the sums of two microbatches' segments."""
         sums = []
         for a, b, device in zip(segments, others, self._devices, strict=True):
             with tf.device(device):
@@ -81,79 +88,92 @@ class Packing:
         return sums
 
     def diagnosis(self, segments: Sequence[tf.Tensor], squares: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Gathers what the host needs to find the variables whose gradients are not finite, without working it out.
+        """Returns a vector from which the host can tell the variables whose gradients are not finite.
+
+        The step evaluates nothing for it: it is a copy of small gradients, and of the squared norms of large ones.
 
         Args:
-            segments: what `pack` gave.
-            squares: the squared norm of each.
+            segments: the packed gradients.
+            squares: the squared norm of each segment.
 
         Returns:
-            The vectors of small gradients, and for each big one its square: `[diagnosis_size]`, float32.
+            `[diagnosis_size]`, float32, for `find_nonfinite`.
         """
-        parts = [
-            segment if len(group) > 1 else square[tf.newaxis] for group, segment, square in self._zip(segments, squares)
-        ]
+        groups = zip(self._groups, segments, squares, strict=True)
+        parts = [segment if len(group) > 1 else square[tf.newaxis] for group, segment, square in groups]
         return tf.concat([tf.cast(part, tf.float32) for part in parts], 0)
 
     @property
     def diagnosis_size(self) -> int:
         """The length of `diagnosis`."""
-        return sum(sum(self._size(i) for i in group) if len(group) > 1 else 1 for group in self._groups)
+        return sum(size for _, size in self._diagnosis_sizes())
 
     def find_nonfinite(self, diagnosis: np.ndarray) -> list[int]:
-        """Finds the positions of the variables whose gradients are not finite."""
-        found = []
+        """Returns the positions of the variables whose gradients are not finite."""
+        positions, sizes = zip(*self._diagnosis_sizes(), strict=True)
+        parts = np.split(diagnosis, np.cumsum(sizes)[:-1])
+        return sorted(i for i, part in zip(positions, parts, strict=True) if not np.isfinite(part).all())
+
+    def _diagnosis_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yields the position of each gradient and how many numbers of `diagnosis` are about it."""
         for group in self._groups:
             for i in group:
-                size = self._size(i) if len(group) > 1 else 1
-                part, diagnosis = np.split(diagnosis, [size])
-                if not np.isfinite(part).all():
-                    found.append(i)
-        return sorted(found)
+                yield i, self._size(i) if len(group) > 1 else 1
 
-    def _zip(self, *parts: Sequence[tf.Tensor]) -> Any:
-        return zip(self._groups, *parts, strict=True)
-
-    def all_reduce(self, segments: Sequence[tf.Tensor], extras: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Adds up gradients and a vector of other sums over all replicas and workers, in one reduction.
+    def all_reduce(
+        self, segments: Sequence[tf.Tensor], sums: Mapping[str, Any]
+    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        """Sums gradients, and other values by name, over all replicas and workers in one reduction.
 
         Args:
-            segments: what `pack` gave.
-            extras: `[E]`, float32.
+            segments: the packed gradients.
+            sums: name -> a float32 tensor of static shape, or a list of such tensors.
 
         Returns:
-            Both, summed.
+            The summed segments, and name -> sum.
         """
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1:
-            return list(segments), extras
-        reduced = list(segments)
+            return list(segments), dict(sums)
+        tensors = [tensor for value in sums.values() for tensor in tf.nest.flatten(value)]
+        if not tensors:
+            return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(segments))), {}
+        vector = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+        segments, vector = self._all_reduce_with(vector, segments)
+        pieces = iter(tf.split(vector, [tensor.shape.num_elements() for tensor in tensors]))
+        return segments, {
+            name: tf.nest.map_structure(lambda tensor: tf.reshape(next(pieces), tensor.shape), value)
+            for name, value in sums.items()
+        }
+
+    def _all_reduce_with(self, vector: tf.Tensor, segments: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sums segments and one more vector over the replicas; at the end of a small segment, the vector is free."""
+        context = tf.distribute.get_replica_context()
         for i, segment in enumerate(segments):
-            # Riding at the end of a vector that travels anyway, the extras cost nothing.
-            if segment.dtype == extras.dtype and segment.shape[0] * segment.dtype.size <= LARGEST_PACKED_BYTES:
-                size = segment.shape[0]
-                reduced[i] = tf.concat([segment, extras], 0)
-                reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
-                reduced[i], extras = reduced[i][:size], reduced[i][size:]
-                return reduced, extras
-        *reduced, extras = context.all_reduce(tf.distribute.ReduceOp.SUM, [*reduced, extras])
-        return reduced, extras
+            size = segment.shape[0]
+            if segment.dtype == vector.dtype and size * segment.dtype.size <= LARGEST_PACKED_BYTES:
+                joined = [*segments[:i], tf.concat([segment, vector], 0), *segments[i + 1 :]]
+                reduced = list(context.all_reduce(tf.distribute.ReduceOp.SUM, joined))
+                reduced[i], vector = reduced[i][:size], reduced[i][size:]
+                return reduced, vector
+        *reduced, vector = context.all_reduce(tf.distribute.ReduceOp.SUM, [*segments, vector])
+        return reduced, vector
 
 
 def norm_and_scale(
     segments: Sequence[tf.Tensor], weight: tf.Tensor, clip_norm: float
 ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-    """Finds the global norm of gradients, and the factor that divides and clips them.
+    """Computes the global norm of gradients, and the factor that divides and clips them.
 
     Args:
-        segments: gradients summed over everything that took part in the step.
-        weight: what to divide them by, a scalar: the sum of the weights, times a loss scale if there is one; where it
-            is 0 the gradients count as 0.
+        segments: packed gradients, summed over all replicas, workers and microbatches of the step.
+        weight: the divisor, a scalar: the sum of the weights, times the loss scale if there is one; if it is 0, the
+            gradients count as 0.
         clip_norm: the largest global norm (Pascanu et al. 2013, arXiv:1211.5063); 0: no clipping.
 
     Returns:
-        The squared norm of each segment, the norm of all after the division and before clipping, and the factor:
-        float32 scalars. The norm is finite only if every gradient is.
+        The squared norm of each segment, the norm of all gradients after the division and before clipping, and the
+        factor: float32 scalars. The norm is finite only if every gradient is.
     """
     squares = []
     for segment in segments:
@@ -167,14 +187,14 @@ def norm_and_scale(
 
 
 def scaled(segments: Sequence[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
-    """Multiplies; a factor of 0 gives 0, whatever the gradients are."""
+    """Returns segments times a factor; a factor of 0 gives 0, even for gradients that are not finite."""
     return [tf.math.multiply_no_nan(segment, tf.cast(scale, segment.dtype)) for segment in segments]
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
-    """Applies reduced gradients; every replica gives the same ones."""
+    """Applies reduced gradients, the same on every replica."""
     with tf.control_dependencies(gradients):
         # A step whose data fails is not counted: the count's write waits for every read, and this read for the
-        # gradients. All of `apply` could wait for them, but what does not need them would start later (25 us of 90).
+        # gradients. All of `apply` could wait for them, but its independent operations would start later (25 us of 90).
         tf.identity(optimizer.iterations)
     optimizer.apply(gradients, variables)

@@ -183,7 +183,7 @@ class LossScaleOptimizer(tf.Module):
                 "apply was given no gradient: compute the loss from the model's variables inside the tape."
             )
         packing = gradients.Packing([v for _, v in pairs])
-        segments, _ = packing.all_reduce(packing.pack([g for g, _ in pairs]), tf.zeros([1]))
+        segments, _ = packing.all_reduce(packing.pack([g for g, _ in pairs]), {})
         _, norm, scale = gradients.norm_and_scale(segments, self.loss_scale, 0.0)
 
         def apply_inner(segments: list[tf.Tensor], scale: tf.Tensor) -> None:

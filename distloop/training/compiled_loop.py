@@ -17,7 +17,7 @@ from distloop.data.shards import Layout
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
-from distloop.training import metrics
+from distloop.training import diagnosis, metrics
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.window import Row, RowLayout
@@ -61,7 +61,7 @@ class CompiledLoop:
         if not self._eager:
             with tf.experimental.function_executor_type(executor):
                 self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), tf.constant(1, tf.int64))
-            self._step.warn()
+            diagnosis.warn(self._step)
 
     def run(self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool) -> list[Row]:
         """Runs `count` steps, or up to the first that fails.

@@ -17,8 +17,8 @@ from distloop.distributed.devices import HOST
 from distloop.errors import as_user_error
 from distloop.training import metrics
 from distloop.training.compiled_loop import compiled
+from distloop.training.forward_backward import tally_outputs
 from distloop.training.state import TrainState
-from distloop.training.step import tally_outputs
 from distloop.training.variable_writes import restored_writes
 
 

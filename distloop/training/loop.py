@@ -24,6 +24,7 @@ from distloop.errors import as_user_error
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.diagnosis import explain, explain_compile_error
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.window import Row, Window
@@ -152,7 +153,7 @@ class TrainLoop:
             with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
                 rows = self._compiled.run(source, count, self._log_every, executor=self._executor, is_single=is_single)
         except tf.errors.OpError as error:
-            explained = as_user_error(error) or self._step.explain_error(error)
+            explained = as_user_error(error) or explain_compile_error(self._step, error)
             if explained is None:
                 raise
             raise explained from error
@@ -198,7 +199,7 @@ class TrainLoop:
 
     def _explain_failure(self, source: Source, step: int, diagnosis: np.ndarray) -> Diverged:
         batch = self._compiled.last_batch()
-        explanation = self._step.explain(step, diagnosis, None if batch is None else (batch, source.layout))
+        explanation = explain(self._step, step, diagnosis, None if batch is None else (batch, source.layout))
         return Diverged(explanation, step, source.batches_taken - 1)
 
     def _interruption(self, interrupts: StopRequests) -> str | None:

@@ -27,7 +27,7 @@ def small_specs():
 
 
 def reduced(strategy, specs):
-    """Returns packed gradients `(replica + 1) * g` and extras of every replica after `all_reduce`, and the graph."""
+    """Returns each replica's gradients `(replica + 1) * g` and sums by name after `all_reduce`, and the graph."""
     packing = gradients.Packing(specs)
     values = random_gradients(specs)
 
@@ -35,8 +35,9 @@ def reduced(strategy, specs):
         context = tf.distribute.get_replica_context()
         factor = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
         mine = [value * tf.cast(factor, value.dtype) for value in values]
-        segments, extras = packing.all_reduce(packing.pack(mine), factor * tf.constant([1.0, 10.0]))
-        return packing.unpack(segments), extras
+        sums = {"pair": factor * tf.constant([1.0, 10.0]), "list": [factor, tf.fill([2, 1], 0.5 * factor)]}
+        segments, sums = packing.all_reduce(packing.pack(mine), sums)
+        return packing.unpack(segments), sums
 
     function = tf.function(lambda: strategy.run(replica_fn), autograph=False).get_concrete_function()
     result = function()
@@ -45,6 +46,20 @@ def reduced(strategy, specs):
         for r in range(strategy.num_replicas_in_sync)
     ]
     return values, per_replica, function.graph
+
+
+def assert_sums(sums, factor):
+    np.testing.assert_array_equal(sums["pair"], [factor, 10 * factor])
+    np.testing.assert_array_equal(sums["list"][0], factor)
+    np.testing.assert_array_equal(sums["list"][1], [[0.5 * factor], [0.5 * factor]])
+
+
+def test_without_other_sums_gradients_alone_are_reduced():
+    packing = gradients.Packing(small_specs())
+    strategy = replicas(2)
+    run = tf.function(lambda: strategy.run(lambda: packing.all_reduce([tf.ones([11])], {})), autograph=False)
+    segments, sums = run()
+    assert sums == {} and strategy.experimental_local_results(segments[0])[0].numpy().tolist() == [2.0] * 11
 
 
 def test_small_gradients_travel_in_one_vector():
@@ -113,31 +128,31 @@ def test_a_sparse_gradient_has_a_size_that_tracing_knows():
     assert sizes(tf.constant([4, 2])) == 11
 
 
-def test_all_reduce_adds_up_gradients_and_extras_over_the_replicas():
+def test_all_reduce_sums_gradients_and_named_values_over_the_replicas():
     values, per_replica, _ = reduced(replicas(2), small_specs())
-    for found, extras in per_replica:
+    for found, sums in per_replica:
         for given, total in zip(values, found, strict=True):
             np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
-        np.testing.assert_array_equal(extras, [3.0, 30.0])
+        assert_sums(sums, 3.0)
 
 
 def test_all_reduce_adds_up_several_dtypes_and_a_large_gradient():
     specs = [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64), tf.TensorSpec([2])]
     values, per_replica, _ = reduced(replicas(2), specs)
-    for found, extras in per_replica:
+    for found, sums in per_replica:
         for given, total in zip(values, found, strict=True):
             np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
-        np.testing.assert_array_equal(extras, [3.0, 30.0])
+        assert_sums(sums, 3.0)
 
 
-def test_extras_are_added_up_where_no_vector_can_carry_them():
+def test_named_values_are_summed_if_no_vector_can_carry_them():
     values, per_replica, _ = reduced(replicas(2), [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64)])
-    for found, extras in per_replica:
+    for found, sums in per_replica:
         np.testing.assert_allclose(found[0], 3 * values[0].numpy(), rtol=1e-6)
-        np.testing.assert_array_equal(extras, [3.0, 30.0])
+        assert_sums(sums, 3.0)
 
 
-def test_small_gradients_and_extras_take_a_single_reduction():
+def test_small_gradients_and_named_values_take_a_single_reduction():
     _, _, graph = reduced(replicas(2), small_specs())
     assert sum(op.type in REDUCTIONS for op in graph.get_operations()) == 1
 
@@ -147,7 +162,7 @@ def test_one_replica_reduces_nothing():
         values, per_replica, graph = reduced(strategy, small_specs())
         assert not any(op.type in REDUCTIONS for op in graph.get_operations())
         np.testing.assert_array_equal(per_replica[0][0][0], values[0].numpy())
-        np.testing.assert_array_equal(per_replica[0][1], [1.0, 10.0])
+        assert_sums(per_replica[0][1], 1.0)
 
 
 def divide_and_clip(segments, weight, clip_norm):

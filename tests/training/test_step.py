@@ -63,43 +63,6 @@ def test_a_compiled_step_that_overflows_changes_nothing():
     assert int(trainer.state.skipped_steps) == 1
 
 
-def test_a_model_that_talks_to_other_replicas_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^jit_compile=True was given with a model that talks .*use jit_compile=False.$"
-    ):
-        train(2, True, classifier(batch_norm="synchronized"), steps=1)
-
-
-def test_what_xla_cannot_compile_is_said_in_one_sentence():
-    def model_fn():
-        layer = keras.layers.Dense(1)
-        layer.build((None, 8))
-
-        def loss_fn(batch, training):
-            digits = tf.strings.length(tf.strings.as_string(batch["label"]))  # XLA knows no strings
-            return {"loss": layer(batch["x"])[:, 0] + tf.cast(digits, tf.float32)}
-
-        return distloop.ModelSpec(layer, keras.optimizers.SGD(0.1), loss_fn)
-
-    with pytest.raises(ValueError, match=r"^jit_compile=True was given, but XLA cannot compile") as caught:
-        train(1, True, model_fn, steps=1)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith("use jit_compile=False.")
-
-
-@pytest.mark.slow
-def test_float16_layers_without_a_loss_scale_are_named(caplog):
-    def model_fn():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, dtype="mixed_float16", name="half")])
-        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
-        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
-
-    train(1, False, model_fn, steps=1)
-    assert "Layers such as half compute in float16 and the loss is not scaled" in caplog.text
-    caplog.clear()
-    train(1, False, model_fn, steps=1, precision="mixed_float16")
-    assert "float16" not in caplog.text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas, microbatches, batch_norm", [(1, 3, "local"), (2, 1, "synchronized")])
 def test_an_eager_step_trains_to_the_same_numbers(replicas, microbatches, batch_norm):

@@ -1,0 +1,311 @@
+"""Diagnosis: why a step failed, and what in a traced step the user may not expect; on the host, apart from the step.
+
+    outcome = train_step(batch, layout)                                   # in the compiled loop
+    explain(train_step, 17, outcome.diagnosis.numpy())                    # "Step 17 is the first that ...: lower ..."
+
+It changes no variable: if it runs the step again, it restores everything.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from distloop.data import shards
+from distloop.data.shards import Batch, Layout
+from distloop.distributed import workers
+from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
+from distloop.training import metrics, nonfinite, variable_writes
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.step import GRADIENT_NORM, TrainStep
+from distloop.variables import named_variables, tensorflow_variable
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What the host knows of one update in a step that failed.
+
+    Attributes:
+        name: of the update; "" if there is only one.
+        values: the means of its values, by name, "loss" and "gradient_norm" among them.
+        nonfinite_paths: the variables whose gradients are not finite.
+        loss_scale: None if the loss is not scaled.
+        overflows: the steps in a row that overflowed at the smallest loss scale.
+    """
+
+    name: str
+    values: dict[str, float]
+    nonfinite_paths: list[str]
+    loss_scale: float | None = None
+    overflows: int = 0
+
+    @property
+    def is_at_floor(self) -> bool:
+        """Whether so many steps overflowed at the smallest loss scale that the scale is not to blame."""
+        return self.overflows >= MAX_OVERFLOWS_AT_FLOOR
+
+    @property
+    def is_loss_finite(self) -> bool:
+        """Whether the loss is finite."""
+        return bool(np.isfinite(self.values["loss"]))
+
+    def full_name(self, name: str) -> str:
+        """Returns the reported name of a value: `discriminator/loss`."""
+        return f"{self.name}/{name}" if self.name else name
+
+    def is_to_blame(self, *, skip_nonfinite: bool, is_loss_watched: bool) -> bool:
+        """Returns whether numbers of this update that are not finite made the step an error."""
+        is_error = self.is_at_floor or (
+            not skip_nonfinite and (self.loss_scale is None or (is_loss_watched and not self.is_loss_finite))
+        )
+        return is_error and not np.isfinite(self.values["loss"] + self.values[GRADIENT_NORM])
+
+
+def explain(train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple[Batch, Layout] | None = None) -> str:
+    """Returns one sentence: what in a step was not finite or jumped, the likely cause, and what to do.
+
+    Args:
+        train_step: the step that failed.
+        step: its number.
+        diagnosis: its `Outcome.diagnosis`.
+        last: its batch, to run the step again; None: the cause is guessed.
+    """
+    reports = _read(train_step, diagnosis)
+    is_watched = train_step.loss_jump is not None
+    for report in reports:
+        if report.is_to_blame(skip_nonfinite=train_step.skip_nonfinite, is_loss_watched=is_watched):
+            cause = guess_cause(step, report) if last is None else _locate(train_step, *last)
+            return explain_nonfinite(step, report, cause)
+    statistics = train_step.state.loss_watch.statistics.numpy()
+    return explain_jump(step, reports, statistics, train_step.loss_jump or 0.0)
+
+
+def _read(train_step: TrainStep, diagnosis: np.ndarray) -> list[UpdateReport]:
+    """Returns the reports in an `Outcome.diagnosis`."""
+    reports = []
+    for update in train_step.updates:
+        names = [*update.trace.names, *train_step.own_names]
+        tallies, gradients, diagnosis = np.split(diagnosis, np.cumsum([2 * len(names), update.packing.diagnosis_size]))
+        nonfinite_paths = [
+            train_step.state.paths[id(update.variables[i])] for i in update.packing.find_nonfinite(gradients)
+        ]
+        report = UpdateReport(update.update.name, metrics.means(names, tallies), nonfinite_paths)
+        if (scaler := update.loss_scaler) is not None:
+            overflows = max(0, -int(scaler.streak.numpy()))
+            report = UpdateReport(
+                report.name, report.values, nonfinite_paths, float(scaler.loss_scale.numpy()), overflows
+            )
+        reports.append(report)
+    return reports
+
+
+def explain_nonfinite(step: int, report: UpdateReport, cause: str) -> str:
+    """Returns one sentence about an update whose loss or gradients are not finite.
+
+    Args:
+        step: the number of the step.
+        report: about the update.
+        cause: the likely cause.
+    """
+    paths = report.nonfinite_paths
+    problems = [
+        f"{report.full_name(name)} is {value}"
+        for name, value in report.values.items()
+        if not np.isfinite(value) and not (paths and name == GRADIENT_NORM)  # the paths say more than the norm
+    ]
+    if paths:
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        of_update = f" of update {report.name!r}" if report.name else ""
+        problems.append(f"the gradient{of_update} of {', '.join(paths[:3])}{more} is not finite")
+    if report.is_at_floor:
+        subject = (
+            f"Step {step} is number {report.overflows} in a row that was not finite at the smallest loss scale, "
+            f"{report.loss_scale:g}"
+        )
+        advice = "keep large numbers in float32 layers, lower the learning rate, or use precision=mixed_bfloat16"
+    else:
+        subject = f"Step {step} is the first that was not finite"
+        advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
+    return f"{subject}: {', '.join(problems)}; {cause}: {advice}."
+
+
+def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndarray, jump: float) -> str:
+    """Returns one sentence about losses that jumped.
+
+    Args:
+        step: the number of the step.
+        reports: about all updates.
+        statistics: `LossWatch.statistics`.
+        jump: as for `LossWatch.check`.
+    """
+    jumps = []
+    for report, (_, mean, variance) in zip(reports, statistics, strict=True):
+        loss = report.values["loss"]
+        if loss - mean > jump * (variance**0.5 + abs(mean)):
+            usual = f"{mean:.6g} (mean of the steps before; deviation {variance**0.5:.3g})"
+            jumps.append(f"{report.full_name('loss')} jumped to {loss:.6g} from {usual}")
+    return (
+        f"At step {step} {', '.join(jumps)}; the batch is of another kind, or the learning rate too high for this "
+        "part of the way: look at the batch, lower the learning rate, set clip_norm, or raise loss_jump."
+    )
+
+
+def guess_cause(step: int, report: UpdateReport) -> str:
+    """Returns the likely cause of numbers that are not finite, without a second look at the batch."""
+    if report.is_loss_finite and report.nonfinite_paths:
+        return "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0"
+    if report.is_loss_finite:
+        return "every gradient is finite, but not the norm of all, so the loss or its weights are huge"
+    if step == 1:
+        return "in a first step often the data holds such numbers or is not scaled, or loss_fn divides by 0"
+    return "often the weights grew too large, or this batch holds such numbers, or loss_fn takes a log of 0"
+
+
+def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> ValueError | None:
+    """Returns one sentence saying that XLA cannot compile the model; None: the error is about something else."""
+    message = error.message or ""
+    if not train_step.jit_compile or ("tf2xla" not in message and "XLA" not in message):
+        return None
+    line = next((line for line in message.splitlines() if "INVALID_ARGUMENT:" in line), message.partition("\n")[0])
+    reason = line.rpartition("}}")[2].rpartition("INVALID_ARGUMENT:")[2].strip(" .:")
+    return ValueError(
+        f"jit_compile=True was given, but XLA cannot compile the forward and backward pass ({reason[:200]}): leave "
+        "out what XLA does not know, often an operation whose result has a size that depends on its values, or use "
+        "jit_compile=False."
+    )
+
+
+def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
+    """Runs a failed step again, update by update, and returns where the first number came from that is not finite."""
+    strategy = train_step.state.strategy
+    variables = [
+        *train_step.state.untrained_variables,
+        *(v for u in train_step.updates for v in train_step.changed_by(u)),
+    ]
+    changed = list({id(v): v for v in variables}.values())
+
+    def read() -> Any:
+        return strategy.run(functools.partial(variable_writes.read, changed))
+
+    def write(values: Any) -> None:
+        strategy.run(functools.partial(variable_writes.assign, changed), args=(values,))
+
+    read, write = (tf.function(fn, autograph=False) for fn in (read, write))
+    first = read()
+    try:
+        for update in train_step.updates:
+            before = read()
+            for microbatch in range(train_step.microbatches):
+                origin = _find_origin(train_step, update, batch, layout, microbatch)
+                seen_by = np.flatnonzero(workers.gather(strategy, origin is not None))
+                if len(seen_by):
+                    return origin or f"worker {seen_by[0]} tells where they came from"
+            write(before)
+            tf.function(functools.partial(train_step.advance, update, batch, layout), autograph=False)()
+    finally:
+        write(first)
+    return (
+        "a second look at its batch found every number finite, so a sum over replicas or microbatches is too "
+        "large, or an operation is not deterministic"
+    )
+
+
+def _find_origin(
+    train_step: TrainStep, update: ForwardBackward, batch: Batch, layout: Layout, microbatch: int
+) -> str | None:
+    """Runs an update forward and backward with a verdict on every tensor; returns where the first bad one came from."""
+    strategy = train_step.state.strategy
+    checked: list[tf.Tensor] = []
+    results: list[tf.Tensor] = []
+
+    def compute(batch: Batch, examples: tf.Tensor) -> Any:
+        rows, row_weights = shards.take_shard(batch, layout, train_step.microbatches, microbatch)
+        segments, tallies, _ = update.compute(rows, row_weights, update.loss_factor(examples))
+        return segments, tallies
+
+    @tf.function(autograph=False)
+    def check(batch: Batch) -> tf.Tensor:
+        per_replica = strategy.run(compute, args=(batch, train_step.count_examples(batch, layout)))
+        results[:] = [t for part in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(part)]
+        checked[:] = nonfinite.tensors(tf.compat.v1.get_default_graph())
+        return nonfinite.verdicts(checked)
+
+    are_finite = check(batch).numpy()
+    op = nonfinite.find_origin(results, checked, are_finite)
+    if op is None:
+        return None
+    if op.type == "Placeholder":
+        return f"the batch itself holds such numbers, {_describe_entry(batch.rows)}"
+    if op.type == "ReadVariableOp":
+        return f"the variable {_path_of(train_step, op.inputs[0])} holds such numbers"
+    return f"they came from {nonfinite.describe(op, _layers(train_step, update))}"
+
+
+def _describe_entry(rows: Any) -> str:
+    """Returns which entry of a batch, and which row of it, first holds a number that is not finite."""
+    for path, value in keras.tree.flatten_with_path(rows):
+        if isinstance(value, tf.Tensor) and value.dtype.is_floating:
+            positions = np.argwhere(~np.isfinite(tf.cast(value, tf.float32).numpy()))
+            if len(positions):
+                return f"in {'/'.join(map(str, path)) or 'its only entry'}, first in row {positions[0][0]}"
+    return "in one of its entries"
+
+
+def _path_of(train_step: TrainStep, resource: tf.Tensor) -> str:
+    """Returns the path of the variable that an operation reads."""
+    handle = variable_writes.outermost(resource)
+    for path, variable in named_variables(train_step.state.model).items():
+        for local in train_step.state.strategy.experimental_local_results(tensorflow_variable(variable)):
+            if local.handle is handle:
+                return path
+    return "that loss_fn reads"
+
+
+def _layers(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
+    """Returns the layers that an update trains, at any depth."""
+    layers = train_step.state.layers_of_update[update.update.name]
+    return [part for layer in layers for part in layer._flatten_layers()]
+
+
+def warn(train_step: TrainStep) -> None:
+    """Logs what the user may not expect of a step, once it is traced."""
+    for update in train_step.updates:
+        _warn_unreached(train_step, update)
+        _warn_unscaled(train_step, update)
+        if train_step.state.strategy.num_replicas_in_sync > 1:
+            _warn_apart(train_step, update)
+
+
+def _warn_unreached(train_step: TrainStep, update: ForwardBackward) -> None:
+    unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
+    if unreached:
+        logging.warning(
+            "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
+            ", ".join(train_step.state.paths[id(v)] for v in unreached),
+        )
+
+
+def _warn_unscaled(train_step: TrainStep, update: ForwardBackward) -> None:
+    half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == "float16"]
+    if half and update.loss_scaler is None:
+        logging.warning(
+            "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
+            "precision=mixed_float16, or give distloop.LossScaleOptimizer.",
+            half[0],
+        )
+
+
+def _warn_apart(train_step: TrainStep, update: ForwardBackward) -> None:
+    """Warns of written variables that each replica keeps a value of its own of."""
+    for variable in update.unsynchronized_variables():
+        logging.warning(
+            "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
+            "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",
+            train_step.state.paths[id(variable)],
+            tf.as_dtype(variable.dtype).name,
+        )

@@ -1,0 +1,344 @@
+"""The forward and backward pass of one update on one replica; the only module with a tape.
+
+    rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> packed, summed over microbatches
+
+    update_pass = ForwardBackward(state, update, microbatches=4)
+    local = update_pass(batch, layout, loss_factor)            # in replica context
+    update_pass.trace.names                                    # ["loss", "accuracy"]; known once the pass is traced
+
+It sums nothing over replicas and changes no weight.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.shards import Batch, Layout
+from distloop.distributed import gathering
+from distloop.distributed.devices import HOST
+from distloop.distributed.placement import Placement
+from distloop.optimizers.gradients import Packing
+from distloop.training import metrics, variable_writes
+from distloop.training.spec import Update
+from distloop.training.state import TrainState
+from distloop.variables import tensorflow_variable
+
+REGULARIZATION = "regularization"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What tracing reveals about a pass: Python values, the same on every replica.
+
+    Attributes:
+        names: of the tallies, "loss" first, without the update's own name.
+        outputs: the names that `loss_fn` returned, those of Keras metrics included.
+        reached: by variable, whether the loss depends on it.
+        written: the variables that the forward pass writes.
+    """
+
+    names: list[str]
+    outputs: set[str]
+    reached: list[bool]
+    written: list[Any]
+
+
+class Local(NamedTuple):
+    """What a replica computes before the reduction."""
+
+    segments: list[tf.Tensor]  # packed gradients of the scaled sum(w * loss)
+    sums: dict[str, Any]  # what is summed over the replicas along with them, by name
+    before: list[tf.Tensor]  # the values of the written variables before the forward pass
+    after: list[tf.Tensor]  # and after it
+
+
+class ForwardBackward:
+    """The forward and backward pass of one update.
+
+    Attributes:
+        update: the user's `loss_fn` and optimizer.
+        variables: the variables to differentiate by.
+        packing: the layout of their gradients.
+        loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
+    """
+
+    def __init__(self, state: TrainState, update: Update, *, microbatches: int = 1, jit_compile: bool = False):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: what is trained.
+            update: one of its updates.
+            microbatches: the number of parts that each replica's shard is cut into.
+            jit_compile: whether XLA compiles the pass.
+        """
+        self.update = update
+        self.variables = list(state.variables_of_update[update.name])
+        self.loss_scaler = state.loss_scalers.get(update.name)
+        self.packing = Packing(self.variables, state.placement.gradient_devices(self.variables))
+        self._state = state
+        self._microbatches = microbatches
+        self._jit_compile = jit_compile
+        self._trace: Trace | None = None
+        self._metric_variables = [v for metric in state.train_metrics.values() for v in metric.variables]
+        self._writable = [*state.untrained_variables, *self._metric_variables]  # what a forward pass may write
+
+    @property
+    def trace(self) -> Trace:
+        """What tracing revealed; there is one once the pass was called."""
+        assert self._trace is not None, "the pass is not traced yet"
+        return self._trace
+
+    def full_name(self, name: str) -> str:
+        """Returns the reported name of a value: `discriminator/loss`."""
+        return f"{self.update.name}/{name}" if self.update.name else name
+
+    def loss_factor(self, examples: tf.Tensor) -> tf.Tensor | None:
+        """Returns the factor of the loss, a sum over examples, before its gradient is taken; None: it is not scaled.
+
+        Args:
+            examples: in the global batch, a float32 scalar. The loss scale applies to the mean over them, so a larger
+                batch has no larger gradients in float16.
+        """
+        return None if self.loss_scaler is None else self.loss_scaler.scale_loss(1.0) / examples
+
+    def __call__(self, batch: Batch, layout: Layout, factor: tf.Tensor | None) -> Local:
+        """Computes gradients and tallies of a replica's shard, and sets `trace`; call in replica context.
+
+        Args:
+            batch: the global batch.
+            layout: its layout.
+            factor: of the loss, as `loss_factor` returns it.
+
+        Returns:
+            Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`; with several replicas also
+            "secs", `[R]`, the seconds that each replica took; where statistics are averaged over the replicas, "rows",
+            a scalar, and "statistics", each times the rows.
+        """
+        replicas = self._state.strategy.num_replicas_in_sync
+        started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if replicas > 1 else None
+        before = {id(v): tf.identity(v) for v in self._writable}  # TensorFlow prunes the values that nobody needs
+        traces: list[Trace] = []
+
+        def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
+            segments, tallies, trace = self.compute(rows, row_weights, factor)
+            traces.append(trace)
+            return segments, tallies
+
+        if self._jit_compile:
+            # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
+            # for each replica, which reads that replica's variables.
+            compute = tf.function(compute, autograph=False, jit_compile=True)
+
+        def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
+            return compute(*shards.take_shard(batch, layout, self._microbatches, index), factor)
+
+        with _explain_merge_call_error(self._microbatches, self._jit_compile):
+            segments, tallies = self._state.placement.sum_microbatches(self.packing, self._microbatches, microbatch)
+        self._set_trace(traces)
+        tallies.set_shape([2 * len(self.trace.names)])
+        written = self.trace.written
+        after = {id(v): tf.identity(v) for v in written}
+        sums: dict[str, Any] = {"tallies": tallies}
+        if replicas > 1 and (averaged := self.averaged_variables()):
+            # The mean of a statistic is weighted with each replica's rows, and divided once, like every other value.
+            sums["rows"] = tf.cast(shards.shard_size(batch, layout), tf.float32)
+            sums["statistics"] = [tf.cast(after[id(v)], tf.float32) * sums["rows"] for v in averaged]
+        if started is not None:
+            with tf.device(HOST):  # a copy: a mere dependency on a GPU's tensor is met before that is computed
+                last = tf.identity(segments[-1][:1])
+            secs = tf.cast(_time_after([*segments, last]) - started, tf.float32)
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            sums["secs"] = tf.one_hot(replica, replicas) * secs
+        return Local(segments, sums, [before[id(v)] for v in written], [after[id(v)] for v in written])
+
+    def averaged_variables(self) -> list[Any]:
+        """Returns the written variables to average over the replicas: floats, but for RNG state and Keras metrics."""
+        excluded = {id(v) for v in [*self._state.seeds, *self._metric_variables]}
+        return [v for v in self.trace.written if id(v) not in excluded and tf.as_dtype(v.dtype).is_floating]
+
+    def unsynchronized_variables(self) -> list[Any]:
+        """Returns the written variables that have no mean, and of which each replica keeps a value of its own."""
+        kept_equal = {id(v) for v in [*self.averaged_variables(), *self._state.seeds, *self._metric_variables]}
+        none = tf.VariableAggregation.NONE
+        return [v for v in self.trace.written if id(v) not in kept_equal and tensorflow_variable(v).aggregation == none]
+
+    def average_statistics(self, after: Sequence[tf.Tensor], sums: Mapping[str, Any]) -> list[tf.Tensor]:
+        """Returns the final values of the written variables: reduced statistics as means, others as they are.
+
+        Args:
+            after: the values after the forward pass, `Local.after`.
+            sums: `Local.sums`, reduced.
+        """
+        if "statistics" not in sums:
+            return list(after)
+        means = {
+            id(v): tf.cast(tf.math.divide_no_nan(total, sums["rows"]), v.dtype)
+            for v, total in zip(self.averaged_variables(), sums["statistics"], strict=True)
+        }
+        return [means.get(id(v), value) for v, value in zip(self.trace.written, after, strict=True)]
+
+    def compute(
+        self, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], tf.Tensor, Trace]:
+        """Runs forward and backward over some rows of a replica; call in replica context.
+
+        Args:
+            rows: `[b, ...]`.
+            row_weights: `[b]`, 0 for padding; None: all rows count.
+            factor: of the loss; None: 1.
+
+        Returns:
+            Packed gradients of `factor * sum(w * loss)`; the tallies of all values that `loss_fn` returned, `[2 * m]`;
+            and what tracing revealed.
+
+        Raises:
+            ValueError: if the loss depends on no variable.
+        """
+        with variable_writes.recorded_writes(self._writable) as written:
+            outputs, gradients, tallies = self._differentiate(rows, row_weights, factor)
+        reached = [gradient is not None for gradient in gradients]
+        if not any(reached):
+            raise ValueError(
+                f"The loss{' of update ' + repr(self.update.name) if self.update.name else ''} does not depend on "
+                "any variable that is to be trained: compute it from the model's outputs inside loss_fn."
+            )
+        filled = [
+            tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(gradients, self.variables, strict=True)
+        ]
+        names = ["loss", *(name for name in tallies if name != "loss")]
+        flat_tallies = metrics.flatten([tallies[name] for name in names])
+        return self.packing.pack(filled), flat_tallies, Trace(names, outputs, reached, written)
+
+    def gradients_of(
+        self, rows: Any, examples: tf.Tensor, *, training: bool
+    ) -> tuple[dict[str, tf.Tensor | None], dict[str, metrics.Tally]]:
+        """Computes the gradients over some rows, to check the user's code.
+
+        Args:
+            rows: `[b, ...]`.
+            examples: in the global batch that the rows belong to, a scalar.
+            training: the argument for `loss_fn`.
+
+        Returns:
+            By path, the gradient of `sum(w * loss)`, or None if the loss does not depend on the variable; and the tally
+            of each value except Keras metrics.
+        """
+        factor = self.loss_factor(tf.cast(examples, tf.float32))
+        _, gradients, tallies = self._differentiate(rows, None, factor, training=training, has_metrics=False)
+        by_path = {
+            self._state.paths[id(v)]: None
+            if g is None
+            else tf.convert_to_tensor(g) / (1.0 if factor is None else factor)
+            for v, g in zip(self.variables, gradients, strict=True)
+        }
+        return by_path, tallies
+
+    def _differentiate(
+        self,
+        rows: Any,
+        row_weights: tf.Tensor | None,
+        factor: tf.Tensor | None,
+        *,
+        training: bool = True,
+        has_metrics: bool = True,
+    ) -> tuple[set[str], list[tf.Tensor | None], dict[str, metrics.Tally]]:
+        """Returns the names that `loss_fn` returned, the gradients and the tallies; updates Keras metrics if wanted."""
+        state = self._state
+        tensors = [tensorflow_variable(v) for v in self.variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            for tensor in tensors:
+                tape.watch(tensor)
+            with gathering.shard(row_weights, self._microbatches):
+                outputs = self.update.loss_fn(rows, training)
+            if not has_metrics and isinstance(outputs, Mapping):
+                outputs = {name: value for name, value in outputs.items() if name not in state.train_metrics}
+            tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
+            loss = tallies["loss"]
+            objective = loss.total
+            regularization = _sum_regularization(state.layers_of_update[self.update.name], state.placement)
+            if regularization is not None:
+                # Weighted like a value of every example, so that the one division makes it count once.
+                tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
+                objective += tallies[REGULARIZATION].total
+            if factor is not None:
+                objective *= factor
+        return set(outputs), state.placement.differentiate(tape, objective, tensors), tallies
+
+    def _set_trace(self, traces: Sequence[Trace]) -> None:
+        """Sets `trace` from the traces of all microbatches; nothing else sets it."""
+        for trace in traces:
+            if self._trace is not None and trace.names != self._trace.names:
+                raise ValueError(
+                    f"loss_fn returned {trace.names}, and {self._trace.names} before; it returns the same names for "
+                    "all data."
+                )
+            self._trace = trace
+        are_written = {id(v) for trace in traces for v in trace.written}
+        self._trace = replace(self.trace, written=[v for v in self._writable if id(v) in are_written])
+
+
+def tally_outputs(
+    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: Mapping[str, Any]
+) -> dict[str, metrics.Tally]:
+    """Returns the weighted sums of what `loss_fn` returned, by name, and updates Keras metrics.
+
+    Args:
+        outputs: of `loss_fn`.
+        rows: its batch.
+        row_weights: `[b]`, 0 for padding; None: all rows count.
+        keras_metrics: name -> metric.
+
+    Raises:
+        ValueError: if `loss_fn` returned a value that is not per example, or updated no metric that was declared.
+    """
+    metrics.check_names(outputs, keras_metrics)
+    size = shards.batch_size(rows)
+    tallies = {}
+    for name, value in outputs.items():
+        if name in keras_metrics:
+            metrics.update_keras_metric(name, keras_metrics[name], value, row_weights)
+        else:
+            tallies[name] = metrics.weigh(name, value, size, row_weights)
+    if checks := [check for tally in tallies.values() for check in tally.checks]:
+        # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
+        failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
+        tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
+    return tallies
+
+
+@contextlib.contextmanager
+def _explain_merge_call_error(microbatches: int, jit_compile: bool) -> Iterator[None]:
+    """Explains TensorFlow's error about a forward pass that talks to other replicas inside a loop or under XLA."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        setting, allowed = (
+            ("jit_compile=True", "jit_compile=False") if jit_compile else (f"{microbatches=}", "microbatches=1")
+        )
+        raise ValueError(
+            f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
+            "BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop or what XLA compiles: use "
+            f"{allowed}."
+        ) from error
+
+
+def _sum_regularization(layers: Sequence[Any], placement: Placement) -> tf.Tensor | None:
+    """Returns the sum of the losses that Keras layers carry, such as L2 terms; None if there are none."""
+    losses = []
+    for layer in layers:
+        with placement.layer_scope(layer):
+            losses += layer.losses
+    return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
+
+
+def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the time at which all of some tensors are computed, in seconds."""
+    with tf.control_dependencies(tensors):
+        return tf.timestamp()
