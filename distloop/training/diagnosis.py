@@ -185,7 +185,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
     strategy = train_step.state.strategy
     variables = [
         *train_step.state.untrained_variables,
-        *(v for u in train_step.updates for v in train_step.changed_by(u)),
+        *(v for u in train_step.updates for v in train_step.state.changed_by(u.update)),
     ]
     changed = list({id(v): v for v in variables}.values())
 

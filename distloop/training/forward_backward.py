@@ -84,7 +84,7 @@ class ForwardBackward:
         self._microbatches = microbatches
         self._jit_compile = jit_compile
         self._trace: Trace | None = None
-        self._metric_variables = [v for metric in state.train_metrics.values() for v in metric.variables]
+        self._metric_variables = list(state.metric_variables().values())
         self._writable = [*state.untrained_variables, *self._metric_variables]  # what a forward pass may write
 
     @property

@@ -238,7 +238,7 @@ class TrainStep:
             self._run(self._apply_on_replica, update, forward.segments, forward.scale)
             return _Attempt(update, forward, tallies, None)
         is_last = update is self.updates[-1]  # a later update may still fail, and take this one with it
-        changed = self.changed_by(update)
+        changed = self.state.changed_by(update.update)
         before = None if is_last else self._strategy.run(functools.partial(variable_writes.read, changed))
 
         def applied() -> tf.Tensor:
@@ -249,7 +249,7 @@ class TrainStep:
             for attempt in earlier:
                 for variables, values in (
                     (attempt.update.trace.written, attempt.forward.before),
-                    (self.changed_by(attempt.update), attempt.before),
+                    (self.state.changed_by(attempt.update.update), attempt.before),
                 ):
                     self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
             return tf.zeros_like(tallies)
@@ -269,11 +269,6 @@ class TrainStep:
         if self.state.average is not None:
             applied_steps = tf.convert_to_tensor(optimizer.iterations)
             self.state.average.update(update.variables, applied_steps)
-
-    def changed_by(self, update: ForwardBackward) -> list[Any]:
-        """Returns what applying an update changes, besides what the forward pass writes."""
-        average = [] if self.state.average is None else self.state.average.variables
-        return [*update.variables, *self.state.plain_optimizers[update.update.name].variables, *average]
 
     def _rescale(self, attempts: Sequence[_Attempt], finite: tf.Tensor) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
