@@ -25,7 +25,7 @@ from distloop.data.copies import fresh_copy
 from distloop.data.passes import Passes
 from distloop.data.source import Data, Source
 from distloop.diagnostics import dry_run, tuning
-from distloop.diagnostics.audit import audit
+from distloop.diagnostics.audit import audit, print_and_exit
 from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
@@ -150,7 +150,7 @@ class Trainer:
         """
         clock = Clock()
         if self.config.audit:
-            self._leave_after_audit(train)
+            print_and_exit(self.audit(train))
         if self.config.autotune_batch:
             tuning.autotune_batch(self, train)
             raise SystemExit(0)
@@ -181,31 +181,15 @@ class Trainer:
         with run.interruptible():
             metrics = run.train()
         if self.config.fast_dev_run:
-            self._dry_run(source)
+            another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
+            for line in dry_run.check(self, source.data, another_step):
+                self._say(f"fast_dev_run: {line}")
         return metrics
 
     @functools.cached_property
     def _train_loop(self) -> TrainLoop:
         """What trains: traced once for each kind of data, so it serves every call of `fit`."""
         return make_train_loop(self.state, self.config)
-
-    def _dry_run(self, source: Source) -> None:
-        """Tries what a run may need after its steps; see `dry_run.check`."""
-        self._say(f"fast_dev_run: step {self.step} trained, all evaluations measured on a batch")
-        predict_fns = self._predictor.predict_fns if self.state.spec.predict_fn is not None else {}
-
-        def predict(signature: str) -> int:
-            outputs = next(self.stream_predictions(source.data, signature=signature))
-            return len(tf.nest.flatten(outputs)[0])
-
-        for line in dry_run.check(
-            self.state,
-            train=functools.partial(self._train_loop.train, source, self.step + 1, []),
-            restore=self.restore if workers.num_workers(self.strategy) == 1 else None,
-            predict={name: functools.partial(predict, name) for name in predict_fns},
-            export=functools.partial(self.export, os.path.join(self.config.workdir, "export", "dry_run")),
-        ):
-            self._say(f"fast_dev_run: {line}")
 
     def save(self) -> None:
         """Saves a checkpoint to the workdir and waits until it is complete.
@@ -229,17 +213,13 @@ class Trainer:
         self._checkpoints.restore(path)
 
     def audit(self, dataset: Data) -> Audit:
-        """Looks for mistakes in `model_fn`, `loss_fn` and the data that no error tells of; changes nothing.
+        """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.
 
-        On one device or more it finds: what depends on the number of replicas, such as a mean over the rows in
-        `loss_fn`; random numbers that are the same on every replica; statistics of one replica; variables in which the
-        replicas differ; what is traced again and again, and Python values that tracing freezes; variables made in a
-        step; state that no checkpoint holds; layers left out of training; gradients that are None or 0; data that is in
-        another order when it is read again. Weights, optimizer, random streams and the place in the data stay as they
-        are; a model that is not built yet is built, and what Python generators of the data's own keep moves on.
+        `distloop.diagnostics.audit` lists the checks. One device is enough. Weights, optimizer, random streams and the
+        place in the data stay as they are; a model that is not built yet is built.
 
         Args:
-            dataset: as for `fit`; its first batches are taken.
+            dataset: as for `fit`; its first batches are read.
 
         Returns:
             The findings, each with what, name and hint; printed, a line for each.
@@ -254,14 +234,6 @@ class Trainer:
         dataset = as_dataset(dataset, self.config.batch_size, self.config.seed)
         self._build(Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy))
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
-
-    def _leave_after_audit(self, dataset: Data) -> None:
-        """Ends the process with what an audit found."""
-        found = self.audit(dataset)
-        say(f"audit: {len(found.findings)} findings")
-        for line in str(found).splitlines():
-            say(line)
-        raise SystemExit(1 if found.findings else 0)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
         """Evaluates on one pass over a dataset, with the averaged weights if there are any; changes nothing.

@@ -16,6 +16,7 @@ from distloop.diagnostics import checks, replica_checks
 from distloop.diagnostics.findings import Audit, Finding, Unchecked
 from distloop.diagnostics.probe import Probe
 from distloop.distributed import devices
+from distloop.monitoring.console import say
 from distloop.training.state import TrainState
 
 Check = Callable[[Probe], Iterator[Finding | Unchecked]]
@@ -52,3 +53,15 @@ def audit(state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1
             results += [result for check in CHECKS for result in check(probe)]
     findings = dict.fromkeys(result for result in results if isinstance(result, Finding))  # each once, in order
     return Audit(tuple(findings), tuple(result.what for result in results if isinstance(result, Unchecked)))
+
+
+def print_and_exit(result: Audit) -> None:
+    """Prints an audit and ends the process.
+
+    Raises:
+        SystemExit: with code 1 if there are findings, else 0.
+    """
+    say(f"audit: {len(result.findings)} findings")
+    for line in str(result).splitlines():
+        say(line)
+    raise SystemExit(1 if result.findings else 0)

@@ -1,7 +1,7 @@
 """The dry run, `--fast_dev_run`: every part of a run once, in a temporary workdir.
 
     config = dry_run.settings(config, owner=trainer)
-    for line in dry_run.check(state, ...):                 # after a step of training: restores, predicts, exports
+    for line in dry_run.check(trainer, data, another_step):     # after a step: restores, predicts, exports
         print(line)
 
 This module does not know how the parts work.
@@ -12,11 +12,15 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from distloop.config import Config
+from distloop.data.source import Data
+from distloop.distributed import workers
+from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 
@@ -35,22 +39,30 @@ def export_path(path: str, workdir: str) -> str:
     return os.path.join(workdir, "export", os.path.basename(os.path.normpath(path)))
 
 
-def check(
-    state: TrainState,
-    *,
-    train: Callable[[], object],
-    restore: Callable[[], None] | None,
-    predict: dict[str, Callable[[], int]],
-    export: Callable[[], None],
-) -> Iterator[str]:
-    """Tries, after a step that was saved, what else a run may need.
+class Verbs(Protocol):
+    """The part of `Trainer` that a dry run tries."""
+
+    config: Config
+    state: TrainState
+    strategy: tf.distribute.Strategy
+
+    def restore(self) -> None:
+        """As for `Trainer`."""
+
+    def stream_predictions(self, dataset: Data, *, signature: str) -> Iterator[Any]:
+        """As for `Trainer`."""
+
+    def export(self, path: str) -> None:
+        """As for `Trainer`."""
+
+
+def check(trainer: Verbs, data: Data, another_step: Callable[[], object]) -> Iterator[str]:
+    """Tries, after a step that was saved, what else a run may need: restore, predict, export.
 
     Args:
-        state: what is trained.
-        train: takes one more step.
-        restore: restores the last save; None if other workers cannot see the directory.
-        predict: by signature, predicts a batch and returns the number of its rows.
-        export: writes and reads back an export.
+        trainer: whose verbs to try.
+        data: to predict for.
+        another_step: trains one more step.
 
     Yields:
         A line for each part.
@@ -59,24 +71,28 @@ def check(
         RuntimeError: if a restored value is not the saved one.
         ValueError: from any part.
     """
-    if restore is None:
+    state = trainer.state
+    yield f"step {int(state.step)} trained, all evaluations measured on a batch"
+    if workers.num_workers(trainer.strategy) > 1:
         yield "saved; not restored, as other workers do not see the directory"
     else:
         saved_state = SavedState(state)
         saved = saved_state.snapshot()
-        train()
-        restore()
+        another_step()
+        trainer.restore()
         restored = saved_state.snapshot()
         if different := [name for name in saved if _bytes(saved[name]) != _bytes(restored[name])]:
             raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint other than they were saved.")
         yield f"saved, took another step, restored: all {len(saved)} values are as they were"
-    for name, predict_one in predict.items():
-        yield f"predicted {predict_one()} rows with {name}"
-    if predict:
-        export()
-        yield "exported, and read the export back"
-    else:
+    predict_fn = state.spec.predict_fn
+    if predict_fn is None:
         yield "nothing predicted or exported: ModelSpec has no predict_fn"
+        return
+    for name in predict_fn if isinstance(predict_fn, Mapping) else [DEFAULT_SIGNATURE]:
+        outputs = next(trainer.stream_predictions(data, signature=name))
+        yield f"predicted {len(tf.nest.flatten(outputs)[0])} rows with {name}"
+    trainer.export(os.path.join(trainer.config.workdir, "export", "dry_run"))
+    yield "exported, and read the export back"
 
 
 def _bytes(value: tf.Tensor) -> bytes:
