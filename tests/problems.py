@@ -160,22 +160,22 @@ def write_run(path, rows, settings=None, flags=(), *, saved=None, incidents=(), 
 
 @functools.cache
 def mirrored(count):
-    """A strategy of so many virtual CPUs."""
+    """Returns a mirrored strategy on `count` virtual CPUs."""
     return strategies.make_strategy(distloop.Config(device="cpu", strategy="mirrored", num_devices=count))
 
 
 def numbers(count, batch_size):
-    """Batches {"x": [B]} of the numbers from 0."""
+    """Returns a dataset of batches {"x": [B]} of the numbers from 0."""
     return tf.data.Dataset.range(count).batch(batch_size).map(lambda x: {"x": x})
 
 
 def of_unknown_length(dataset):
-    """The dataset, which no longer tells its length."""
+    """Returns the dataset without a known length."""
     return dataset.filter(lambda *_: True)
 
 
 def sizes_1_to_9():
-    """Batches of 1 to 9 rows, with row numbers from 100."""
+    """Returns a dataset of batches of 1 to 9 rows, which hold numbers from 100."""
     return tf.data.Dataset.range(1, 10).map(lambda n: 100 + tf.range(n))
 
 

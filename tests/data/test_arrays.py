@@ -8,14 +8,11 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.arrays import are_arrays, as_dataset, make_dataset
-from distloop.data.source import Source
 from tests.problems import (
     assert_equal,
-    batch_taker,
     classification,
     classifier,
     everything,
-    mirrored,
     of_unknown_length,
     on,
 )
@@ -85,27 +82,6 @@ def test_a_cached_dataset_is_read_once():
     assert len(reads) == 1
 
 
-def test_the_position_in_shuffled_arrays_can_be_saved_and_is_small(tmp_path):
-    rows = np.zeros([2000, 1000], np.float32)  # 8 MB
-    rows[:, 0] = np.arange(2000)
-
-    def source():
-        return Source(make_dataset(rows, 8, shuffle=True), mirrored(2))
-
-    def take(source, count):
-        take_batch = batch_taker(source, source.iterator())
-        return [take_batch().rows.numpy()[:, 0].tolist() for _ in range(count)]
-
-    first = source()
-    take(first, 300)  # into the second epoch
-    path = tf.train.Checkpoint(iterator=first.iterator()).write(os.path.join(tmp_path, "position"))
-    expected = take(first, 5)
-    second = source()
-    tf.train.Checkpoint(iterator=second.iterator()).read(path)
-    assert take(second, 5) == expected
-    assert sum(os.path.getsize(os.path.join(tmp_path, name)) for name in os.listdir(tmp_path)) < 1_000_000
-
-
 @pytest.mark.parametrize("batch_size", [0, -1])
 def test_a_batch_without_rows_is_refused(batch_size):
     with pytest.raises(ValueError, match=f"batch_size={batch_size} was given; a batch has one row at least"):
@@ -164,7 +140,7 @@ def test_a_list_of_arrays_gives_batches_that_are_tuples():
         (None, False),
     ],
 )
-def test_arrays_are_told_from_other_data(data, expected):
+def test_are_arrays_is_true_for_structures_of_arrays_alone(data, expected):
     assert are_arrays(data) == expected
 
 
@@ -177,11 +153,11 @@ def run(data, workdir="", steps=9, replicas=2, **settings):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_arrays_train_as_a_shuffled_dataset_of_them_does(replicas):
+def test_training_on_arrays_equals_training_on_a_shuffled_dataset(replicas):
     rows = classification(67)  # the last batch has 3 rows
-    found = run(rows, replicas=replicas)
+    trainer = run(rows, replicas=replicas)
     expected = run(make_dataset(rows, 16, shuffle=True, seed=5), replicas=replicas)
-    assert_equal(everything(found), everything(expected))
+    assert_equal(everything(trainer), everything(expected))
 
 
 def test_epochs_of_arrays_include_the_odd_last_batch():
@@ -190,7 +166,7 @@ def test_epochs_of_arrays_include_the_odd_last_batch():
     assert trainer.step == 10
 
 
-def test_a_second_fit_on_the_same_arrays_goes_on(tmp_path):
+def test_a_second_fit_on_the_same_arrays_goes_on():
     rows = classification(67)
     trainer = run(rows, steps=7)
     trainer.fit(rows, steps=9)
@@ -214,7 +190,7 @@ def test_arrays_are_evaluated_and_predicted_in_their_order():
     assert trainer.fit(rows, steps=2, evals={"test": rows})["test/loss"] == trainer.evaluate(rows)["loss"]
 
 
-def test_arrays_that_were_changed_in_place_are_predicted_anew():
+def test_predictions_follow_arrays_that_change_in_place():
     rows = classification(16)
     trainer = distloop.Trainer(classifier(), on(1))
     first = trainer.predict(rows)

@@ -18,8 +18,8 @@ def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
     take = batch_taker(source, source.iterator())
     for size in range(1, 10):
         rows, count = take()
-        own = [100 + i for i in range(size)]
-        assert rows.numpy().tolist() == (own * 4)[:4] if size < 4 else own
+        rows_given = [100 + i for i in range(size)]
+        assert rows.numpy().tolist() == (rows_given * 4)[:4] if size < 4 else rows_given
         assert int(count) == size
 
 
@@ -34,6 +34,18 @@ def test_nothing_is_padded_on_one_replica():
     batch = batch_taker(source, source.iterator())()
     assert not source.layout.is_padded
     assert batch.rows.shape == (1,) and batch.size is None
+
+
+def test_next_batch_if_any_returns_false_at_the_end():
+    source = Source(numbers(3, 2), tf.distribute.get_strategy(), repeat=False)
+
+    @tf.function(autograph=False)
+    def has_batch(iterator):
+        has, get = shards.next_batch_if_any(iterator, source.layout)
+        return has, tf.cond(has, lambda: tf.size(get().rows["x"]), lambda: 0)
+
+    iterator = source.iterator()
+    assert [tuple(t.numpy() for t in has_batch(iterator)) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
 
 
 def counted(source, strategy, batches):
@@ -60,11 +72,11 @@ def shards_of(source, strategy, microbatches):
     iterator = source.iterator()
 
     def replica_fn(batch):
-        found = []
+        parts = []
         for microbatch in range(microbatches):
             rows, weights = shards.take_shard(batch, source.layout, microbatches, microbatch)
-            found.append((rows, tf.ones([shards.batch_size(rows)]) if weights is None else weights))
-        return found
+            parts.append((rows, tf.ones([shards.batch_size(rows)]) if weights is None else weights))
+        return parts
 
     @tf.function(autograph=False)
     def take():
@@ -100,7 +112,7 @@ def test_shards_make_up_the_batch_in_order_and_each_row_counts_once(count, micro
 
 
 @pytest.mark.parametrize(("device", "place"), [("GPU", "/device:CPU:0"), ("CPU", "/device:CPU:1")])
-def test_a_gpu_is_sent_its_own_rows_alone(monkeypatch, device, place):
+def test_a_gpu_receives_only_its_own_rows(monkeypatch, device, place):
     context = types.SimpleNamespace(num_replicas_in_sync=2, replica_id_in_sync_group=1, strategy=None)
     monkeypatch.setattr(tf.distribute, "get_replica_context", lambda: context)
     monkeypatch.setattr(strategies, "has_gpus", lambda strategy: device == "GPU")
@@ -119,7 +131,7 @@ def test_shards_of_a_static_batch_size_make_up_the_batch():
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_shards_of_a_split_batch_are_what_the_replica_got(microbatches):
+def test_shards_of_a_split_batch_are_the_replicas_parts(microbatches):
     strategy = mirrored(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(10, 6)), strategy, microbatches=microbatches)
     read = shards_of(source, strategy, microbatches)
@@ -137,25 +149,25 @@ def test_nested_batches_with_ragged_and_string_entries_are_sharded(batch_size):
     structure = {"text": {"words": words, "name": tf.constant(list("abcdef"))}, "label": tf.range(6)}
     source = Source(tf.data.Dataset.from_tensor_slices(structure).batch(batch_size), strategy)
     read = shards_of(source, strategy, 1)
-    found = {"words": [], "name": [], "label": []}
+    joined = {"words": [], "name": [], "label": []}
     for _ in range(-(-6 // batch_size)):
         for rows, weights in read():
             keep = weights.numpy() > 0
-            found["words"] += [row for row, k in zip(rows["text"]["words"].to_list(), keep, strict=True) if k]
-            found["name"] += [row.decode() for row in rows["text"]["name"].numpy()[keep]]
-            found["label"] += rows["label"].numpy()[keep].tolist()
-    assert found == {"words": words.to_list(), "name": list("abcdef"), "label": list(range(6))}
+            joined["words"] += [row for row, k in zip(rows["text"]["words"].to_list(), keep, strict=True) if k]
+            joined["name"] += [row.decode() for row in rows["text"]["name"].numpy()[keep]]
+            joined["label"] += rows["label"].numpy()[keep].tolist()
+    assert joined == {"words": words.to_list(), "name": list("abcdef"), "label": list(range(6))}
 
 
-def test_the_batch_size_is_an_int_only_where_it_is_known():
-    found = []
+def test_the_batch_size_is_an_int_if_it_is_known():
+    sizes = []
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2])])
     def trace(x):
-        found.append(shards.batch_size({"x": x}))
+        sizes.append(shards.batch_size({"x": x}))
 
     trace(tf.zeros([3, 2]))
-    assert tf.is_tensor(found[0])
+    assert tf.is_tensor(sizes[0])
     assert shards.batch_size({"x": tf.zeros([3, 2])}) == 3
     assert int(shards.batch_size(tf.ragged.constant([[1], [2, 3]]))) == 2
 
@@ -169,3 +181,11 @@ def test_replicas_take_as_many_rows_as_the_info_says():
 
     take = tf.function(lambda: mirrored(3).run(count, args=(shards.next_batch(iterator, source.layout),)))
     assert [int(n) for n in mirrored(3).experimental_local_results(take())] == list(source.info.replica_batch_sizes)
+
+
+@pytest.mark.parametrize(("rows", "shards_given"), [(10, 3), (3, 4), (8, 2), (0, 2)])
+def test_shard_bounds_cover_all_rows_evenly(rows, shards_given):
+    bounds = [shards.shard_bounds(index, shards_given, rows) for index in range(shards_given)]
+    assert [row for start, end in bounds for row in range(start, end)] == list(range(rows))
+    lengths = [end - start for start, end in bounds]
+    assert max(lengths) - min(lengths) <= 1

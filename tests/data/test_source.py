@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data import shards
 from distloop.data.source import Source
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
 
@@ -34,29 +33,17 @@ def test_a_limit_bounds_each_pass():
     assert not Source(numbers(6, 2).repeat(), ONE, limit=2).info.is_endless
 
 
-def test_cached_batches_come_again_as_they_were_in_the_first_pass():
+def test_cached_batches_repeat_the_first_pass():
     shuffled = tf.data.Dataset.range(100).shuffle(100).batch(5).map(lambda x: {"x": x})
-    found = taken(Source(shuffled, ONE, limit=2, is_cached=True), 6)
-    assert found[:2] == found[2:4] == found[4:] and found[0] != found[1]
+    batches = taken(Source(shuffled, ONE, limit=2, is_cached=True), 6)
+    assert batches[:2] == batches[2:4] == batches[4:] and batches[0] != batches[1]
 
 
-def test_a_limit_on_what_tensorflow_has_split_is_refused():
+def test_a_limit_on_a_distributed_dataset_is_refused():
     strategy = mirrored(2)
     split = strategy.experimental_distribute_dataset(numbers(6, 2))
     with pytest.raises(ValueError, match="call take\\(\\) on it"):
         Source(split, strategy, limit=2)
-
-
-def test_next_batch_if_any_says_when_the_data_ends():
-    source = Source(numbers(3, 2), ONE, repeat=False)
-
-    @tf.function(autograph=False)
-    def has_batch(iterator):
-        has, get = shards.next_batch_if_any(iterator, source.layout)
-        return has, tf.cond(has, lambda: tf.size(get().rows["x"]), lambda: 0)
-
-    iterator = source.iterator()
-    assert [tuple(t.numpy() for t in has_batch(iterator)) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
 
 
 def test_the_iterator_keeps_its_place():
@@ -75,7 +62,7 @@ def test_a_new_iterator_starts_at_the_beginning_and_leaves_the_place():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_function_of_an_input_context_gives_the_workers_share(count):
+def test_a_function_of_an_input_context_makes_the_dataset(count):
     contexts = []
 
     def make(context):
@@ -91,7 +78,7 @@ def test_a_function_of_an_input_context_gives_the_workers_share(count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_distributed_dataset_is_taken_as_tensorflow_split_it(count):
+def test_a_distributed_dataset_stays_split_as_tensorflow_does_it(count):
     strategy = mirrored(count)
     source = Source(strategy.experimental_distribute_dataset(numbers(8, 4)), strategy)
     assert source.layout.is_split and not source.layout.is_padded
@@ -102,16 +89,16 @@ def test_a_distributed_dataset_is_taken_as_tensorflow_split_it(count):
 def test_a_distributed_dataset_is_started_again_at_its_end():
     strategy = mirrored(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
-    found = []
+    passes = []
     for _ in range(2):
         left = source.start_loop()
         assert left == 3
-        found.append(taken(source, left, strategy))
+        passes.append(taken(source, left, strategy))
         source.batches_taken += left
-    assert found[0] == found[1]
+    assert passes[0] == passes[1]
 
 
-def test_a_loop_over_a_distributed_dataset_takes_what_is_left_of_a_pass():
+def test_a_loop_over_a_distributed_dataset_takes_the_rest_of_a_pass():
     strategy = mirrored(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
     source.batches_taken = 4
@@ -135,6 +122,44 @@ def test_a_distributed_dataset_of_unknown_length_is_refused():
         source.start_loop()
 
 
+def shuffled():
+    return tf.data.Dataset.range(20).shuffle(20, seed=3).batch(6).map(lambda x: {"x": x})
+
+
+@pytest.mark.parametrize("batches", [1, 4, 7])
+def test_a_position_is_restored_in_a_new_source(batches):
+    first = Source(shuffled(), ONE)
+    taken(first, batches)
+    first.batches_taken = batches
+    second = Source(shuffled(), ONE)
+    second.restore_position(first.save_position())
+    assert second.batches_taken == batches
+    assert taken(second, 6) == taken(first, 6)
+
+
+def test_a_position_is_restored_in_a_source_that_was_read():
+    source = Source(shuffled(), ONE, may_go_back=True)
+    start = source.save_position()
+    batches = taken(source, 6)
+    source.restore_position(start)
+    assert taken(source, 6) == batches
+
+
+def test_a_position_in_a_distributed_dataset_is_restored():
+    strategy = mirrored(2)
+    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
+    source.restore_position({"batches": 4, "skipped": []})
+    assert taken(source, 1, strategy) == [[[4, 5], [6, 7]]]
+
+
+def test_a_loop_starts_behind_batches_to_skip_and_ends_before_the_next_one():
+    source = Source(numbers(40, 4), ONE)
+    source.restore_position({"batches": 2, "skipped": [2, 3, 7]})
+    assert source.start_loop() == 3
+    assert source.batches_taken == 4
+    assert taken(source, 1) == [[[16, 17, 18, 19]]]
+
+
 def test_elements_keep_their_structure():
     x, y = tf.zeros([4, 2]), tf.ones([4])
     for structure in ((x, y), {"a": x, "b": {"c": y}}, (x, {"y": y}), x):
@@ -146,7 +171,7 @@ def test_elements_keep_their_structure():
 
 
 @pytest.mark.parametrize(("batch_size", "is_padded"), [(3, True), (4, False)])
-def test_a_batch_size_that_is_known_tells_whether_to_pad(batch_size, is_padded):
+def test_a_known_batch_size_decides_whether_to_pad(batch_size, is_padded):
     dataset = tf.data.Dataset.range(12).batch(batch_size, drop_remainder=True)
     assert Source(dataset, mirrored(4)).layout.is_padded == is_padded
 
@@ -199,7 +224,7 @@ def test_a_dataset_that_is_known_to_be_empty_is_refused():
 
 
 @pytest.mark.parametrize("data", [(np.zeros([4, 2]), [0, 1, 0, 1]), [1, 2], {}, None])
-def test_what_is_no_dataset_is_refused(data):
+def test_other_data_is_refused(data):
     with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*make_dataset\("):
         Source(data, ONE)
 
