@@ -2,10 +2,12 @@
 
 import functools
 import json
+import re
 import time
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import distloop
@@ -182,3 +184,16 @@ def sizes_1_to_9():
 def batch_taker(source, iterator):
     """Returns a function that takes a batch, compiled as in a loop."""
     return tf.function(lambda: shards.next_batch(iterator, source.layout), autograph=False)
+
+
+def refused(action, *parts, kind=ValueError):
+    """Checks that a call raises one sentence with every part, in this order; returns the sentence."""
+    with pytest.raises(kind) as caught:
+        action()
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert message.endswith("."), message
+    assert not re.search(r"[.!?] +[A-Z]", message), f"more than one sentence: {message}"
+    assert re.search(".*".join(map(re.escape, parts)), message), message
+    return message

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.training.loop import Diverged
-from tests.problems import assert_equal, on, weights
+from tests.problems import assert_equal, on, refused, weights
 
 RNG = np.random.default_rng(0)
 ROWS = {"x": RNG.normal(size=(12, 3)).astype(np.float32), "y": RNG.normal(size=(12, 2)).astype(np.float32)}
@@ -51,19 +51,6 @@ def make_model_fn(returned=None, optimizer=None, **spec):
 
 def make_trainer(returned=None, replicas=1, settings=None, **spec):
     return distloop.Trainer(make_model_fn(returned, **spec), on(replicas, **(settings or {})))
-
-
-def refused(action, *parts, kind=ValueError):
-    """Calls, and checks that it raises one sentence that holds every part, in this order."""
-    with pytest.raises(kind) as caught:
-        action()
-    assert type(caught.value) is kind
-    message = str(caught.value)
-    assert "\n" not in message, message
-    assert message.endswith("."), message
-    assert not re.search(r"[.!?] +[A-Z]", message), f"more than one sentence: {message}"
-    assert re.search(".*".join(map(re.escape, parts)), message), message
-    return message
 
 
 def fit_refused(*parts, trainer=None, data=None, replicas=1, in_step=0, **made):

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from tests.problems import assert_close, classification, on, weights
-from tests.test_bad_input import refused
+from tests.problems import assert_close, classification, on, refused, weights
 
 KERNEL, BIAS = "net/logits/kernel", "net/logits/bias"
 

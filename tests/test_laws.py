@@ -14,8 +14,7 @@ from distloop.optimizers import keras_hooks
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import Diverged
 from tests import problems
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
-from tests.test_bad_input import refused
+from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, refused, weights
 
 
 def fast(chosen, *others):

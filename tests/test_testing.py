@@ -11,8 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop import testing
 from distloop.distributed import workers
-from tests.problems import classification, classifier, on
-from tests.test_bad_input import refused
+from tests.problems import classification, classifier, on, refused
 
 
 def data(size=16):

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import distloop
-from tests.problems import classification, classifier, on
-from tests.test_bad_input import refused
+from tests.problems import classification, classifier, on, refused
 
 
 def data():

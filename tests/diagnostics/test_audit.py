@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_equal, classification, classifier, everything, on
-from tests.test_bad_input import refused
+from tests.problems import assert_equal, classification, classifier, everything, on, refused
 
 pytestmark = pytest.mark.slow
 

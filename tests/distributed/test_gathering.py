@@ -1,4 +1,4 @@
-"""Rows of all replicas on each: order, places, and that any number of replicas compares the same examples."""
+"""Rows of all replicas on each replica: order, indices, and the same comparisons on any number of replicas."""
 
 import keras
 import numpy as np
@@ -8,8 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop import testing
 from distloop.distributed import workers
-from tests.problems import assert_close, classification, on, weights
-from tests.test_bad_input import refused
+from tests.problems import assert_close, classification, on, refused, weights
 
 
 def contrast():
@@ -18,13 +17,13 @@ def contrast():
     model = keras.Sequential([keras.Input((8,)), *layers], name="net")
 
     def loss_fn(batch, training):
-        own = model(batch["x"], training=training)  # [b, 3]
-        everyone, place = distloop.gather_rows(own)  # [B, 3], [b]
+        embeddings = model(batch["x"], training=training)  # [b, 3]
+        everyone, place = distloop.gather_rows(embeddings)  # [B, 3], [b]
         labels, _ = distloop.gather_rows(batch["label"])  # [B]
-        logits = tf.matmul(own, everyone, transpose_b=True)  # [b, B]
+        logits = tf.matmul(embeddings, everyone, transpose_b=True)  # [b, B]
         loss = keras.losses.sparse_categorical_crossentropy(place, logits, from_logits=True)
-        alike = tf.reduce_mean(tf.cast(labels[tf.newaxis] == batch["label"][:, tf.newaxis], tf.float32), 1)
-        return {"loss": loss, "alike": alike}
+        same_label = tf.reduce_mean(tf.cast(labels[tf.newaxis] == batch["label"][:, tf.newaxis], tf.float32), 1)
+        return {"loss": loss, "same_label": same_label}
 
     return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
@@ -43,44 +42,44 @@ def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_o
 
 
 def train_and_evaluate(**settings):
-    """Returns the weights, and what an evaluation finds; on several workers, each batch has to tell its size."""
+    """Returns the weights and evaluated metrics; checks that several workers need a known batch size."""
     trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
     trainer.fit(data(), steps=7)
-    found = weights(trainer), trainer.evaluate(data(seed=1))
+    results = weights(trainer), trainer.evaluate(data(seed=1))
     if workers.num_workers(trainer.strategy) > 1:
-        of_unknown_size = data().concatenate(data())
-        refused(lambda: trainer.evaluate(of_unknown_size), "gather_rows", "let batch(size) be its last step")
-    return found
+        unknown_size = data().concatenate(data())
+        refused(lambda: trainer.evaluate(unknown_size), "gather_rows", "let batch(size) be its last step")
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices_per_worker", [1, 2])
 def test_rows_are_gathered_from_the_replicas_of_several_workers(devices_per_worker):
     expected, measured = train_and_evaluate(num_devices=1)
-    found = testing.run_in_workers(train_and_evaluate, 2, devices_per_worker=devices_per_worker)
-    for trained, evaluated in found:
+    results = testing.run_in_workers(train_and_evaluate, 2, devices_per_worker=devices_per_worker)
+    for trained, evaluated in results:
         assert_close(trained, expected)
         assert evaluated == pytest.approx(measured, rel=1e-5)
 
 
-def test_rows_come_in_the_order_of_the_batch_and_each_knows_its_place():
-    found = {}
+def test_rows_have_the_order_of_the_batch_and_an_index():
+    traced = {}
 
     def model_fn():
         weight = tf.Variable(1.0)
 
         def loss_fn(batch, training):
             everyone, place = distloop.gather_rows(batch["number"])
-            found["everyone"] = everyone
+            traced["everyone"] = everyone
             return {"loss": weight * tf.cast(everyone[0] + 0 * batch["number"], tf.float32), "place": place}
 
         return distloop.ModelSpec([weight], keras.optimizers.SGD(0.0), loss_fn)
 
     trainer = distloop.Trainer(model_fn, on(3))
-    numbers = np.arange(5, 12, dtype=np.int32)  # shares of 2, 2 and 3 rows
+    numbers = np.arange(5, 12, dtype=np.int32)  # shards of 2, 2 and 3 rows
     result = trainer.evaluate(distloop.make_dataset({"number": numbers}, 7))
-    assert found["everyone"].dtype == tf.int32
-    assert result == pytest.approx({"loss": 5.0, "place": 3.0})  # the mean of the places 0 to 6
+    assert traced["everyone"].dtype == tf.int32
+    assert result == pytest.approx({"loss": 5.0, "place": 3.0})  # the mean of 0 to 6
 
 
 def test_microbatches_are_refused():

@@ -18,8 +18,7 @@ from distloop.monitoring import device_usage
 from distloop.training import overview
 from distloop.training.saved_state import SavedState
 from distloop.variables import tensorflow_variable
-from tests.problems import assert_close, assert_equal, classification
-from tests.test_bad_input import refused
+from tests.problems import assert_close, assert_equal, classification, refused
 
 
 def settings(num_stages=1, **others):

@@ -9,7 +9,7 @@ from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.distributed.placement import PipelinePlacement, Placement, make_placement
 from distloop.optimizers.gradients import Packing
-from tests.test_bad_input import refused
+from tests.problems import refused
 
 PLACEMENTS = pytest.mark.parametrize("kind", ["plain", "pipeline"])
 

@@ -17,7 +17,7 @@ import distloop
 from distloop.distributed.preemption import EXIT_CODE, StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
-from tests.problems import classification, classifier, on
+from tests.problems import assert_close, classification, classifier, on, weights
 
 PROGRAM = """
     import os, signal, sys, time
@@ -99,9 +99,9 @@ def test_a_run_stopped_in_every_way_ends_bit_for_bit_like_one_that_was_not(repli
         step = done
     result = run(stopped, replicas)
     assert result.returncode == 0 and "reached the end" in result.stdout, result.stderr[-3000:]
-    expected, found = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
-    assert sorted(expected) == sorted(found)
-    assert not [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
+    expected, actual = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
+    assert sorted(expected) == sorted(actual)
+    assert not [path for path in expected if actual[path].tobytes() != expected[path].tobytes()]
     timed = {"time", *OF_THE_MACHINE}
     rows = [[json.loads(line) for line in (w / "metrics.jsonl").read_text().splitlines()] for w in (straight, stopped)]
     assert [row["step"] for row in rows[1]] == list(range(1, 61))
@@ -111,7 +111,7 @@ def test_a_run_stopped_in_every_way_ends_bit_for_bit_like_one_that_was_not(repli
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3, 4])
-def test_a_checkpoint_of_two_replicas_goes_on_with_any_number(replicas, tmp_path):
+def test_a_checkpoint_of_two_replicas_continues_on_any_number(replicas, tmp_path):
     seen = []
 
     def model_fn():
@@ -134,15 +134,13 @@ def test_a_checkpoint_of_two_replicas_goes_on_with_any_number(replicas, tmp_path
         trainer.fit(data, steps=steps, actions=[note])
         return trainer
 
-    from tests.problems import assert_close, weights
-
     expected = fit(tmp_path / "straight", 2, 20)
     order, seen = seen, []
     fit(tmp_path / "stopped", 2, 9)
-    found = fit(tmp_path / "stopped", replicas, 20)
+    continued = fit(tmp_path / "stopped", replicas, 20)
     assert [step for step, _ in seen] == list(range(1, 21))
     np.testing.assert_allclose([row for _, row in seen], [row for _, row in order], rtol=1e-6)  # the mean row number
-    assert_close(weights(found), weights(expected))
+    assert_close(weights(continued), weights(expected))
 
 
 def test_the_first_signal_is_caught_and_handlers_are_restored():

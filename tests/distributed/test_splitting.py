@@ -6,7 +6,7 @@ import pytest
 
 import distloop
 from distloop.distributed import splitting
-from tests.test_bad_input import refused
+from tests.problems import refused
 
 
 def functional():

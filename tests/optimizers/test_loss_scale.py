@@ -12,8 +12,7 @@ import distloop
 from distloop.data.iterators import iterate
 from distloop.distributed import strategies
 from distloop.optimizers import loss_scale
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on
-from tests.test_bad_input import refused
+from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on, refused
 
 HALF = {"mixed_float16": tf.float16, "mixed_bfloat16": tf.bfloat16}
 EACH_HALF = pytest.mark.parametrize("name", HALF)
