@@ -57,7 +57,7 @@ def write_keras_file(state: TrainState, path: str) -> None:
                 "use no lambda."
             ) from error
         _compare_weights(model, copy)
-        with state.seeds_kept():
+        with state.random_streams.preserved():
             _compare_outputs(model, copy)
 
 

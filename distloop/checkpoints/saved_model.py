@@ -57,7 +57,7 @@ def write_saved_model(
         tf.saved_model.save(module, temporary, signatures=functions)
         served = tf.saved_model.load(temporary).signatures
         for name, function in functions.items():
-            with state.seeds_kept():
+            with state.random_streams.preserved():
                 _compare(name, served[name], function, list(specs_read[name].values()))
 
 

@@ -25,8 +25,9 @@ from distloop.data.source import Data, Source
 from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
 from distloop.distributed import devices
 from distloop.training.forward_backward import ForwardBackward
+from distloop.training.random_streams import SEED_STRIDE
 from distloop.training.spec import Update
-from distloop.training.state import SEED_STRIDE, TrainState
+from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.variable_writes import READS
 from distloop.variables import named_variables, tensorflow_variable

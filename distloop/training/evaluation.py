@@ -85,7 +85,7 @@ class EvalLoop:
         workers.report_phase(self._state.strategy, "evaluating")
         for metric in self._state.eval_metrics.values():
             metric.reset_state()
-        with self._state.averaged(), self._state.seeds_kept():
+        with self._state.averaged(), self._state.random_streams.preserved():
             try:
                 max_batches = tf.constant(limit or tf.int64.max, tf.int64)
                 result = self._run(source.new_iterator(), source.layout, max_batches)

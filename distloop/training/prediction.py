@@ -92,16 +92,16 @@ class PredictLoop:
         """
         workers.report_phase(self._state.strategy, "predicting")
         iterator = source.new_iterator()
-        streams = self._state.read_seeds()
+        streams = self._state.random_streams.read()
         # Where workers meet in a step, each batch is a call, which all of them make.
         run = self._run_many if is_joined and workers.num_workers(self._state.strategy) == 1 else self._run
         while True:
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
-            with self._state.averaged(), self._state.seeds_kept():
-                self._state.write_seeds(streams)
+            with self._state.averaged(), self._state.random_streams.preserved():
+                self._state.random_streams.write(streams)
                 try:
                     outputs = run(iterator, source.layout)
-                    streams = self._state.read_seeds()
+                    streams = self._state.random_streams.read()
                 except tf.errors.OutOfRangeError:
                     return
                 except tf.errors.OpError as error:

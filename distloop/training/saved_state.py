@@ -17,7 +17,8 @@ from absl import logging
 
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
-from distloop.training.state import SEED_STRIDE, TrainState, optimizer_prefix
+from distloop.training.random_streams import SEED_STRIDE
+from distloop.training.state import TrainState, optimizer_prefix
 from distloop.variables import tensorflow_variable
 
 # Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.

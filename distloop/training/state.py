@@ -22,6 +22,7 @@ from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.training.loss_spikes import LossWatch
+from distloop.training.random_streams import RandomStreams
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.variables import (
     is_seed,
@@ -31,9 +32,6 @@ from distloop.variables import (
     tensorflow_variable,
     top_layers,
 )
-
-# Offset between the keys of the random streams of two replicas; a prime, so that few streams meet.
-SEED_STRIDE = 1_000_003
 
 
 class TrainState(tf.Module):
@@ -60,6 +58,7 @@ class TrainState(tf.Module):
         layers_of_update: by name of the update, the top-level layers with variables that it trains.
         untrained_variables: variables of the model that no update trains.
         seeds: those of them that are states of random streams.
+        random_streams: the random streams on all replicas.
     """
 
     def __init__(
@@ -182,8 +181,7 @@ class TrainState(tf.Module):
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
             self.average = MovingAverage(list(trained.values()), self._average_decay)
-        self._separate_seeds()
-        self._compile_seed_access()
+        self.random_streams = RandomStreams(self.strategy, self.seeds)
         self.is_built = True
 
     def _build_optimizer(self, update: Update) -> None:
@@ -213,29 +211,6 @@ class TrainState(tf.Module):
                     f"The {owner}'s variable {path!r} was made outside model_fn, so replicas would not share it: make "
                     f"the {owner} inside model_fn, or give a compiled Keras model to distloop.from_keras(model)."
                 )
-
-    def _separate_seeds(self) -> None:
-        """Moves each replica's random streams apart: Keras starts them all alike, with equal dropout masks."""
-
-        def separate() -> None:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            for seed in self.seeds:
-                offset = tf.stack([tf.cast(replica, seed.dtype) * SEED_STRIDE, tf.zeros([], seed.dtype)])
-                seed.assign(tf.convert_to_tensor(seed) + offset)
-
-        if self.seeds and self.strategy.num_replicas_in_sync > 1:
-            tf.function(lambda: self.strategy.run(separate), autograph=False)()
-
-    def _compile_seed_access(self) -> None:
-        def read() -> list[tf.Tensor]:
-            return [tf.identity(seed) for seed in self.seeds]
-
-        def write(values: list[tf.Tensor]) -> None:
-            for seed, value in zip(self.seeds, values, strict=True):
-                seed.assign(value)
-
-        self._read_seeds = tf.function(lambda: self.strategy.run(read), autograph=False)
-        self._write_seeds = tf.function(lambda values: self.strategy.run(write, args=(values,)), autograph=False)
 
     def all_variables(self) -> dict[str, Any]:
         """Returns every variable that training changes, except those of Keras metrics, by the names of checkpoints.
@@ -282,24 +257,6 @@ class TrainState(tf.Module):
         """Enters a scope in which the model has the averaged weights, if there are any."""
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             yield
-
-    @contextlib.contextmanager
-    def seeds_kept(self) -> Iterator[None]:
-        """Restores every replica's random streams on exit."""
-        before = self.read_seeds()
-        try:
-            yield
-        finally:
-            self.write_seeds(before)
-
-    def read_seeds(self) -> Any:
-        """Returns the states of the random streams, a value per replica."""
-        return self._read_seeds() if self.seeds else []
-
-    def write_seeds(self, values: Any) -> None:
-        """Sets the states of the random streams to a result of `read_seeds`."""
-        if self.seeds:
-            self._write_seeds(values)
 
     def bytes_by_device(self) -> collections.Counter[str]:
         """Returns the bytes of all variables, with slots and averages, by device, as in `CPU:1`."""

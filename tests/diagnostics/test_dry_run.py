@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.diagnostics import dry_run
-from distloop.training.state import TrainState
+from distloop.training.saved_state import SavedState
 from tests.problems import classification, classifier, on
 
 
@@ -57,15 +57,15 @@ def test_the_directory_goes_with_its_owner():
 
 
 def test_a_checkpoint_that_does_not_restore_everything_is_found(tmp_path, monkeypatch):
-    original = TrainState.restore
+    original = SavedState.restore
 
-    def forgetful(state, values):
-        weight = state.model.trainable_variables[0]
+    def forgetful(saved_state, values):
+        weight = saved_state._state.model.trainable_variables[0]
         kept = tf.identity(weight)
-        original(state, values)
+        original(saved_state, values)
         weight.assign(kept)
 
-    monkeypatch.setattr(TrainState, "restore", forgetful)
+    monkeypatch.setattr(SavedState, "restore", forgetful)
     with pytest.raises(RuntimeError, match="model/net/hidden/kernel came back from a checkpoint other"):
         leave_the_workdir(tmp_path, console="quiet").fit(batches())
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.training.random_streams import SEED_STRIDE
 from distloop.training.saved_state import SavedState
-from distloop.training.state import SEED_STRIDE
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 

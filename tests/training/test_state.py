@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from distloop.config import Config
 from distloop.distributed import strategies
-from distloop.training import state
 from distloop.training.spec import ModelSpec, Update
 from distloop.training.state import TrainState
 
@@ -282,61 +281,6 @@ def test_building_from_rows_updates_no_statistics():
     made.build({"x": tf.ones([2, 3])})
     np.testing.assert_array_equal(made.model.norm.moving_mean.numpy(), 0.0)
     np.testing.assert_array_equal(made.model.norm.moving_variance.numpy(), 1.0)
-
-
-# Random streams.
-
-
-def dropout_state(strategy):
-    def model_fn():
-        model = keras.Sequential([keras.Input((100,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
-        return spec_of(model)
-
-    keras.utils.set_random_seed(0)
-    return TrainState.make(model_fn, strategy)
-
-
-def test_every_replica_starts_its_random_streams_elsewhere():
-    made = dropout_state(replicas(3))
-    (seed,) = made.seeds
-    starts = [value.numpy().astype(np.int64) for value in replicas(3).experimental_local_results(seed.value)]
-    assert [int(start[0] - starts[0][0]) % 2**32 for start in starts] == [r * state.SEED_STRIDE for r in range(3)]
-    assert len({int(start[1]) for start in starts}) == 1
-
-
-def test_one_replica_draws_what_keras_draws():
-    keras.utils.set_random_seed(0)
-    expected = keras.layers.Dropout(0.5).seed_generator.state.numpy()
-    (seed,) = dropout_state(ONE).seeds
-    np.testing.assert_array_equal(seed.numpy(), expected)
-
-
-def test_every_replica_draws_masks_of_its_own_each_time():
-    strategy = replicas(2)
-    made = dropout_state(strategy)
-    dropout = made.model.layers[0]
-    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
-    masks = [part.numpy().tobytes() for _ in range(3) for part in strategy.experimental_local_results(draw())]
-    assert len(set(masks)) == 6
-
-
-@pytest.mark.parametrize("strategy", [ONE, replicas(2)], ids=["none", "mirrored"])
-def test_random_streams_can_be_put_back_on_every_replica(strategy):
-    made = dropout_state(strategy)
-    dropout = made.model.layers[0]
-    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
-
-    def masks():
-        return [part.numpy().tobytes() for part in strategy.experimental_local_results(draw())]
-
-    with made.seeds_kept():
-        first = masks()
-        assert masks() != first
-    assert masks() == first
-    before = made.read_seeds()
-    second = masks()
-    made.write_seeds(before)
-    assert masks() == second
 
 
 # Metrics.

@@ -1,0 +1,71 @@
+"""Random streams: the states of a model's random generators, of which each replica has its own.
+
+    streams = RandomStreams(strategy, seeds)
+    with streams.preserved():                        # their states are restored on exit
+        predict()
+
+The replicas' streams of one generator start `SEED_STRIDE` apart and advance together. It does not know who draws from
+them.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Offset between the keys of the random streams of two replicas; a prime, so that few streams meet.
+SEED_STRIDE = 1_000_003
+
+
+class RandomStreams:
+    """The random streams of a model on all replicas.
+
+    Attributes:
+        seeds: the variables with their states, `[2]` each: key and counter.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, seeds: Sequence[Any]):
+        """Moves the replicas' streams apart: Keras starts them all alike, with equal dropout masks.
+
+        Args:
+            strategy: the strategy in whose scope the variables were created.
+            seeds: as the attribute.
+        """
+        self.seeds = list(seeds)
+
+        def separate() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            for seed in self.seeds:
+                offset = tf.stack([tf.cast(replica, seed.dtype) * SEED_STRIDE, tf.zeros([], seed.dtype)])
+                seed.assign(tf.convert_to_tensor(seed) + offset)
+
+        def read() -> list[tf.Tensor]:
+            return [tf.identity(seed) for seed in self.seeds]
+
+        def write(values: list[tf.Tensor]) -> None:
+            for seed, value in zip(self.seeds, values, strict=True):
+                seed.assign(value)
+
+        if self.seeds and strategy.num_replicas_in_sync > 1:
+            tf.function(lambda: strategy.run(separate), autograph=False)()
+        self._read = tf.function(lambda: strategy.run(read), autograph=False)
+        self._write = tf.function(lambda values: strategy.run(write, args=(values,)), autograph=False)
+
+    def read(self) -> Any:
+        """Returns the states, a value per replica."""
+        return self._read() if self.seeds else []
+
+    def write(self, states: Any) -> None:
+        """Sets the states to a result of `read`."""
+        if self.seeds:
+            self._write(states)
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restores the states on exit."""
+        before = self.read()
+        try:
+            yield
+        finally:
+            self.write(before)
