@@ -33,8 +33,8 @@ class DataInfo:
         element_spec: of a batch, before padding.
         layout: what tracing needs to know about the batches.
         num_batches: of one pass, the longest over all workers' shards; inf: endless; None: unknown.
-        num_missing_batches: how many batches this worker's shard has less than the longest one.
-        min_rows: that a batch needs for one in every microbatch of every replica; smaller batches are padded.
+        num_missing_batches: by which this worker's shard is shorter than the longest one.
+        min_rows: one for each microbatch of each replica; a batch with fewer rows is padded.
         batch_size: of a whole batch, of this worker's shard if the data is sharded; None if unknown, or if TensorFlow
             splits the batches.
         replica_batch_sizes: the rows of a whole batch that each replica takes, of this worker's if the data is sharded.

@@ -9,25 +9,25 @@ _MAX_REMEMBERED = 8  # preparing a dataset takes as long as a short pass over it
 
 
 class Passes:
-    """Returns a `Source` for each dataset, the same one as before if the dataset is one of the latest."""
+    """The sources of the latest datasets that were read in passes."""
 
     def __init__(self, strategy: tf.distribute.Strategy, batch_size: int):
-        """Prepares; reads nothing.
+        """Starts without sources.
 
         Args:
-            strategy: who reads the data.
-            batch_size: examples of a global batch, where arrays are given.
+            strategy: whose replicas share out each batch.
+            batch_size: of arrays, the examples in a global batch.
         """
         self._strategy = strategy
         self._batch_size = batch_size
         self._sources: list[Source] = []  # the latest first
 
     def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
-        """Returns what is read from its beginning in each pass.
+        """Returns the source of a dataset: a new one, unless the same object is among the latest.
 
         Args:
             data: a dataset, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or arrays.
-            may_be_endless: whether a pass ends although the data does not.
+            may_be_endless: whether the caller ends a pass over endless data itself.
 
         Raises:
             ValueError: if the data breaks a rule, or is endless and may not be.

@@ -205,6 +205,14 @@ def test_arrays_are_audited_and_build_a_model():
     assert trainer.audit(rows).findings == trainer.audit(make_dataset(rows, 16, shuffle=True)).findings
 
 
+def test_a_learning_rate_is_found_on_arrays():
+    rows = classification(67)
+    trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
+    on_arrays = distloop.find_learning_rate(trainer, rows, steps=6)
+    on_dataset = distloop.find_learning_rate(trainer, make_dataset(rows, 16, shuffle=True), steps=6)
+    np.testing.assert_array_equal(on_arrays.losses, on_dataset.losses)
+
+
 def test_lists_of_numbers_are_refused():
     trainer = distloop.Trainer(classifier(), on(1))
     with pytest.raises(
