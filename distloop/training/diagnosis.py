@@ -232,11 +232,10 @@ def _find_origin(
     def check(batch: Batch) -> tf.Tensor:
         per_replica = strategy.run(compute, args=(batch, train_step.count_examples(batch, layout)))
         results[:] = [t for part in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(part)]
-        checked[:] = nonfinite.tensors(tf.compat.v1.get_default_graph())
-        return nonfinite.verdicts(checked)
+        checked[:] = nonfinite.floating_tensors(tf.compat.v1.get_default_graph())
+        return nonfinite.are_finite(checked)
 
-    are_finite = check(batch).numpy()
-    op = nonfinite.find_origin(results, checked, are_finite)
+    op = nonfinite.find_origin(results, checked, check(batch).numpy())
     if op is None:
         return None
     if op.type == "Placeholder":

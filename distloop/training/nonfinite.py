@@ -1,16 +1,16 @@
-"""Owns the search for where a number that is not finite came from: the first operation, its layer, its line.
+"""The origin of a number that is not finite: the first operation, its layer, the user's line.
 
-A step is traced once more with the verdict "all finite" on every tensor in it. From a result that is not finite the
-search goes back along what is not finite either, to operations whose inputs are all finite. So it does not stop at an
-infinity that harms nobody, such as the mask of an attention layer.
+A step is traced once more with the verdict "all finite" on every tensor in it. From a result that is not finite, the
+search follows inputs that are not finite either, back to operations whose inputs are all finite. So it does not stop at
+a harmless infinity, such as the mask of an attention layer.
 
     @tf.function
-    def look(batch):
+    def check(batch):
         results = ...
-        looked_at = tensors(graph)
-        return verdicts(looked_at)                         # [T]
+        checked = floating_tensors(graph)
+        return are_finite(checked)                         # [T]
 
-    op = find_origin(results, looked_at, look(batch).numpy())
+    op = find_origin(results, checked, check(batch).numpy())
 
 It does not know steps, batches or replicas.
 """
@@ -27,51 +27,51 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep  # distloop itself, too
     for path in (tf.__file__, keras.__file__, os.path.dirname(__file__))
 )
-_BACKWARD = "gradient_tape/"  # the scope that TensorFlow gives to what a tape makes
+_BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
 
 
-def tensors(graph: tf.Graph) -> list[tf.Tensor]:
-    """Lists the floating-point tensors that a graph has so far."""
+def floating_tensors(graph: tf.Graph) -> list[tf.Tensor]:
+    """Returns the floating-point tensors that a graph has so far."""
     return [t for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating]
 
 
-def verdicts(of: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Says of each tensor whether all of it is finite: `[T]`, bool; in the graph that they belong to."""
-    return tf.stack([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in of])
+def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns for each tensor whether all of it is finite: `[T]`, bool; in the tensors' graph."""
+    return tf.stack([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
 
 
 def find_origin(
-    results: Iterable[tf.Tensor], of: Sequence[tf.Tensor], are_finite: Sequence[bool]
+    results: Iterable[tf.Tensor], tensors: Sequence[tf.Tensor], verdicts: Sequence[bool]
 ) -> tf.Operation | None:
-    """Finds the first operation whose result is not finite though its inputs are, and on which a bad result hangs.
+    """Returns the first operation with finite inputs and an output that made a result not finite.
 
     Args:
-        results: symbolic tensors, from whichever the search starts.
-        of: the tensors that were looked at.
-        are_finite: the verdicts on them.
+        results: symbolic tensors, at which the search starts.
+        tensors: the tensors of the graph that were checked, in order.
+        verdicts: for each, whether it was finite.
 
     Returns:
         The operation, or None if every result is finite.
     """
-    bad = {id(tensor) for tensor, is_finite in zip(of, are_finite, strict=True) if not is_finite}
-    place = {id(tensor): i for i, tensor in enumerate(of)}
-    found: tuple[int, tf.Operation] | None = None
+    bad = {id(tensor) for tensor, is_finite in zip(tensors, verdicts, strict=True) if not is_finite}
+    position = {id(tensor): i for i, tensor in enumerate(tensors)}
+    origins: list[tf.Tensor] = []
     seen: set[int] = set()
-    to_visit = [tensor for tensor in results if id(tensor) in bad]
-    while to_visit:
-        tensor = to_visit.pop()
+    stack = [tensor for tensor in results if id(tensor) in bad]
+    while stack:
+        tensor = stack.pop()
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        sources = [source for source in tensor.op.inputs if id(source) in bad]
-        to_visit += sources
-        if not sources and (found is None or place[id(tensor)] < found[0]):
-            found = place[id(tensor)], tensor.op
-    return None if found is None else found[1]
+        bad_inputs = [source for source in tensor.op.inputs if id(source) in bad]
+        stack += bad_inputs
+        if not bad_inputs:
+            origins.append(tensor)
+    return min(origins, key=lambda tensor: position[id(tensor)]).op if origins else None
 
 
 def describe(op: tf.Operation, layers: Iterable[Any]) -> str:
-    """Says which operation it is: its type, its layer, whether it is part of the backward pass, the user's line.
+    """Returns an operation's type, layer, direction (forward or backward pass) and the user's line.
 
     Args:
         op: of a graph that was traced with Keras layers in it.
@@ -88,10 +88,10 @@ def describe(op: tf.Operation, layers: Iterable[Any]) -> str:
 
 
 def _forward_op(op: tf.Operation) -> tf.Operation | None:
-    """Finds the operation whose gradient an operation is part of: the user wrote a line for that one alone."""
+    """Returns the forward operation whose gradient an operation is part of: the user's line is about that one."""
     if _BACKWARD not in op.name:
         return op
-    for source in op.inputs:  # SqrtGrad takes what Sqrt gave
+    for source in op.inputs:  # SqrtGrad takes the output of Sqrt
         if _BACKWARD not in source.op.name and op.type.startswith(source.op.type):
             return source.op
     by_name = {other.name: other for other in op.graph.get_operations()}
@@ -101,7 +101,7 @@ def _forward_op(op: tf.Operation) -> tf.Operation | None:
 
 
 def _layer_of(op: tf.Operation, layers: Iterable[Any]) -> Any:
-    """Finds the innermost layer by the scopes in the operation's name; a scope met again ends in a number."""
+    """Returns the innermost layer among the scopes in the operation's name; a repeated scope ends in a number."""
     by_name = {layer.name: layer for layer in layers}
     for scope in reversed(op.name.split("/")[:-1]):
         for name in (scope, re.sub(r"_\d+$", "", scope)):
@@ -111,7 +111,7 @@ def _layer_of(op: tf.Operation, layers: Iterable[Any]) -> Any:
 
 
 def user_line(frames: Iterable[Any] | None) -> str | None:
-    """Finds the user's innermost line in a traceback: `file.py:12`."""
+    """Returns the innermost line of the user's code in a traceback: `file.py:12`; None if there is none."""
     for frame in reversed(list(frames or [])):
         if not os.path.abspath(frame.filename).startswith(_LIBRARIES) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}"

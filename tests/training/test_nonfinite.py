@@ -1,4 +1,4 @@
-"""Where a number that is not finite came from: the operation, its layer, the batch's entry, the variable."""
+"""The origin of a number that is not finite: an operation and its layer, an entry of the batch, a variable."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from tests.problems import assert_equal, classification, everything, on
 
 
 class Faulty(keras.layers.Layer):
-    """Goes wrong in one of several ways once its input is large; names the line that does."""
+    """A layer whose output or gradient is not finite once its input is large, in one of several ways."""
 
     def __init__(self, how):
         super().__init__(name="faulty")
@@ -35,7 +35,7 @@ class Faulty(keras.layers.Layer):
     def division(self, x):
         return x / (1.0 - tf.cast(x > 90, tf.float32))
 
-    def mask(self, x):  # an infinity on every step, which harms nobody
+    def mask(self, x):  # an infinity in every step, which is harmless
         return x + tf.nn.softmax(tf.where(x > 0, x, -np.inf)) + self.exp(x)
 
 
@@ -55,7 +55,7 @@ def make_trainer(how, replicas=1, **settings):
 
 
 def data_with(rows_of_100):
-    """Batches of 8 rows whose sum is small, but for some rows where it is 100."""
+    """Returns batches of 8 rows whose sums are small, except some rows whose sum is 100."""
     rows = {"x": np.full([32, 8], 0.1, np.float32)}
     rows["x"][rows_of_100] = 12.5
     return distloop.make_dataset(rows, 8)
@@ -90,7 +90,7 @@ def test_the_operation_its_layer_and_its_line_are_named(how, op, direction, repl
     assert f"came from {op} in layer net/faulty in the {direction} pass (test_nonfinite.py:{line_of(how)})" in message
 
 
-def test_an_infinity_that_harms_nobody_is_not_the_culprit():
+def test_a_harmless_infinity_is_not_the_origin():
     message = failure(make_trainer("mask"), data_with([21]))
     assert f"came from Exp in layer net/faulty in the forward pass (test_nonfinite.py:{line_of('exp')})" in message
 
@@ -113,7 +113,7 @@ def test_a_variable_is_named(replicas):
 
 
 @pytest.mark.slow
-def test_a_second_update_is_looked_at_with_what_the_first_one_changed():
+def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed():
     def model_fn():
         a, b = (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab")
 
@@ -138,7 +138,7 @@ def test_a_second_update_is_looked_at_with_what_the_first_one_changed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_looking_changes_nothing_and_a_step_that_failed_neither(replicas):
+def test_neither_the_search_nor_the_failed_step_changes_anything(replicas):
     def model_fn():
         model = keras.Sequential(
             [
@@ -159,17 +159,17 @@ def test_looking_changes_nothing_and_a_step_that_failed_neither(replicas):
     rows["x"][21, 3] = np.inf
     trainer = distloop.Trainer(model_fn, on(replicas, average_decay=0.9, locate_nonfinite=True))
     failure(trainer, distloop.make_dataset(rows, 8))
-    found, wanted = everything(trainer), everything(expected)
-    counts = [path for path in found if path.startswith(("step", "skipped_steps"))]
+    after, wanted = everything(trainer), everything(expected)
+    counts = [path for path in after if path.startswith(("step", "skipped_steps"))]
     assert len(counts) == 2 and trainer.step == 3
     assert_equal(
-        {path: value for path, value in found.items() if path not in counts},
+        {path: value for path, value in after.items() if path not in counts},
         {path: value for path, value in wanted.items() if path not in counts},
     )
 
 
 @pytest.mark.slow
-def test_ragged_rows_and_strings_can_be_looked_at_again():
+def test_ragged_rows_and_strings_can_be_searched():
     table = tf.ragged.constant([[1.0], [2.0, 3.0], [0.0], [4.0]])
     data = tf.data.Dataset.from_tensor_slices({"x": table, "name": ["a", "b", "c", "d"]}).batch(2)
 
@@ -183,14 +183,14 @@ def test_ragged_rows_and_strings_can_be_looked_at_again():
 
 
 @pytest.mark.slow
-def test_a_distributed_dataset_can_be_looked_at_again():
+def test_a_distributed_dataset_can_be_searched():
     trainer = make_trainer("exp", 2)
     data = trainer.strategy.experimental_distribute_dataset(data_with([21]))
     assert "came from Exp in layer net/faulty" in failure(trainer, data)
 
 
 @pytest.mark.slow
-def test_a_sum_that_is_too_large_has_no_culprit():
+def test_a_sum_that_is_too_large_has_no_origin():
     def model_fn():
         weight = tf.Variable(1.0)
         return distloop.ModelSpec(
@@ -202,23 +202,23 @@ def test_a_sum_that_is_too_large_has_no_culprit():
     assert "a second look at its batch found every number finite" in message
 
 
-def test_the_search_goes_back_along_what_is_not_finite_only():
+def test_the_search_follows_only_tensors_that_are_not_finite():
     @tf.function
     def f(x):
         masked = tf.where(x > 0, x, -np.inf)
         harmless = tf.nn.softmax(masked)
         bad = tf.math.log(x - x)
         result = harmless + bad
-        looked_at[:] = nonfinite.tensors(tf.compat.v1.get_default_graph())
+        checked[:] = nonfinite.floating_tensors(tf.compat.v1.get_default_graph())
         results.append(result)
-        return nonfinite.verdicts(looked_at)
+        return nonfinite.are_finite(checked)
 
-    looked_at, results = [], []
-    are_finite = f(tf.constant([1.0, -1.0])).numpy()
-    assert nonfinite.find_origin(results, looked_at, are_finite).type == "Log"
-    assert nonfinite.find_origin(results, looked_at, np.ones_like(are_finite)) is None
+    checked, results = [], []
+    verdicts = f(tf.constant([1.0, -1.0])).numpy()
+    assert nonfinite.find_origin(results, checked, verdicts).type == "Log"
+    assert nonfinite.find_origin(results, checked, np.ones_like(verdicts)) is None
 
 
-def test_it_contradicts_skipping():
+def test_locate_nonfinite_contradicts_skipping():
     with pytest.raises(ValueError, match="locate_nonfinite=True and on_nonfinite=skip contradict each other"):
         on(1, locate_nonfinite=True, on_nonfinite="skip")

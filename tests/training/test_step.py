@@ -1,4 +1,4 @@
-"""One step, compiled by XLA or eager: the same numbers, and one sentence where it cannot be."""
+"""One train step, compiled by XLA or eager: the same numbers."""
 
 import keras
 import numpy as np
@@ -24,13 +24,13 @@ def train(replicas, jit_compile, model_fn, steps=8, **settings):
 def test_a_compiled_step_trains_to_the_same_weights(precision, tolerance, replicas, microbatches):
     settings = dict(precision=precision, microbatches=microbatches, clip_norm=0.5)
     model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.1), is_weighted=True, l2=0.1, batch_norm="local")
-    found, expected = (train(replicas, jit_compile, model_fn, **settings) for jit_compile in (True, False))
-    assert_close(weights(found), weights(expected), tolerance)
-    assert calls_compiled(found) and not calls_compiled(expected)
+    compiled, plain = (train(replicas, jit_compile, model_fn, **settings) for jit_compile in (True, False))
+    assert_close(weights(compiled), weights(plain), tolerance)
+    assert runs_xla(compiled) and not runs_xla(plain)
 
 
-def calls_compiled(trainer):
-    """Whether anything in the compiled loop is left to XLA."""
+def runs_xla(trainer):
+    """Returns whether XLA compiles any part of the compiled loop."""
     source = trainer._train_source
     run = trainer._train_loop._compiled._run
     graph = run.get_concrete_function(source.iterator(), source.layout, *[tf.constant(1, tf.int64)] * 2).graph
@@ -72,16 +72,16 @@ def test_an_eager_step_trains_to_the_same_numbers(replicas, microbatches, batch_
         optimizer=optimizer, dropout=0.2, batch_norm=batch_norm, metrics=True, l2=0.01, is_weighted=True
     )
     data = distloop.make_dataset(classification(67), 16)  # the last batch is odd
-    found = []
+    results = []
     for eager in (True, False):
         trainer = distloop.Trainer(model_fn, on(replicas, eager=eager, **settings))
         reported = trainer.fit(data, steps=7, evals={"test": data})
         numbers = {name: np.array(reported[name]) for name in ("loss", "auc", "test/loss", "test/auc", "gradient_norm")}
-        found.append(everything(trainer) | numbers | {"predicted": trainer.predict(data)})
-    assert_close(*found)
+        results.append(everything(trainer) | numbers | {"predicted": trainer.predict(data)})
+    assert_close(*results)
 
 
-def test_an_eager_step_meets_tensors_that_have_values():
+def test_an_eager_step_passes_tensors_with_values():
     seen = []
 
     def model_fn():
