@@ -1,9 +1,9 @@
-"""Smoke test: what distloop promises, tried on this machine's devices, one line a check.
+"""Smoke test: tries distloop's promises on this machine's devices, and prints a line for each.
 
     python -m distloop.smoke                                     # on the GPUs, or else the CPU
     python -m distloop.smoke --device=cpu --num_devices=2        # on virtual CPUs
 
-Each line holds the check, `passed`, `failed` or `skipped`, and what was measured. The exit code is 0 if nothing failed,
+Each line holds the check, `passed`, `failed` or `skipped`, and a measurement. The exit code is 0 if nothing failed,
 1 if a check failed, 2 if there are no such devices. It takes less than a minute and leaves no files behind. It has not
 been run on a GPU.
 """

@@ -21,7 +21,7 @@ def test_everything_passes_on_virtual_cpus(capsys):
     assert last == "7 passed, 0 failed, 1 skipped"
 
 
-def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch, capsys):
+def test_a_failed_check_is_printed_and_the_others_still_run(monkeypatch, capsys):
     def broken(config):
         raise tf.errors.InternalError(None, None, "NCCL error\nsome trace")
 
@@ -41,6 +41,6 @@ def test_weights_that_differ_are_a_failure(monkeypatch, capsys):
     assert "the weights differ by" in capsys.readouterr().out
 
 
-def test_devices_that_are_not_there_are_told(capsys):
+def test_missing_devices_are_an_error(capsys):
     assert smoke.main(["--device=gpu"]) == 2
     assert "device=gpu was asked for, but TensorFlow sees none here" in capsys.readouterr().err

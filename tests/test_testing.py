@@ -39,12 +39,12 @@ def test_a_function_runs_on_devices_of_a_process_of_its_own():
 
 @pytest.mark.slow
 def test_a_function_runs_in_each_worker():
-    found = testing.run_in_workers(count_devices_and_replicas, 2, 0, devices_per_worker=2)
-    assert found == [(2, 4, 0), (2, 4, 1)]
+    results = testing.run_in_workers(count_devices_and_replicas, 2, 0, devices_per_worker=2)
+    assert results == [(2, 4, 0), (2, 4, 1)]
 
 
 @pytest.mark.slow
-def test_a_function_that_fails_there_is_told_here():
+def test_an_error_in_another_process_is_raised_with_its_output():
     with pytest.raises(RuntimeError, match="fail failed with exit code 1:(.|\n)*KeyError: 'what went wrong'"):
         testing.run_on_devices(fail, 1)
 
@@ -71,12 +71,12 @@ def test_a_model_that_keeps_the_replica_law_passes():
     )
 
 
-def test_a_model_that_breaks_the_replica_law_is_told_by_what_differs():
+def test_a_model_that_breaks_the_replica_law_is_an_error_that_names_the_difference():
     with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
         testing.assert_replica_law(classifier(batch_norm="plain"), data(), (1, 2), steps=3)
 
 
-def test_a_value_that_breaks_the_replica_law_is_told():
+def test_a_value_that_breaks_the_replica_law_is_an_error():
     def model_fn():
         weight = tf.Variable(1.0, name="w")
 

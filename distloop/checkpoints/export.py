@@ -1,4 +1,4 @@
-"""Exports, the part that all kinds share: where to write, and whether the export computes what the model does.
+"""Exports, the part that all formats share: replacing an older export, and comparing the new one with the model.
 
     path = prepare_path("model", strategy)                       # after exports that were killed
     with writing(path, strategy) as temporary:                   # `path` is replaced at the end, unless an error comes
@@ -63,7 +63,7 @@ def _is_running(process: int) -> bool:
 def writing(path: str, strategy: tf.distribute.Strategy, suffix: str = "") -> Iterator[str]:
     """Replaces an export by what is written to a temporary path; after an error, keeps the old one.
 
-    All workers write, because reading a variable may be a collective; what workers other than the chief write is
+    All workers write, because reading a variable may be a collective; the files of workers other than the chief are
     removed.
 
     Args:
@@ -109,7 +109,7 @@ def call_on_ones(call: Callable[[Any], Any], specs: Any, name: str) -> tuple[Any
         examples = tf.nest.map_structure(lambda spec, size=size: _ones(spec, size), specs)
         try:
             return examples, call(examples)
-        except Exception as error:  # whatever the layers' code raises
+        except Exception as error:  # layers' code may raise anything
             if isinstance(error, tf.errors.OpError) and (explained := as_user_error(error)) is not None:
                 raise explained from error
     logging.warning("The export was not compared with %s, which cannot be run on ones.", name)

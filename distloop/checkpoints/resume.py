@@ -1,4 +1,4 @@
-"""Resuming: the checkpoints of one run, what they hold of each part, and how the parts get it back.
+"""Resuming: saves the state of every part of a run in its checkpoints, and restores the parts from them.
 
     checkpoints = RunCheckpoints(state, config)
     checkpoints.resume()                                          # from the newest one in the workdir, if there is any

@@ -65,7 +65,7 @@ class Checkpoints:
 
     @property
     def best_steps(self) -> dict[str, list[int]]:
-        """By metric, the steps that are kept because it was best there; read from `best.json`."""
+        """The steps at which each metric was best, which are kept, by metric; read from `best.json`."""
         try:
             with open(self._path(_BEST), encoding="utf-8") as file:
                 return {str(metric): [int(step) for step in steps] for metric, steps in json.load(file).items()}
@@ -234,7 +234,7 @@ class Checkpoints:
                 os.rename(leftover.path, leftover.target)
 
     def _prune(self) -> None:
-        """Deletes old checkpoints, and what killed processes have left."""
+        """Deletes old checkpoints, and temporary files of processes that were killed."""
         best = {step for steps in self.best_steps.values() for step in steps}
         for step in self.steps[: -self._keep]:
             if step not in best:

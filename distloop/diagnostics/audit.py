@@ -1,4 +1,4 @@
-"""The audit: a list of checks of the user's own code and data, which name what will go wrong, where, and what to do.
+"""The audit: a list of checks of the user's code and data; each finding names the problem, its place and its remedy.
 
     result = trainer.audit(dataset)
     print(result)                       # a line for each finding

@@ -17,31 +17,31 @@ _GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer
 
 
 def data_order(probe: Probe) -> Iterator[Finding]:
-    """Two passes over the data with the same seed begin with the same batches."""
+    """Checks that two passes over the data with the same seed begin with the same batches."""
     first, second = probe.passes
     if first != second:
         batch = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
         yield Finding(
             "data in another order",
             f"batch {batch}",
-            "two passes with the same seed differ from there on, so a run that goes on sees other rows: give "
-            "shuffle and Python generators a seed, start each pass alike, and keep the dataset deterministic",
+            "two passes with the same seed differ from there on, so a resumed run sees other rows: give shuffle and "
+            "Python generators a seed, start each pass alike, and keep the dataset deterministic",
         )
 
 
 def created_variables(probe: Probe) -> Iterator[Finding]:
-    """`loss_fn` creates no variable."""
+    """Checks that `loss_fn` creates no variable."""
     if (created := probe.trace.created) is not None:
-        advice = "make it, or the layer that makes it, in model_fn, and put it into ModelSpec's model"
+        advice = "create it, or its layer, in model_fn, and put it into ModelSpec's model"
         yield Finding(
             "variable made in a step",
             f"{created} ({nonfinite.user_line(traceback.extract_tb(created.__traceback__))})",
-            _GIVE_SEED if "seed_generator_state" in str(created) else f"each trace makes another one: {advice}",
+            _GIVE_SEED if "seed_generator_state" in str(created) else f"each trace creates another one: {advice}",
         )
 
 
 def foreign_variables(probe: Probe) -> Iterator[Finding]:
-    """Every variable that `loss_fn` reads or writes is in a checkpoint."""
+    """Checks that every variable that `loss_fn` reads or writes is saved in checkpoints."""
     for verb, is_wanted in (("writes", True), ("reads", False)):
         variables = [v.name.removesuffix(":0") for v, is_written in probe.foreign_variables if is_written == is_wanted]
         if variables:
@@ -49,23 +49,23 @@ def foreign_variables(probe: Probe) -> Iterator[Finding]:
             yield Finding(
                 "state in no checkpoint",
                 f"{', '.join(variables[:3])}{more}",
-                f"loss_fn {verb} what is not in ModelSpec's model, so that a run that goes on starts it anew: put "
-                "it, or the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
+                f"loss_fn {verb} a variable outside ModelSpec's model, which a resumed run starts anew: put it, or "
+                "the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
             )
 
 
 def python_values(probe: Probe) -> Iterator[Finding]:
-    """Two traces of `loss_fn` hold the same Python values."""
+    """Checks that two traces of `loss_fn` hold the same Python values."""
     first, second, _ = probe.trace.calls
     if [op.type for op in first] != [op.type for op in second]:
-        return  # the model keeps something of its first trace, as caches do
+        return  # the model keeps something from its first trace, as a cache does
     for one, other in zip(first, second, strict=True):
         if "PartitionedCall" in one.type and (changed := _changed_argument(one, other)):
             function, argument, values = changed
             yield Finding(
                 "traced again and again",
                 f"{function}({argument})",
-                f"this tf.function gets the Python values {values} one after the other, and is traced for each: "
+                f"this tf.function gets the Python values {values} one after the other and is traced for each: "
                 "give it a tensor",
             )
             return
@@ -73,8 +73,8 @@ def python_values(probe: Probe) -> Iterator[Finding]:
             yield Finding(
                 "Python value that changes",
                 nonfinite.user_line(one.traceback) or one.name,
-                "loss_fn is traced once, so a counter or a random number of Python's stays what it was then: use a "
-                "tf.Variable in the model, such as the optimizer's iterations, or keras.random",
+                "loss_fn is traced once, so a Python counter or random number keeps its first value: use a tf.Variable "
+                "in the model, such as the optimizer's iterations, or keras.random",
             )
             return
 
@@ -100,7 +100,7 @@ def _changed_argument(one: tf.Operation, other: tf.Operation) -> tuple[str, str,
 
 
 def variables_left_out(probe: Probe) -> Iterator[Finding]:
-    """Every trainable variable is trained by an update."""
+    """Checks that every trainable variable is trained by an update."""
     trained = {id(v) for variables in probe.state.variables_of_update.values() for v in variables}
     seeds = {id(seed) for seed in probe.state.seeds}
     left_out: dict[str, list[str]] = {}  # layer -> variables
@@ -117,7 +117,7 @@ def variables_left_out(probe: Probe) -> Iterator[Finding]:
 
 
 def identical_draws(probe: Probe) -> Iterator[Finding]:
-    """Two replicas draw different random numbers."""
+    """Checks that two replicas draw different random numbers."""
     names = set()
     for op, one, other in probe.draws:
         is_telling = one.dtype.is_floating or tf.size(one) >= 16  # a few whole numbers may be equal by chance
@@ -128,7 +128,7 @@ def identical_draws(probe: Probe) -> Iterator[Finding]:
 
 
 def gradients(probe: Probe) -> Iterator[Finding]:
-    """Every trained variable has a gradient, which is not zero both before and after two steps."""
+    """Checks that every trained variable has a gradient, and that it is not zero both before and after two steps."""
     before, after = probe.two_steps.gradients_before, probe.two_steps.gradients_after
     for path, gradient in after.items():
         if gradient is None:

@@ -1,4 +1,4 @@
-"""What an audit reports: findings, each of a kind, with the culprit's name and advice, and what it could not check."""
+"""The report of an audit: its findings, and the properties that it could not check."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

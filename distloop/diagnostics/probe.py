@@ -1,4 +1,4 @@
-"""The audit's probe: runs a user's model and data, and keeps what it saw for the checks.
+"""The audit's probe: runs a user's model and data, and keeps its observations for the checks.
 
     probe = Probe(state, dataset)
     probe.trace.calls                                            # the operations of loss_fn
@@ -302,7 +302,7 @@ class Probe:
         return _restored([part for variable in variables for part in self.parts(variable)])
 
     def _dataset(self) -> tf.data.Dataset:
-        """Returns the data as nobody has read it yet."""
+        """Returns the data, to be read from its beginning."""
         data = self._data
         if isinstance(data, tf.data.Dataset):
             return fresh_copy(data)

@@ -18,7 +18,7 @@ from distloop.variables import named_variables
 
 
 def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
-    """No update's statistics, values or gradients depend on the number of replicas."""
+    """Checks that no update's statistics, values or gradients depend on the number of replicas."""
     if [*checks.python_values(probe), *checks.identical_draws(probe)]:  # then no two calls compute the same
         yield Unchecked("one replica against several, until the findings are repaired")
         return
@@ -36,7 +36,7 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
             halves, collectives_of_halves = probe.measure(update, probe.halves, training=False)
             if collectives := collectives_of_whole | collectives_of_halves:
                 yield Unchecked(
-                    f"loss and gradients{_of(update)} on several replicas, because loss_fn talks to the others with "
+                    f"loss and gradients{_of(update)} on several replicas, because loss_fn communicates by "
                     f"{' and '.join(sorted(collectives))}: distloop.testing.assert_replica_law compares them"
                 )
                 continue
@@ -67,7 +67,7 @@ def _unsynchronized(path: str) -> Finding:
 
 
 def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
-    """Compares what the forward pass wrote; of floats distloop keeps the mean over the replicas."""
+    """Compares the statistics that the forward pass wrote; of floats distloop keeps the mean over the replicas."""
     sizes = np.array([int(shards.batch_size(half)) for half in probe.halves], np.float64)
     for path, value in whole.written.items():
         parts = [half.written[path] for half in halves]
@@ -77,8 +77,8 @@ def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measu
                 yield Finding(
                     "statistics of one replica",
                     path,
-                    "its mean over the replicas is not what one replica with all rows writes: sum over the "
-                    "replicas before, with tf.distribute.get_replica_context().all_reduce",
+                    "its mean over the replicas differs from the value of one replica with all rows: sum over the "
+                    "replicas first, with tf.distribute.get_replica_context().all_reduce",
                 )
         elif any(not np.array_equal(part, parts[0]) for part in parts):
             yield _apart(path)
@@ -112,8 +112,8 @@ def _values_and_gradients(
         yield Finding(
             "depends on the number of replicas",
             f"{name}{_of(update)}{f', by {operation}' if operation else ''}",
-            f"{text} replicas: take no mean, sum, size or statistic over the rows, and divide by no number "
-            "of rows or replicas, distloop sums over all of them and divides once",
+            f"{text} replicas: take no mean, sum, size or statistic over the rows, and divide by no number of rows or "
+            "replicas; distloop sums over all of them and divides once",
         )
 
 
@@ -131,7 +131,7 @@ def _first_difference(probe: Probe, update: Update, training: bool) -> str | Non
 
 
 def drift(probe: Probe) -> Iterator[Finding]:
-    """After two steps, every replica holds the same value of each variable."""
+    """Checks that after two steps every replica holds the same value of each variable."""
     return (_apart(path) for path in probe.two_steps.paths_apart)
 
 
@@ -139,7 +139,7 @@ def _apart(path: str) -> Finding:
     return Finding(
         "replicas apart",
         path,
-        "each replica writes another value, and a checkpoint holds the first one's: make it a float, of which "
+        "each replica writes another value, and a checkpoint holds only the first replica's: make it a float, of which "
         "distloop keeps the mean, or give add_weight(..., aggregation='sum' or 'mean')",
     )
 

@@ -3,7 +3,7 @@
     with as_replica(1, 2, collectives) as operations, no_new_variables():
         loss_fn(batch, True)
 
-This module does not know what is looked for in the graph.
+This module does not know what the operations are searched for.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def as_replica(replica: int, num_replicas: int, collectives: set[str]) -> Iterat
 
     Args:
         replica: its number.
-        num_replicas: how many there seem to be.
+        num_replicas: the number of replicas that the code sees.
         collectives: gets the names of the collective operations that the code calls.
 
     Yields:

@@ -184,17 +184,17 @@ def test_a_keras_file_of_a_model_with_several_inputs_by_name(tmp_path):
 
     trainer = distloop.Trainer(model_fn, on(2))
     trainer.fit(dataset(), steps=2)
-    found = export_keras_file(trainer, tmp_path / "model.keras")({"x": ROWS["x"], "more": [ROWS["more"]["z"]]})
+    outputs = export_keras_file(trainer, tmp_path / "model.keras")({"x": ROWS["x"], "more": [ROWS["more"]["z"]]})
     predictions = trainer.predict(dataset())
-    assert set(found) == set(predictions) == {"logits", "z"}
-    np.testing.assert_allclose(found["logits"], predictions["logits"], rtol=1e-5, atol=1e-6)
+    assert set(outputs) == set(predictions) == {"logits", "z"}
+    np.testing.assert_allclose(outputs["logits"], predictions["logits"], rtol=1e-5, atol=1e-6)
 
 
 def test_a_keras_file_of_a_net_that_takes_no_image_of_one_pixel(tmp_path, monkeypatch):
     trainer = make_image_trainer()
     image = images(30)
-    found = export_keras_file(trainer, tmp_path / "model.keras")(image)
-    np.testing.assert_allclose(found, trainer.model(image), rtol=1e-5, atol=1e-6)
+    outputs = export_keras_file(trainer, tmp_path / "model.keras")(image)
+    np.testing.assert_allclose(outputs, trainer.model(image), rtol=1e-5, atol=1e-6)
     load = keras.models.load_model
 
     def load_another(path):  # the same weights, other outputs
@@ -235,9 +235,9 @@ def test_a_keras_file_keeps_the_precision(precision, tmp_path):
     trainer.fit(dataset(), steps=2)
     loaded = export_keras_file(trainer, tmp_path / "model.keras")
     assert {weight.dtype for weight in loaded.weights} == {"float32"}
-    found = loaded(ROWS["x"])
-    assert found.dtype == precision.removeprefix("mixed_")
-    np.testing.assert_allclose(tf.cast(found, tf.float32), trainer.predict(dataset()), rtol=2e-2, atol=2e-2)
+    outputs = loaded(ROWS["x"])
+    assert outputs.dtype == precision.removeprefix("mixed_")
+    np.testing.assert_allclose(tf.cast(outputs, tf.float32), trainer.predict(dataset()), rtol=2e-2, atol=2e-2)
 
 
 def unregistered_loss(y_true, y_pred):
@@ -325,7 +325,7 @@ class Affine(tf.Module):
     ],
     ids=["module", "layer", "dict of modules", "dict", "list", "class", "layer class", "lambda"],
 )
-def test_what_no_keras_file_can_hold_is_refused(make_model, says, tmp_path):
+def test_a_model_that_no_keras_file_can_hold_is_refused(make_model, says, tmp_path):
     trainer = make_net_trainer(make_model, predict_of=lambda m, batch: tf.nest.flatten(m)[0](batch["x"]))
     trainer.fit(dataset(), steps=1)
     with pytest.raises(ValueError, match=says) as caught:
@@ -341,5 +341,5 @@ def test_models_of_a_dict_are_saved_one_by_one_as_the_refusal_says(tmp_path):
         trainer.export(tmp_path / "model.keras")
     line = str(caught.value).split(": ", 1)[1].rstrip(".").replace("path.keras", str(tmp_path / "a.keras"))
     exec(line, {"trainer": trainer})  # the code that it names
-    found = keras.models.load_model(tmp_path / "a.keras").get_weights()
-    assert_weights(found, averages(trainer)[: len(found)])
+    loaded = keras.models.load_model(tmp_path / "a.keras").get_weights()
+    assert_weights(loaded, averages(trainer)[: len(loaded)])

@@ -112,7 +112,7 @@ def test_a_run_may_go_on_with_other_metrics(tmp_path):
     assert make_trainer(tmp_path, model_fn=more).fit(data(), steps=7)["one"] == 1.0
 
 
-def test_another_shape_is_told(tmp_path):
+def test_another_shape_is_refused_with_both_shapes(tmp_path):
     def model_fn(units):
         def make():
             model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(units)])
@@ -143,7 +143,7 @@ def test_a_new_learning_rate_goes_before_the_saved_one(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_not_resuming_keeps_what_is_there(tmp_path):
+def test_not_resuming_keeps_existing_checkpoints(tmp_path):
     make_trainer(tmp_path).fit(data(), steps=2)
     with pytest.raises(
         ValueError, match="resume=False was given, but workdir=.* holds checkpoints, the newest of step 2"
@@ -182,9 +182,9 @@ def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
     expected = make_trainer("", model_fn=classifier())
     expected.fit(generated(), steps=7)
     make_trainer(tmp_path, model_fn=classifier()).fit(generated(), steps=3)
-    found = make_trainer(tmp_path, model_fn=classifier())
-    found.fit(generated(), steps=7)
-    assert_equal(everything(found), everything(expected))
+    resumed = make_trainer(tmp_path, model_fn=classifier())
+    resumed.fit(generated(), steps=7)
+    assert_equal(everything(resumed), everything(expected))
 
 
 @pytest.mark.slow
@@ -261,8 +261,8 @@ def test_portable_names_hold_where_keras_counts_on(tmp_path):
     again = make_trainer(tmp_path, model_fn=model_fn)  # its layers have other names
     assert again.model.layers[0].name != first.model.layers[0].name
     again.fit(data(), steps=3)
-    for found, expected in zip(again.model.variables, first.model.variables, strict=True):
-        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    for variable, expected in zip(again.model.variables, first.model.variables, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), expected.numpy())
     names = [name for name, _ in tf.train.list_variables(str(tmp_path / "checkpoints" / "3" / "variables"))]
     assert "model/sequential/dense_1/kernel" in names and "optimizer/momentum/sequential/dense/bias" in names
 

@@ -110,9 +110,9 @@ def rows_of(workdir):
 def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path):
     expected, metrics = fit(tmp_path / "without", stream(without=[33]), replicas=replicas, precision=precision)
     data = stream(poison=[33], kind=kind)
-    trainer, found = fit(tmp_path / "poisoned", data, replicas=replicas, precision=precision)
+    trainer, poisoned_metrics = fit(tmp_path / "poisoned", data, replicas=replicas, precision=precision)
     assert_equal(everything(trainer), everything(expected))
-    assert found["loss"] == metrics["loss"]
+    assert poisoned_metrics["loss"] == metrics["loss"]
     assert rows_of(tmp_path / "poisoned") == rows_of(tmp_path / "without")
     [incident] = incidents(tmp_path / "poisoned")
     assert [incident[key] for key in ("step", "batch", "left_out", "checkpoint")] == [34, 33, 33, 30]
@@ -124,12 +124,12 @@ def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
     expected, _ = fit(tmp_path / "without", stream(without=[3, 24, 25, 41]), steps=45)
     trainer, _ = fit(tmp_path / "poisoned", stream(poison=[3, 24, 25, 41]), steps=45)
     assert_equal(everything(trainer), everything(expected))
-    found = [(row["step"], row["batch"], row["checkpoint"]) for row in incidents(tmp_path / "poisoned")]
-    assert found == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
+    rollbacks = [(row["step"], row["batch"], row["checkpoint"]) for row in incidents(tmp_path / "poisoned")]
+    assert rollbacks == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
 
 
 @pytest.mark.slow
-def test_what_was_left_out_stays_out_when_the_run_goes_on(tmp_path):
+def test_left_out_batches_stay_out_when_the_run_is_resumed(tmp_path):
     expected, _ = fit(tmp_path / "without", stream(without=[13]), steps=40)
     fit(tmp_path / "poisoned", stream(poison=[13]), steps=25)
     trainer, _ = fit(tmp_path / "poisoned", stream(poison=[13]), steps=40)
@@ -160,9 +160,9 @@ def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
         trainer.fit(data, steps=30)
         return trainer
 
-    found = run("spoiled", data)
+    spoiled = run("spoiled", data)
     expected = run("clean", tf.data.Dataset.from_tensor_slices({"x": np.delete(x, 17, 0)}).batch(1))
-    assert_equal(everything(found), everything(expected))
+    assert_equal(everything(spoiled), everything(expected))
     rows = incidents(tmp_path / "spoiled")
     assert [row["left_out"] for row in rows] == [18, 19, 17]
     assert [row["checkpoint"] for row in rows] == [18, 18, 12]  # that of step 18 has learned from the bad batch

@@ -27,12 +27,12 @@ def save(directory, *steps, keep=10):
     return kept
 
 
-def test_what_is_saved_is_loaded(tmp_path):
-    found = save(tmp_path, 500).load_newest()
-    assert found.step == 500 and found.notes == {"replicas": 2} and found.path == str(tmp_path / "500")
-    assert found.values.keys() == values_of(500).keys()
+def test_a_saved_checkpoint_is_loaded(tmp_path):
+    saved = save(tmp_path, 500).load_newest()
+    assert saved.step == 500 and saved.notes == {"replicas": 2} and saved.path == str(tmp_path / "500")
+    assert saved.values.keys() == values_of(500).keys()
     for name, value in values_of(500).items():
-        np.testing.assert_array_equal(found.values[name].numpy(), value.numpy())
+        np.testing.assert_array_equal(saved.values[name].numpy(), value.numpy())
 
 
 def test_tensorflow_reads_a_checkpoint_by_name(tmp_path):
@@ -41,14 +41,14 @@ def test_tensorflow_reads_a_checkpoint_by_name(tmp_path):
     np.testing.assert_array_equal(reader.get_tensor("model/kernel"), np.full([3, 4], 7.0))
 
 
-def test_the_manifest_tells_shapes_and_dtypes(tmp_path):
+def test_the_manifest_holds_shapes_and_dtypes(tmp_path):
     save(tmp_path, 7)
     manifest = json.loads((tmp_path / "7" / "manifest.json").read_text())
     assert manifest["entries"]["model/kernel"] == {"shape": [3, 4], "dtype": "float32"}
     assert set(manifest["files"]) == {"variables.index", "variables.data-00000-of-00001"}
 
 
-def test_there_may_be_none(tmp_path):
+def test_an_empty_store_loads_nothing(tmp_path):
     assert Checkpoints(str(tmp_path / "none")).load_newest() is None
 
 
@@ -57,7 +57,7 @@ def test_the_newest_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "9"]
 
 
-def test_nothing_old_goes_before_the_new_one_is_whole(tmp_path, monkeypatch):
+def test_no_old_checkpoint_is_deleted_before_the_new_one_is_whole(tmp_path, monkeypatch):
     kept = save(tmp_path, 1, keep=1)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     kept.save(2, values_of(2), {})
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert list(kept.load_newest().values) == ["step"] and os.listdir(tmp_path) == ["5"]
 
 
-def test_one_that_was_to_be_replaced_when_the_process_ended_is_found(tmp_path):
+def test_a_checkpoint_that_a_killed_process_was_replacing_is_loaded(tmp_path):
     kept = save(tmp_path, 4, 5)
     os.rename(tmp_path / "5", tmp_path / "5.123.old")
     assert kept.load_newest().step == 5
@@ -179,13 +179,13 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_named_and_the_one_before_it_is_used(damage, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_logged_and_the_previous_one_loaded(damage, tmp_path, caplog):
     kept = save(tmp_path, 4, 5)
     file, do = DAMAGES[damage]
     do(str(tmp_path / "5" / file))
-    found = kept.load_newest()
-    assert found.step == 4
-    np.testing.assert_array_equal(found.values["model/kernel"].numpy(), values_of(4)["model/kernel"].numpy())
+    saved = kept.load_newest()
+    assert saved.step == 4
+    np.testing.assert_array_equal(saved.values["model/kernel"].numpy(), values_of(4)["model/kernel"].numpy())
     assert f"The checkpoint '{tmp_path / '5'}' is damaged" in caplog.text
     assert kept.steps == [4, 5]  # nothing is deleted
     with pytest.raises(DamagedError) as caught:

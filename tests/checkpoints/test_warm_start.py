@@ -36,8 +36,8 @@ def arrays(model):
     return [v.numpy() for v in model.variables]
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(variables, expected):
+    for a, b in zip(variables, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -76,7 +76,7 @@ def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsy
     assert int(trainer.optimizer.iterations.numpy()) == 1
 
 
-def test_a_part_is_taken_under_another_name_and_the_rest_is_told(run, capsys):
+def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     workdir, model = run
     rename = r"^net/hidden=>a/net/hidden"
     two = lambda: {"a": net(name="net"), "b": net(name="other")}  # noqa: E731
