@@ -30,7 +30,7 @@ from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.variable_writes import READS
-from distloop.variables import named_variables, tensorflow_variable
+from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one
 _NUM_ORDERED_BATCHES = 8  # of a pass over the data, to compare with another pass
@@ -157,7 +157,9 @@ class Probe:
     @functools.cached_property
     def foreign_variables(self) -> list[tuple[tf.Variable, bool]]:
         """Variables that `loss_fn` uses and no checkpoint holds, each with whether it is written."""
-        known = {id(part.handle) for variable in _variables_of(self.state) for part in self.parts(variable)}
+        known = {
+            id(part.handle) for variable in _variables_of(self.state) for part in self.state.replica_variables(variable)
+        }
         captures = {
             id(outer): inner
             for outer, inner in self.trace.run.graph.captures
@@ -219,7 +221,10 @@ class Probe:
                     {path: None if g is None else _divide(g.numpy(), weight) for path, g in gradients.items()},
                     {name: _divide(float(tally.total), float(tally.weight)) for name, tally in tallies.items()},
                     weight,
-                    {path: self.parts(variable)[0].numpy() for path, variable in self.untrained_variables.items()},
+                    {
+                        path: self.state.replica_variables(variable)[0].numpy()
+                        for path, variable in self.untrained_variables.items()
+                    },
                 )
             )
         return measurements, collectives
@@ -289,17 +294,13 @@ class Probe:
         return [
             path
             for path, variable in variables.items()
-            if id(variable) not in per_replica and len({part.numpy().tobytes() for part in self.parts(variable)}) > 1
+            if id(variable) not in per_replica
+            and len({part.numpy().tobytes() for part in self.state.replica_variables(variable)}) > 1
         ]
-
-    def parts(self, variable: Any) -> tuple[Any, ...]:
-        """Returns a variable's copies, one for each replica."""
-        parts: tuple[Any, ...] = self.state.strategy.experimental_local_results(tensorflow_variable(variable))
-        return parts
 
     def _restored(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         variables = [*_variables_of(self.state), *(variable for variable, _ in self.foreign_variables)]
-        return _restored([part for variable in variables for part in self.parts(variable)])
+        return _restored([part for variable in variables for part in self.state.replica_variables(variable)])
 
     def _dataset(self) -> tf.data.Dataset:
         """Returns the data, to be read from its beginning."""
@@ -315,16 +316,9 @@ class Probe:
 
 
 def _variables_of(state: TrainState) -> list[Any]:
-    """Returns every variable that a step may change, except those that only `loss_fn` knows."""
-    metrics = [*state.train_metrics.values(), *state.eval_metrics.values()]
-    return [
-        *named_variables(state.model).values(),
-        *(variable for optimizer in state.plain_optimizers.values() for variable in optimizer.variables),
-        *(variable for scaler in state.loss_scalers.values() for variable in (scaler.loss_scale, scaler.streak)),
-        *(variable for metric in metrics for variable in metric.variables),
-        *(state.average.variables if state.average is not None else []),
-        *(state.step, state.skipped_steps, state.loss_watch.statistics),
-    ]
+    """Returns every variable that a step or an evaluation may change, except those that only `loss_fn` knows."""
+    eval_metrics = [variable for metric in state.eval_metrics.values() for variable in metric.variables]
+    return [*state.all_variables().values(), *state.metric_variables().values(), *eval_metrics]
 
 
 @contextlib.contextmanager

@@ -45,7 +45,9 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
 
 def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
     """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
-    start = {path: probe.parts(variable)[0].numpy() for path, variable in probe.untrained_variables.items()}
+    start = {
+        path: probe.state.replica_variables(variable)[0].numpy() for path, variable in probe.untrained_variables.items()
+    }
     paths_of = {id(v): path for path, v in named_variables(probe.state.model).items() if path in whole.written}
     layers = []
     for layer in probe.layers:
