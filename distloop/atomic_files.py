@@ -51,6 +51,7 @@ def replacing(path: str, suffix: str = "") -> Iterator[str]:
         OSError: if it cannot be written or renamed.
     """
     temporary = f"{path}.{os.getpid()}.tmp{suffix}"
+    remove(temporary)  # of a killed process with the same id: in a container the first process is always 1
     try:
         yield temporary
         for folder, folders, files in os.walk(temporary):
@@ -72,12 +73,12 @@ def delete(path: str) -> None:
 
 def leftovers(directory: str) -> list[Leftover]:
     """Returns the temporary names in a directory, in alphabetical order; none if the directory does not exist."""
-    found = []
+    result = []
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
         if match := _LEFTOVER.fullmatch(name):
             path, target = os.path.join(directory, name), os.path.join(directory, match["target"])
-            found.append(Leftover(path, target, int(match["process"]), match["kind"] == "old"))
-    return found
+            result.append(Leftover(path, target, int(match["process"]), match["kind"] == "old"))
+    return result
 
 
 def remove(path: str) -> None:
@@ -94,6 +95,7 @@ def _rename(temporary: str, path: str) -> None:
         os.replace(temporary, path)
         return
     old = f"{path}.{os.getpid()}.old"
+    remove(old)
     os.rename(path, old)  # a directory that is not empty cannot be renamed over
     try:
         os.rename(temporary, path)

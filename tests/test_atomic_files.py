@@ -92,6 +92,14 @@ def test_an_old_one_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch):
     assert leftovers(str(tmp_path))[0].is_old
 
 
+def test_leftovers_of_a_process_with_the_same_id_are_no_hindrance(tmp_path):
+    write(tmp_path / "model", "old")
+    for kind in ("tmp", "old"):
+        write(tmp_path / f"model.{os.getpid()}.{kind}", "of a killed process")
+    write(tmp_path / "model", "new")
+    assert read(tmp_path / "model") == "new" and os.listdir(tmp_path) == ["model"]
+
+
 @pytest.mark.parametrize("is_directory", [False, True])
 def test_everything_is_on_the_disk_before_it_takes_its_name(is_directory, tmp_path, monkeypatch):
     synced, fsync, moves = [], os.fsync, {"rename": os.rename, "replace": os.replace}
