@@ -10,6 +10,7 @@ import pytest
 from absl import flags
 
 from distloop import config, launch
+from distloop.monitoring.records import ABOUT_THE_RUN
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -109,6 +110,11 @@ def test_the_settings_page_is_what_its_program_writes():
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     assert program.PAGE.read_text(encoding="utf-8") == program.render(), "run `make docs`"
+
+
+def test_the_page_on_watching_names_every_number_that_distloop_reports():
+    text = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(ABOUT_THE_RUN) if f"{name}`" not in text] == []
 
 
 def modules_on_the_map():
