@@ -247,14 +247,17 @@ class TrainStep:
 
         def undone() -> tf.Tensor:
             for attempt in earlier:
-                for variables, values in (
-                    (attempt.update.trace.written, attempt.forward.before),
-                    (self.state.changed_by(attempt.update.update), attempt.before),
-                ):
-                    self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
+                self._undo(attempt)
             return tf.zeros_like(tallies)
 
         return _Attempt(update, forward, tf.cond(finite, applied, undone), before)
+
+    def _undo(self, attempt: _Attempt) -> None:
+        """Restores the variables that an update's forward pass wrote, and those that applying it changed."""
+        update = attempt.update
+        changed = self.state.changed_by(update.update)
+        for variables, values in ((update.trace.written, attempt.forward.before), (changed, attempt.before)):
+            self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
 
     def _apply_on_replica(self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor) -> None:
         """Changes weights, slots and averages; in replica context, where all of them are equal on all replicas."""
