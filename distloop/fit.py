@@ -6,7 +6,7 @@
     with run.interruptible():       # when asked to stop: saves, and leaves with code 75
         return run.train()
 
-It puts the parts of a run together and knows the order of things. How a part does its work, it does not know.
+It puts the parts of a run together and knows their order, and not how any of them works.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ class Fit:
         state: what training changes.
         config: the settings of the run.
         checkpoints: of the run.
-        make_loop: returns what trains; called when the weights are those that training begins with.
+        make_loop: returns the training loop; called once the weights are restored.
         source: the data to train on.
         until: the global step to end with.
         evaluations: an action for each dataset to evaluate on.
         actions: the user's.
-        forward_pass: traced for its graph and its floating-point operations.
-        clock: counts where the time of the run goes.
+        forward_pass: traced for TensorBoard's graph and to count floating-point operations.
+        clock: measures where the time of the run goes.
     """
 
     state: TrainState
@@ -74,9 +74,13 @@ class Fit:
     actions: Sequence[Action]
     forward_pass: overview.ForwardPass
     clock: Clock
+    _stop_reason: str | None = None  # why the run was over at the checkpoint it resumed from
+    _loop: TrainLoop = dataclasses.field(init=False)
+    _window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
+    _stop_requests: StopRequests | None = None
 
     def resume(self) -> "Fit":
-        """Goes on from the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
+        """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         self.checkpoints.resume()
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
@@ -99,7 +103,7 @@ class Fit:
         Raises:
             SystemExit: with code 75.
         """
-        with StopRequests(self.config.max_secs, catch_signals=bool(self.config.workdir)) as self._interrupts:
+        with StopRequests(self.config.max_secs, catch_signals=bool(self.config.workdir)) as self._stop_requests:
             try:
                 yield
             except Interrupted as interrupted:
@@ -111,7 +115,7 @@ class Fit:
                 raise SystemExit(EXIT_CODE) from None
 
     def train(self) -> dict[str, float]:
-        """Trains until the run is over and its last save is whole.
+        """Trains until the run is over and its last checkpoint is complete.
 
         Returns:
             The numbers of the last report.
@@ -129,7 +133,7 @@ class Fit:
                 self._go_back(diverged)
 
     def _train(self) -> dict[str, float]:
-        """Trains from where the run is, with a profile and writers of its own."""
+        """Trains from the current step, with a profile and writers that are closed at the end."""
         profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
         with contextlib.closing(profile), Write(self._open_writers()) as write:
             if self.config.eval_first and self._step == 0:
@@ -139,7 +143,7 @@ class Fit:
                 self.until,
                 self._all_actions(write, profile),
                 window=self._window,
-                interrupts=self._interrupts,
+                stop_requests=self._stop_requests,
                 clock=self.clock,
                 profile=profile if self._is_chief else None,
                 executor=self._executor,
@@ -152,24 +156,24 @@ class Fit:
         return metrics
 
     def _go_back(self, diverged: Diverged) -> None:
-        """Goes back to a checkpoint from before the batch that a step failed on; raises the failure if it may not."""
+        """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
         if self.config.on_divergence != "rollback":
             raise diverged
         self.checkpoints.roll_back(diverged)
         self._attach()
 
     def _attach(self) -> None:
-        """Hands the parts what the checkpoint holds of them."""
+        """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
         self._window = self.checkpoints.attach(self.source, self._loop, self.actions, self.until)
 
     def _announce(self) -> None:
-        """Writes the settings, and says on what, with what and where to the run trains."""
+        """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
         if self._is_chief:
             flags.write(self.config, self.config.workdir)
         for line in overview.console_lines(self.state, self.config, self.source):
             self._say(line)
         if workers.num_workers(self.state.strategy) > 1 and self.config.console != "quiet":
-            say(self.source.describe())  # on each of them
+            say(self.source.describe())  # each worker prints what it reads
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""

@@ -80,7 +80,7 @@ class TrainLoop:
         actions: Sequence[Action],
         *,
         window: Mapping[str, Any] | None = None,
-        interrupts: StopRequests | None = None,
+        stop_requests: StopRequests | None = None,
         clock: Clock | None = None,
         profile: Profile | None = None,
         executor: str = strategies.PARALLEL_EXECUTOR,
@@ -92,7 +92,7 @@ class TrainLoop:
             until: the global step to end with.
             actions: in order.
             window: what `save_window` returned, to go on with; None: a new window begins.
-            interrupts: asked after each boundary whether to go on; None: nothing interrupts the run.
+            stop_requests: asked after each boundary whether to go on; None: nothing stops the run.
             clock: of the run; None: a new one.
             profile: of some of its steps.
             executor: what runs the operations, as `strategies.choose_executor` returns it.
@@ -125,7 +125,7 @@ class TrainLoop:
                 if stop_reason:
                     logging.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
                     return reported
-            if interrupts is not None and step < until and (reason := self._interruption(interrupts)):
+            if stop_requests is not None and step < until and (reason := self._interruption(stop_requests)):
                 raise Interrupted(f"{reason} at step {step}")
         return reported
 
@@ -202,8 +202,8 @@ class TrainLoop:
         explanation = explain(self._step, step, diagnosis, None if batch is None else (batch, source.layout))
         return Diverged(explanation, step, source.batches_taken - 1)
 
-    def _interruption(self, interrupts: StopRequests) -> str | None:
+    def _interruption(self, stop_requests: StopRequests) -> str | None:
         """Returns why the run is to be left, if any worker has a reason to; else None."""
-        reason = interrupts.reason
+        reason = stop_requests.reason
         asked = np.flatnonzero(workers.gather(self._state.strategy, reason is not None))
         return reason or (f"worker {asked[0]} was asked to stop" if len(asked) else None)

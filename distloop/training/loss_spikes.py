@@ -1,9 +1,9 @@
-"""Owns the judgement that a loss has jumped: that it left what it was for a while by far.
+"""Detection of loss spikes: whether a loss is far above its moving mean.
 
     watch = LossWatch(2)                                          # two losses
     has_jumped = watch.check(losses, has_weight, jump=10.0)       # in a `tf.function`, once a step
 
-It does not know what is done about it.
+It does not know what is done about a spike.
 """
 
 import tensorflow as tf
@@ -11,18 +11,18 @@ import tensorflow as tf
 from distloop.distributed.devices import HOST
 
 _WINDOW_STEPS = 100  # of the moving mean and deviation
-_FIRST_STEPS = 20  # too few to know what is usual
+_MIN_STEPS = 20  # the statistics of fewer steps are too uncertain to compare with
 
 
 class LossWatch(tf.Module):
-    """Moving means and deviations of some losses.
+    """Moving mean and deviation of each loss.
 
     Attributes:
-        statistics: `[U, 3]`, float64: of each loss the steps seen, the mean and the variance.
+        statistics: `[U, 3]`, float64: number of steps, mean and variance of each loss.
     """
 
     def __init__(self, num_losses: int):
-        """Has seen nothing yet.
+        """Creates the statistics, of no steps yet.
 
         Args:
             num_losses: U.
@@ -32,26 +32,26 @@ class LossWatch(tf.Module):
             self.statistics = tf.Variable(tf.zeros([num_losses, 3], tf.float64), trainable=False, name="statistics")
 
     def check(self, losses: tf.Tensor, has_weight: tf.Tensor, jump: float) -> tf.Tensor:
-        """Compares losses with what they were, and learns from those that are usual.
+        """Compares the losses of a step with their statistics, and updates the statistics of the losses that fit.
 
-        A loss has jumped if it is larger than its mean by more than `jump` times the sum of its deviation and the
-        mean's size: the first keeps noise apart from jumps, the second small numbers of a loss that hardly varies. Mean
-        and variance move by the incremental formulas of Finch, "Incremental calculation of weighted mean and variance"
-        (2009), with the weight 1 / 100, and 1 / n in the first hundred steps.
+        A loss has jumped if `loss - mean > jump * (deviation + |mean|)`. The deviation separates spikes from noise; the
+        mean's size keeps a loss that hardly varies from jumping by a small number. Mean and variance follow the
+        incremental formulas of Finch, "Incremental calculation of weighted mean and variance" (2009), with weight
+        1 / 100, and 1 / n in the first hundred steps.
 
         Args:
-            losses: `[U]`, of a step; those that are not finite have not jumped, and nothing is learned from them.
-            has_weight: `[U]`, bool: whether any example counted in them; else they say nothing.
-            jump: see above.
+            losses: `[U]`, of one step; a loss that is not finite neither jumps nor changes its statistics.
+            has_weight: `[U]`, bool: whether any example had a weight; a loss without examples is ignored.
+            jump: the factor in the formula.
 
         Returns:
-            A scalar bool: whether any jumped.
+            A scalar bool: whether any loss has jumped.
         """
         losses = tf.cast(losses, tf.float64)
         count, mean, variance = tf.unstack(self.statistics.read_value(), axis=1)
         counts = has_weight & tf.math.is_finite(losses)
         difference = tf.where(counts, losses - mean, 0.0)
-        has_jumped = (count >= _FIRST_STEPS) & (difference > jump * (tf.sqrt(variance) + tf.abs(mean)))
+        has_jumped = (count >= _MIN_STEPS) & (difference > jump * (tf.sqrt(variance) + tf.abs(mean)))
         weight = 1.0 / tf.minimum(count + 1, _WINDOW_STEPS)
         moved = [count + 1, mean + weight * difference, (1 - weight) * (variance + weight * difference**2)]
         learns = (counts & ~has_jumped)[:, None]

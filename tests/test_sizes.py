@@ -1,0 +1,62 @@
+"""The sizes of files, classes, functions and signatures, with exceptions that may only shrink."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FILES = {str(path.relative_to(ROOT / "distloop")): path for path in sorted((ROOT / "distloop").rglob("*.py"))}
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 250, 45, 6
+MAX_GUIDE_LINES = 150
+
+# What is larger, and how large it is: make it smaller and lower the number, or remove the line.
+EXCEPTIONS = {
+    "trainer.py: class Trainer": 331,  # the verbs of a user, half of it their docstrings
+}
+
+
+def code_lines(function, source):
+    """Counts the lines of a function's body without docstrings, comments and blank lines."""
+    docstrings = set()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = range(function.body[0].lineno, function.end_lineno + 1)
+    texts = [source[line - 1].strip() for line in lines if line not in docstrings]
+    return sum(1 for text in texts if text and not text.startswith("#"))
+
+
+def sizes(name):
+    """Yields what is measured in a file, its size, and the largest size allowed."""
+    source = FILES[name].read_text(encoding="utf-8").splitlines()
+    yield name, len(source), MAX_FILE_LINES
+    for node in ast.walk(ast.parse("\n".join(source))):
+        if isinstance(node, ast.ClassDef):
+            yield f"{name}: class {node.name}", node.end_lineno - node.lineno + 1, MAX_CLASS_LINES
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{name}: {node.name}", code_lines(node, source), MAX_FUNCTION_LINES
+            arguments = [a.arg for a in [*node.args.posonlyargs, *node.args.args] if a.arg not in ("self", "cls")]
+            yield f"{name}: arguments of {node.name}", len(arguments), MAX_POSITIONAL
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_classes_functions_and_signatures_stay_small(name):
+    too_large = {what: size for what, size, limit in sizes(name) if size > EXCEPTIONS.get(what, limit)}
+    assert not too_large
+
+
+def test_exceptions_are_as_large_as_they_say_and_no_larger():
+    measured = {what: (size, limit) for name in FILES for what, size, limit in sizes(name)}
+    for what, size in EXCEPTIONS.items():
+        assert measured[what][0] == size > measured[what][1], f"{what} is {measured[what][0]} now: correct its line"
+
+
+def test_a_function_of_46_lines_is_found():
+    body = "\n".join(f"    x = {i}" for i in range(46))
+    source = f'def f():\n    """Doc."""\n    # comment\n\n{body}'
+    assert code_lines(ast.parse(source).body[0], source.splitlines()) == MAX_FUNCTION_LINES + 1
+
+
+def test_the_page_for_contributors_stays_short():
+    assert len((ROOT / "WORKSPACE.md").read_text(encoding="utf-8").splitlines()) <= MAX_GUIDE_LINES
