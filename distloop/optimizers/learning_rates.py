@@ -1,12 +1,12 @@
-"""Owns *how fast*: learning rates over steps, and learning rates for another batch size.
+"""Learning rates: schedules over steps, and scaling to another batch size.
 
-It does not know optimizers: hand what it makes to one.
+It does not know optimizers: give the result to one.
 
     peak = scale_learning_rate(0.1, batch_size=1024)                                    # 0.4
     optimizer = keras.optimizers.SGD(make_schedule(peak, steps=10_000, warmup_steps=500))
 
-A schedule is asked for the count of updates applied so far, so the first update of a run uses step 0 and the last one
-`steps - 1`.
+An optimizer calls a schedule with the number of updates applied so far, so the first update of a run uses step 0 and
+the last one `steps - 1`.
 """
 
 import math
@@ -19,14 +19,14 @@ import keras
 def scale_learning_rate(
     base_learning_rate: float, batch_size: int, base_batch_size: int = 256, rule: str = "linear"
 ) -> float:
-    """Scales a learning rate that suits one batch size to another one.
+    """Returns the learning rate for another batch size.
 
     Args:
-        base_learning_rate: what suits `base_batch_size`.
+        base_learning_rate: the learning rate for `base_batch_size`.
         batch_size: examples per step, over all replicas.
-        base_batch_size: examples per step that `base_learning_rate` was found with.
+        base_batch_size: examples per step that `base_learning_rate` was tuned for.
         rule: "linear" (Goyal et al. 2017, arXiv:1706.02677, section 2.1: for SGD) or "sqrt" (Krizhevsky 2014,
-            arXiv:1404.5997, section 5: keeps the variance of the update; commonly taken for Adam).
+            arXiv:1404.5997, section 5: keeps the variance of the update; common for Adam).
 
     Returns:
         `base_learning_rate * batch_size / base_batch_size`, or times the square root of that ratio.
@@ -49,7 +49,7 @@ def scale_learning_rate(
 
 @keras.saving.register_keras_serializable(package="distloop")
 class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly to where another schedule starts, then follows that one from its own step 0.
+    """Rises linearly to the start of another schedule, then follows that schedule from its step 0.
 
     With `w = warmup_steps`: `start` at step 0, `start + (schedule(0) - start) * step / w` before step w, and
     `schedule(step - w)` from step w on (Goyal et al. 2017, arXiv:1706.02677, section 2.2).
@@ -58,15 +58,15 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
     def __init__(
         self, schedule: keras.optimizers.schedules.LearningRateSchedule, warmup_steps: int, start: float = 0.0
     ):
-        """Checks and keeps the parts.
+        """Creates the schedule.
 
         Args:
-            schedule: what follows.
+            schedule: the schedule after the warm-up.
             warmup_steps: steps until `schedule` takes over.
             start: the learning rate at step 0.
 
         Raises:
-            ValueError: if `schedule` is none, `warmup_steps` is below 1 or `start` is negative.
+            ValueError: if `schedule` is not a schedule, `warmup_steps` is below 1 or `start` is negative.
         """
         super().__init__()
         if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
@@ -84,21 +84,21 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: Any) -> Any:
         """Returns the learning rate at `step`, a scalar tensor."""
         step = keras.ops.convert_to_tensor(step)
-        # Steps stay integers on their way to the schedule: float32 counts to 2^24 only. Both branches are cheap, and a
-        # select needs no cond.
+        # The schedule gets an integer step: float32 counts to 2^24 only. Both branches are cheap, so a select replaces
+        # a cond.
         follow = self.schedule(keras.ops.maximum(step - self.warmup_steps, 0))
         fraction = keras.ops.cast(step, follow.dtype) / self.warmup_steps
         rise = self.start + (self.schedule(0) - self.start) * fraction
         return keras.ops.where(step < self.warmup_steps, rise, follow)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what `from_config` makes an equal schedule of."""
+        """Returns the arguments from which `from_config` creates an equal schedule."""
         schedule = keras.optimizers.schedules.serialize(self.schedule)
         return {"schedule": schedule, "warmup_steps": self.warmup_steps, "start": self.start}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "WarmUp":
-        """Makes a schedule of what `get_config` returned."""
+        """Returns a schedule from a result of `get_config`."""
         return cls(**{**config, "schedule": keras.optimizers.schedules.deserialize(config["schedule"])})
 
 
@@ -112,7 +112,7 @@ def make_schedule(
     drop_at: Sequence[int] = (),
     drop_factor: float = 0.1,
 ) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Makes a learning rate that rises linearly from 0 to `peak` and then falls.
+    """Returns a schedule that rises linearly from 0 to `peak` and then falls.
 
     With `w = warmup_steps`: 0 at step 0, `peak * (w - 1) / w` at step `w - 1`, `peak` at step w (step 0 without a
     warm-up). At `steps` and beyond: `final` for cosine and linear, `peak * drop_factor ** len(drop_at)` for step, and
@@ -120,27 +120,35 @@ def make_schedule(
 
     Args:
         peak: the highest learning rate.
-        steps: of the whole run, the warm-up included.
-        warmup_steps: until `peak` is reached; 0: no warm-up.
+        steps: steps of the whole run, including the warm-up.
+        warmup_steps: steps until `peak` is reached; 0: no warm-up.
         decay: "cosine" (half a period: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts), "linear",
             "step" or "constant".
         final: the learning rate at `steps`, for cosine and linear.
-        drop_at: for "step": steps from which on the learning rate is `drop_factor` of what it was.
-        drop_factor: for "step".
+        drop_at: for "step": the steps at which the learning rate is multiplied by `drop_factor`.
+        drop_factor: for "step": the factor.
 
     Returns:
-        A Keras schedule, to be handed to an optimizer.
+        A Keras schedule, to be given to an optimizer.
 
     Raises:
-        ValueError: if a value is out of range, or an argument is given that this decay does not read.
+        ValueError: if a value is out of range, or an argument is given that this decay ignores.
     """
-    _check(peak, steps, warmup_steps, decay, final, drop_at, drop_factor)
+    _check(
+        peak,
+        steps,
+        warmup_steps=warmup_steps,
+        decay=decay,
+        final=final,
+        drop_at=drop_at,
+        drop_factor=drop_factor,
+    )
     decay_steps = int(steps) - int(warmup_steps)
     schedules = keras.optimizers.schedules
     if decay == "cosine":
         schedule = schedules.CosineDecay(float(peak), decay_steps, alpha=final / peak)
     elif decay == "step":
-        # Keras changes the value after a boundary, here it changes at the step that is named.
+        # Keras changes the value one step after a boundary.
         boundaries = [int(step) - int(warmup_steps) - 1 for step in drop_at]
         values = [float(peak * drop_factor**drops) for drops in range(len(drop_at) + 1)]
         schedule = schedules.PiecewiseConstantDecay(boundaries, values)
@@ -153,6 +161,7 @@ def make_schedule(
 def _check(
     peak: float,
     steps: int,
+    *,
     warmup_steps: int,
     decay: str,
     final: float,
@@ -162,7 +171,7 @@ def _check(
     """Checks the arguments of `make_schedule`.
 
     Raises:
-        ValueError: at the first that is wrong.
+        ValueError: for the first wrong one.
     """
     given = "was given to make_schedule;"
     if decay not in ("cosine", "linear", "step", "constant"):

@@ -1,10 +1,10 @@
-"""Owns *in what numbers*: the dtype policy where models are made, and the loss scale that float16 needs.
+"""Precision: the dtype policy under which models are created, and the loss scale that float16 needs.
 
     with policy("mixed_float16"):
         model = ...                                    # layers compute in float16, weights stay float32
 
-float16 ends at 65,504 and has no number between 0 and 6e-8, where many gradients lie. A loss that is multiplied by a
-large scale has gradients as many times larger; they are divided by it again in float32, after they were summed over the
+float16 ends at 65,504 and has no number between 0 and 6e-8, where many gradients lie. Multiplying the loss by a large
+scale multiplies its gradients by the same scale; they are divided by it again in float32, after the sum over the
 replicas. `mixed_bfloat16` has float32's range and needs no scale. It does not know how a step goes.
 """
 
@@ -17,16 +17,16 @@ import tensorflow as tf
 
 from distloop.optimizers import gradients, keras_hooks
 
-# So many steps in a row without one finite gradient, at the smallest scale, and it is not the scale's fault.
+# After this many overflows in a row at the smallest scale, the scale is not the cause.
 MAX_OVERFLOWS_AT_FLOOR = 10
 
 
 @contextlib.contextmanager
 def policy(name: str) -> Iterator[None]:
-    """Sets Keras's global dtype policy, which layers take on when they are made, and puts the old one back.
+    """Enters a scope with another global dtype policy of Keras; layers take it when they are created.
 
     Args:
-        name: such as "float32" or "mixed_bfloat16".
+        name: a policy, such as "float32" or "mixed_bfloat16".
     """
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(name)
@@ -37,7 +37,7 @@ def policy(name: str) -> Iterator[None]:
 
 
 def needs_loss_scale(name: str) -> bool:
-    """Says whether gradients under a policy may be too small for its numbers."""
+    """Returns whether gradients under a policy may underflow, so that the loss must be scaled."""
     return name == "mixed_float16"
 
 
@@ -47,9 +47,9 @@ class LossScaleOptimizer(tf.Module):
     The scale is halved when a step overflows, and doubled after `growth_steps` good ones (Micikevicius et al. 2018,
     arXiv:1710.03740, section 3.2). A step that overflows changes no weight, no slot and no `iterations`.
 
-    `keras.optimizers.LossScaleOptimizer` asks the first replica alone, before the reduction: what another replica finds
-    goes into every weight. This one sums first. Under `Config(precision="mixed_float16")` the Trainer puts it around
-    the optimizer of a `ModelSpec`; give one yourself to choose its arguments. In a loop of your own:
+    `keras.optimizers.LossScaleOptimizer` checks the first replica alone, before the reduction, so an overflow of
+    another replica goes into every weight. This one sums first. Under `Config(precision="mixed_float16")` the Trainer
+    puts it around the optimizer of a `ModelSpec`; create one yourself to choose its arguments. In a loop of your own:
 
         with strategy.scope():
             model = ...                                                          # made under "mixed_float16"
@@ -68,10 +68,10 @@ class LossScaleOptimizer(tf.Module):
             strategy.run(replica_step, args=(x, y))
 
     Attributes:
-        inner_optimizer: the Keras optimizer; its `clipnorm` and the like see gradients summed and unscaled.
-        loss_scale: what the loss is multiplied by, a float32 scalar.
-        streak: steps applied since the scale last changed, an int32 scalar; below 0: steps in a row that overflowed
-            while the scale could not become smaller.
+        inner_optimizer: the Keras optimizer; its `clipnorm` and similar settings get summed, unscaled gradients.
+        loss_scale: the factor of the loss, a float32 scalar.
+        streak: number of steps applied since the last change of the scale, an int32 scalar; below 0: minus the number
+            of overflows in a row at the smallest scale.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class LossScaleOptimizer(tf.Module):
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
     ):
-        """Makes its variables; to be called in the strategy's scope, as the inner optimizer was.
+        """Creates the variables; to be called in the strategy's scope, like the inner optimizer.
 
         Args:
-            inner_optimizer: any Keras optimizer but a loss-scale optimizer.
-            initial_scale: to start with; better too large, for it falls faster than it rises.
-            dynamic: whether the scale changes; else it stays at `initial_scale`, and steps that overflow are skipped.
-            growth_steps: so many good steps double the scale.
-            min_scale: the floor.
-            max_scale: the ceiling.
+            inner_optimizer: any Keras optimizer except a loss-scale optimizer.
+            initial_scale: the first scale; better too large, as it falls faster than it rises.
+            dynamic: True if the scale changes; else it stays at `initial_scale`, and steps that overflow are skipped.
+            growth_steps: number of good steps after which the scale is doubled.
+            min_scale: the smallest scale.
+            max_scale: the largest scale.
 
         Raises:
-            ValueError: if the inner optimizer is none, or the numbers contradict each other.
+            ValueError: if the inner optimizer is not one, or the numbers contradict each other.
         """
         super().__init__(name="loss_scale_optimizer")
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer) or hasattr(inner_optimizer, "inner_optimizer"):
@@ -131,12 +131,12 @@ class LossScaleOptimizer(tf.Module):
 
     @property
     def iterations(self) -> Any:
-        """How many steps were applied."""
+        """The number of steps applied."""
         return self.inner_optimizer.iterations
 
     @property
     def learning_rate(self) -> Any:
-        """The inner optimizer's; can be set."""
+        """The learning rate of the inner optimizer; can be set."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -149,25 +149,25 @@ class LossScaleOptimizer(tf.Module):
         return self.inner_optimizer.built
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the inner optimizer's slots; in the strategy's scope.
+        """Creates the inner optimizer's slots; in the strategy's scope.
 
         Args:
-            variables: those that `apply` will be given.
+            variables: the variables that `apply` will get.
         """
         self.inner_optimizer.build(variables)
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
-        """Multiplies a loss, `[...]`, by the scale, in float32."""
+        """Returns a loss, `[...]`, times the scale, in float32."""
         return tf.cast(loss, tf.float32) * self.loss_scale
 
     def apply(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Sums gradients of a scaled loss over the replicas, unscales them, and applies them if all are finite.
 
-        To be called in a replica's context, for a strategy that synchronizes.
+        Call it in replica context, under a strategy that synchronizes.
 
         Args:
-            grads: this replica's gradients; None where the loss does not depend on a variable.
-            variables: what they belong to; the optimizer was built with these.
+            grads: this replica's gradients; None for a variable that the loss does not depend on.
+            variables: their variables, with which the optimizer was built.
 
         Raises:
             ValueError: if the optimizer is not built, or there is no gradient.
@@ -193,11 +193,11 @@ class LossScaleOptimizer(tf.Module):
         _branch(tf.math.is_finite(norm), apply_inner, (segments, scale), self.update_scale)
 
     def update_scale(self, is_finite: tf.Tensor, is_applied: tf.Tensor | None = None) -> None:
-        """Halves the scale after an overflow, and doubles it after enough good steps; outside a replica's context.
+        """Halves the scale after an overflow, and doubles it after enough good steps; in cross-replica context.
 
         Args:
             is_finite: whether all gradients were finite, a scalar.
-            is_applied: whether the step counts; a step may be skipped for another's sake. None: if it is finite.
+            is_applied: whether the step was applied; it may be skipped because of another update. None: as `is_finite`.
         """
         is_applied = is_finite if is_applied is None else is_applied
         scale, streak = tf.identity(self.loss_scale), tf.identity(self.streak)
@@ -214,18 +214,18 @@ class LossScaleOptimizer(tf.Module):
 def _branch(
     is_true: tf.Tensor, fn: Callable[..., None], arguments: tuple[Any, ...], after: Callable[[tf.Tensor], None]
 ) -> None:
-    """Calls `fn` on every replica if a scalar that is equal on all is true, then `after` once; in a replica's context.
+    """Calls `fn` on every replica if a scalar, equal on all, is true, then calls `after` once; in replica context.
 
-    What synchronizes may not stand in a replica's branch, so the branch is taken where the replicas meet.
+    A branch of one replica must not contain a synchronization, so the branch is taken in cross-replica context.
     """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs (untested): replicas do not meet
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs (untested): no cross-replica context
         tf.cond(is_true, lambda: fn(*arguments), lambda: None)
         after(is_true)
         return
 
-    def meet(strategy: tf.distribute.Strategy, is_true: Any, arguments: Any) -> None:
+    def branch(strategy: tf.distribute.Strategy, is_true: Any, arguments: Any) -> None:
         first = strategy.experimental_local_results(is_true)[0]
         tf.cond(first, lambda: strategy.run(fn, args=arguments), lambda: None)
         after(first)
 
-    tf.distribute.get_replica_context().merge_call(meet, args=(is_true, arguments))
+    tf.distribute.get_replica_context().merge_call(branch, args=(is_true, arguments))

@@ -1,8 +1,8 @@
-"""Owns the moving average of the weights: `update()`, and `with average.applied():` to look through it.
+"""Moving average of the weights: `update()` moves it, `with average.applied():` evaluates with it.
 
     a += (1 - min(d, (1 + t) / (10 + t))) * (w - a)      after applied step t, from the first weights
 
-It does not know who evaluates. The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`.
+It does not know evaluations. The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from distloop.variables import tensorflow_variable
 
 
 class MovingAverage(tf.Module):
-    """The average of some variables; the variables keep the weights that train."""
+    """The moving averages of some variables; the variables keep the weights that train."""
 
     def __init__(self, variables: Sequence[Any], decay: float):
-        """Starts from the variables' values; to be called in the strategy's scope.
+        """Creates the averages with the variables' values; to be called in the strategy's scope.
 
         Args:
-            variables: what is averaged.
+            variables: the variables to average.
             decay: d, in (0, 1).
         """
         super().__init__(name="average")
@@ -44,11 +44,11 @@ class MovingAverage(tf.Module):
 
     @property
     def variables(self) -> tuple[tf.Variable, ...]:
-        """The averages, in the order of the variables they belong to."""
+        """The averages, in the order of their variables."""
         return tuple(self._averaged[id(v)] for v in self._variables)
 
     def start(self) -> None:
-        """Begins again from the variables' values; outside a replica's context."""
+        """Sets the averages to the variables' values; in cross-replica context."""
         for variable, average in self.pairs:
             average.assign(tf.convert_to_tensor(variable))
 
@@ -58,11 +58,11 @@ class MovingAverage(tf.Module):
         return list(zip(self._variables, self.variables, strict=True))
 
     def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
-        """Moves the averages of some of the variables; in a replica's context, after an update was applied.
+        """Moves the averages of some of the variables; in replica context, after an update was applied.
 
         Args:
-            variables: those that the update trains.
-            applied_steps: t, a scalar: how many updates they have seen, this one included.
+            variables: the variables that the update trains.
+            applied_steps: t, a scalar: the number of updates applied to them, including this one.
         """
         t = tf.cast(applied_steps, tf.float32)
         rate = 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
@@ -73,7 +73,7 @@ class MovingAverage(tf.Module):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Puts the averages in the variables' place, and every bit back at the end."""
+        """Enters a scope in which the variables have the averaged values; restores every bit on exit."""
         self._swap()
         try:
             yield

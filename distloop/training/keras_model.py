@@ -1,4 +1,4 @@
-"""Owns the bridge from Keras's `compile`: specs for `(x, y)` and `(x, y, sample_weight)` batches with Keras losses.
+"""Keras models: specs for `(x, y)` and `(x, y, sample_weight)` batches with Keras losses, and for compiled models.
 
     spec = supervised(model, "mse", keras.optimizers.Adam(), metrics=["mae"])                # inside model_fn
     distloop.Trainer(from_keras(compiled_model)).fit(dataset, epochs=3)                      # an existing script
@@ -27,12 +27,12 @@ def supervised(
     weighted_metrics: Any = (),
     loss_weights: Any = None,
 ) -> ModelSpec:
-    """Makes the spec for batches `(x, y)` or `(x, y, sample_weight)`; to be called inside `model_fn`.
+    """Returns the spec for batches `(x, y)` or `(x, y, sample_weight)`; to be called inside `model_fn`.
 
     Args:
         model: called as `model(x, training=training)`.
         loss: a Keras loss, its name, or a function of `(y_true, y_pred)` that returns values per example; for several
-            outputs a dict or list of them.
+            outputs a dict or list of losses.
         optimizer: a plain Keras optimizer.
         metrics: Keras metrics, their names, or functions as for `loss`; not weighted by `sample_weight`, as in Keras.
             For several outputs a dict or list of lists.
@@ -98,7 +98,7 @@ def supervised(
 
 
 def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], ModelSpec]:
-    """Makes a `model_fn` from a compiled Keras model: the one line that changes in a `compile`/`fit` script.
+    """Returns a `model_fn` for a compiled Keras model: the one line that changes in a `compile`/`fit` script.
 
     Args:
         model: built and compiled; it is rebuilt inside the strategy's scope, with its weights, optimizer settings and
@@ -136,7 +136,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
 
 class _Measure:
-    """A metric of one output: a mean of values per example where it is one, else a Keras metric with state."""
+    """A metric of one output: a mean of values per example if possible, else a Keras metric with state."""
 
     def __init__(self, identifier: Any, output: str | None, prefix: str, is_weighted: bool):
         self.output = output
@@ -145,7 +145,7 @@ class _Measure:
         self.metric: keras.metrics.Metric | None = None
         name: Any
         if isinstance(identifier, str):
-            # What "accuracy" means depends on the shapes of target and output, known when the step is traced.
+            # The function for "accuracy" depends on the shapes of target and output, known when the step is traced.
             name = identifier
             if identifier.lower() not in ("accuracy", "acc", "crossentropy", "ce"):
                 self._identifier = keras.metrics.get(identifier)
@@ -158,7 +158,7 @@ class _Measure:
         self.name = prefix + name
 
     def __call__(self, target: Any, output: Any, weight: Any) -> Any:
-        """Gives what `loss_fn` returns under the metric's name."""
+        """Returns the value of `loss_fn` under the metric's name."""
         if self.metric is not None:
             return (target, output) if weight is None else (target, output, weight)
         measure = self._identifier
@@ -169,33 +169,30 @@ class _Measure:
 
 
 def _same_rank(target: tf.Tensor, output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gives labels [B] of outputs [B, 1] a last axis, as Keras does."""
+    """Returns labels and outputs; labels [B] of outputs [B, 1] get a last axis, as in Keras."""
     if target.shape.rank + 1 == output.shape.rank and output.shape[-1] == 1:
         return target[..., tf.newaxis], output
     return target, output
 
 
 def _mean_fn(metric: Any) -> Callable[[Any, Any], Any] | None:
-    """Gives the function whose mean a metric is, if it is one."""
-    if (
-        type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state
-        if isinstance(metric, keras.metrics.Metric)
-        else True
-    ):
+    """Returns the function of a metric that is a mean of a function's values; None for other metrics."""
+    is_metric = isinstance(metric, keras.metrics.Metric)
+    if not is_metric or type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state:
         return None
     return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
 
 
 def _by_shapes(name: str, target: tf.Tensor, output: tf.Tensor) -> Callable[[Any, Any], Any]:
-    """Picks the function that Keras picks for "accuracy" and "crossentropy"."""
+    """Returns the function that Keras chooses for "accuracy" or "crossentropy"."""
     if output.shape[-1] == 1:
         kind = "binary"
     elif target.shape.rank < output.shape.rank or target.shape[-1] == 1:
         kind = "sparse_categorical"
     else:
         kind = "categorical"
-    what = "accuracy" if name.lower() in ("accuracy", "acc") else "crossentropy"
-    return getattr(keras.metrics, f"{kind}_{what}")
+    measure = "accuracy" if name.lower() in ("accuracy", "acc") else "crossentropy"
+    return getattr(keras.metrics, f"{kind}_{measure}")
 
 
 def _loss_values(loss: Any, target: Any, output: Any) -> Any:
@@ -218,7 +215,7 @@ def _loss_values(loss: Any, target: Any, output: Any) -> Any:
 
 
 def _weigh(values: Any, weights: Any) -> Any:
-    """Adds weights to values that may have some."""
+    """Returns values with additional weights; None adds none."""
     if weights is None:
         return values
     weights = tf.cast(weights, tf.float32)
@@ -232,7 +229,7 @@ def _weigh(values: Any, weights: Any) -> Any:
 
 
 def _sum_of_losses(values: Mapping[str, tuple[Any, float]]) -> Any:
-    """Adds up the outputs' losses."""
+    """Returns the weighted sum of the outputs' losses."""
     if not values:
         raise ValueError("The model was given no loss for any of its outputs: compile it with one.")
     if len(values) == 1:
@@ -240,7 +237,7 @@ def _sum_of_losses(values: Mapping[str, tuple[Any, float]]) -> Any:
         if factor == 1.0:
             return value
         return Weighted(value.values * factor, value.weights) if isinstance(value, Weighted) else value * factor
-    # Each output has a mean of its own; they can be summed per example only if all share the weights.
+    # Each output has its own mean; the losses can be summed per example only if all have the same weights.
     if any(isinstance(value, Weighted) and value.weights.shape.rank != 1 for value, _ in values.values()):
         raise ValueError(
             "A model with several outputs was given masks or weights within examples; their losses have no common "
@@ -255,20 +252,20 @@ def _sum_of_losses(values: Mapping[str, tuple[Any, float]]) -> Any:
     return weighted(total, shared[0]) if shared else total
 
 
-def _by_name(structure: Any, names: Sequence[str], what: str) -> dict[str, Any]:
-    """Turns outputs or targets (one tensor, a list or a dict) into a dict by name."""
+def _by_name(structure: Any, names: Sequence[str], role: str) -> dict[str, Any]:
+    """Returns outputs or targets (one tensor, a list or a dict) as a dict by name."""
     if isinstance(structure, Mapping):
         return dict(structure)
     if not isinstance(structure, (list, tuple)):
         return {(names or ["output"])[0]: structure}
-    if what == "targets" and len(names) != len(structure):
+    if role == "targets" and len(names) != len(structure):
         raise ValueError(f"{len(structure)} targets were given for {len(names)} outputs: give one for each.")
     names = names if len(names) == len(structure) else [f"output_{i}" for i in range(len(structure))]
     return dict(zip(names, structure, strict=True))
 
 
 def _spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Gives each output what was given for it: a dict by name, a list in order, or one thing for all."""
+    """Returns an argument by output: from a dict by name, a list in order, or one value for all outputs."""
     if isinstance(given, Mapping) and not set(given) - set(names):
         return dict(given)
     if isinstance(given, Mapping):
@@ -283,7 +280,7 @@ def _spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _measures(given: Any, names: Sequence[str], *, is_weighted: bool) -> list[_Measure]:
-    """Makes the metrics of all outputs; names of several outputs get the output's in front."""
+    """Returns the metrics of all outputs; if there are several, the output's name is a prefix of the metric's."""
     if not given:
         return []
     if len(names) < 2:
@@ -325,7 +322,7 @@ def _require_compiled(model: keras.Model) -> None:
 
 def _rebuilt(model: keras.Model) -> keras.Model:
     try:
-        with _uncompiled(model):  # else Keras would rebuild losses and metrics, too, and knows no function by name
+        with _uncompiled(model):  # else Keras would also rebuild losses and metrics, and it finds no function by name
             copy = keras.models.clone_model(model)
         if not copy.built:
             copy.build(model.input_shape if hasattr(model, "input_shape") else None)
@@ -341,7 +338,7 @@ def _rebuilt(model: keras.Model) -> keras.Model:
 
 @contextlib.contextmanager
 def _uncompiled(model: keras.Model) -> Iterator[None]:
-    """Takes a model for one that was never compiled."""
+    """Enters a scope in which a model counts as not compiled."""
     model.compiled = False
     try:
         yield
@@ -360,12 +357,12 @@ def _rebuilt_optimizer(compiled: keras.Model, model: keras.Model) -> keras.optim
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
-    """Gives the optimizer inside Keras's loss-scale optimizer, which compile puts around it under mixed_float16."""
+    """Returns the optimizer inside Keras's loss-scale optimizer, which compile adds under mixed_float16."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _rescaled(old: Any, optimizer: keras.optimizers.Optimizer) -> Any:
-    """Scales the loss where Keras did: layers keep their precision, whatever the Config says."""
+    """Returns an optimizer that scales the loss if Keras did: layers keep their precision, whatever the Config says."""
     if not isinstance(old, keras.optimizers.LossScaleOptimizer):
         return optimizer
     scale = float(old.dynamic_scale) if old.built else old.initial_scale

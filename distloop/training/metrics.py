@@ -1,9 +1,9 @@
-"""Owns weighted sums: weigh values per example, add them up, divide once, in float32.
+"""Metrics as weighted sums of values per example, added up and divided once, in float32.
 
     metric = sum(w * v) / sum(w)
 
-over everything that took part: replicas, workers, microbatches, steps. A `Tally` is one side of that division on its
-way there. Keras metrics, for what is no mean, are updated here too. It does not know what is minimized.
+over all replicas, workers, microbatches and steps that took part. A `Tally` holds both sides of the division until
+then. Keras metrics, for metrics that are no mean, are updated here too. It does not know which value is minimized.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ import tensorflow as tf
 from distloop.errors import require
 from distloop.monitoring.records import ABOUT_THE_RUN
 
-# What distloop itself reports; values of the user's have other names.
+# Names of distloop's own metrics; the user's values need other names.
 RESERVED_NAMES = ABOUT_THE_RUN | {"regularization", "skipped_steps"}
 
 
 class Weighted(NamedTuple):
-    """Values per example with weights of their own; made by `weighted`."""
+    """Values per example with their own weights; made by `weighted`."""
 
     values: tf.Tensor | tf.RaggedTensor
     weights: tf.Tensor | tf.RaggedTensor
@@ -32,30 +32,30 @@ class Tally(NamedTuple):
 
     total: tf.Tensor  # []: sum(w * v)
     weight: tf.Tensor  # []: sum(w)
-    checks: tuple[tf.Tensor, ...] = ()  # []: what must be true of the values' shapes and only the running step can know
+    checks: tuple[tf.Tensor, ...] = ()  # []: conditions on the values' shapes that tracing cannot check
 
 
 def weighted(values: Any, weights: Any) -> Weighted:
-    """Gives a value in `loss_fn`'s result its own weights, such as tokens or sample weights.
+    """Returns a value of `loss_fn` with its own weights, such as token masks or sample weights.
 
     Args:
         values: one value per example or per part of one, `[B, ...]`.
-        weights: `[B]` up to the shape of `values`; they are spread over the axes they lack. Any scale: the mean is
-            `sum(weights * values) / sum(weights)`.
+        weights: `[B]` up to the shape of `values`; they are broadcast over missing trailing axes. Any scale: the mean
+            is `sum(weights * values) / sum(weights)`.
 
     Returns:
-        What `loss_fn` returns under the value's name.
+        The value, to be returned by `loss_fn` under its name.
     """
     return Weighted(values, weights)
 
 
 def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Tensor | None) -> Tally:
-    """Sums one of `loss_fn`'s values over its examples.
+    """Returns the weighted sum of one of `loss_fn`'s values over its examples.
 
     Args:
         name: the value's name, for messages.
         value: a tensor `[B, ...]` or a `Weighted`.
-        batch_size: B; an int where it is known while tracing.
+        batch_size: B; an int if it is known while tracing.
         row_weights: `[B]`, 1 for examples that count and 0 for padding; None: every row counts.
 
     Returns:
@@ -67,7 +67,7 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     values, weights = value if isinstance(value, Weighted) else (value, None)
     values = values if isinstance(values, tf.RaggedTensor) else tf.convert_to_tensor(values)
     checks = _check_per_example(name, values, batch_size)
-    with tf.control_dependencies(checks):  # the sentence for users comes before TensorFlow's about shapes
+    with tf.control_dependencies(checks):  # our error message comes before TensorFlow's about shapes
         values = tf.nest.map_structure(tf.identity, values)
     if isinstance(values, tf.RaggedTensor):
         values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
@@ -82,16 +82,16 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     if weights is None:
         return Tally(tf.reduce_sum(values), tf.cast(tf.size(values), tf.float32), checks)
     weights = tf.broadcast_to(weights, tf.shape(values))
-    # A row of weight 0 takes no part, even if its value is NaN.
+    # A row of weight 0 does not count, even if its value is NaN.
     return Tally(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights), checks)
 
 
 def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any, row_weights: tf.Tensor | None) -> None:
-    """Feeds a Keras metric what `loss_fn` returned under its name, without the rows that are padding.
+    """Updates a Keras metric with the arguments that `loss_fn` returned under its name, without padding rows.
 
     Args:
         name: the metric's name, for messages.
-        metric: made under the strategy's scope.
+        metric: the metric, created in the strategy's scope.
         arguments: the tuple of arguments for `update_state`, tensors `[B, ...]`.
         row_weights: as for `weigh`.
 
@@ -109,19 +109,19 @@ def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any,
 
 
 def flatten(tallies: Iterable[Tally]) -> tf.Tensor:
-    """Lays tallies out in one vector, `[2 * M]`: a total, its weight, the next total, ..."""
+    """Returns tallies as one vector, `[2 * M]`: a total, its weight, the next total, ..."""
     return tf.stack([side for tally in tallies for side in (tally.total, tally.weight)])
 
 
 def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
-    """Divides once.
+    """Returns the mean of each tally.
 
     Args:
         names: M names.
-        tallies: `[2 * M]`, as `flatten` lays them out.
+        tallies: `[2 * M]`, in the layout of `flatten`.
 
     Returns:
-        Name -> mean; NaN where nothing was weighed.
+        Name -> mean; NaN if its weight is 0.
     """
     totals, weights = np.reshape(np.asarray(tallies, np.float64), [-1, 2]).T
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -142,7 +142,7 @@ def flatten_results(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
-    """Checks what `loss_fn` returned, before anything is summed.
+    """Checks the result of `loss_fn` before anything is summed.
 
     Raises:
         ValueError: if it is no dict, lacks "loss", or feeds a Keras metric that was not declared.
@@ -174,10 +174,10 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
 
 
 def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
-    """Checks that every Keras metric was fed.
+    """Checks that `loss_fn` returned arguments for every Keras metric.
 
     Raises:
-        ValueError: if one was not.
+        ValueError: if it did not.
     """
     if unfed := sorted(set(keras_metrics) - set(fed)):
         raise ValueError(
@@ -187,10 +187,10 @@ def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
 
 
 def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
-    """Refuses values without a leading axis of B; gives a check where tracing cannot know."""
+    """Refuses values without a leading axis of size B; returns a check for the running step if B is not static."""
     static = batch_size if isinstance(batch_size, int) else None
     rows = values.shape[0] if values.shape.rank else None
-    # Where B is unknown while tracing, an axis that is known cannot be B.
+    # If B is not static, an axis of static size cannot be B.
     if values.shape.rank == 0 or (rows is not None and rows != static):
         of_batch = "B" if static is None else static
         raise ValueError(
@@ -203,12 +203,12 @@ def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> t
         f'loss_fn returned "{name}" with another number of rows than its batch; distloop needs one value per example, '
         "[B] or [B, ...]: keep the batch as the first axis."
     )
-    found = values.nrows(tf.int32) if isinstance(values, tf.RaggedTensor) else tf.shape(values)[0]
-    return (require(tf.equal(found, batch_size), wrong),)
+    num_rows = values.nrows(tf.int32) if isinstance(values, tf.RaggedTensor) else tf.shape(values)[0]
+    return (require(tf.equal(num_rows, batch_size), wrong),)
 
 
 def _check_weights(name: str, weights: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Refuses weights that do not match the leading axes of the values; gives a check where tracing cannot know."""
+    """Refuses weights that do not match the leading axes of the values; returns a check for dynamic sizes."""
     rank = weights.shape.rank
     wrong = (
         f'loss_fn returned "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)}; '
@@ -221,13 +221,13 @@ def _check_weights(name: str, weights: tf.Tensor, values: tf.Tensor) -> tuple[tf
         raise ValueError(wrong)
     if all(None not in pair for pair in pairs):
         return ()
-    found, expected = tf.shape(weights), tf.shape(values)[:rank]
-    fits = tf.reduce_all(tf.equal(found, expected) | (tf.equal(found, 1) & (tf.range(rank) > 0)))
+    sizes, expected = tf.shape(weights), tf.shape(values)[:rank]
+    fits = tf.reduce_all(tf.equal(sizes, expected) | (tf.equal(sizes, 1) & (tf.range(rank) > 0)))
     return (require(fits, wrong),)
 
 
 def _spread(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Adds the trailing axes that `weights` lacks: [B] -> [B, 1, ...]."""
+    """Returns weights with as many axes as the values: [B] -> [B, 1, ...]."""
     if weights.shape.rank is None or values.shape.rank is None or weights.shape.rank == values.shape.rank:
         return weights
     missing = values.shape.rank - weights.shape.rank
@@ -237,7 +237,7 @@ def _spread(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
 def _flatten_ragged(
     name: str, values: tf.RaggedTensor, weights: Any, row_weights: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-    """Turns ragged values [B, (T)] into flat ones [sum(T)] with weights and row weights of the same length."""
+    """Returns ragged values [B, (T)] as flat ones [sum(T)], with weights and row weights of the same length."""
     if values.ragged_rank != 1:
         raise ValueError(
             f'loss_fn returned "{name}" with {values.ragged_rank} ragged axes; distloop sums over one: '

@@ -1,4 +1,4 @@
-"""Owns what TensorBoard is told of a run before its first step: settings, flags, model, environment, incidents, graph.
+"""Overview of a run for TensorBoard and the console, before its first step: settings, model, environment, graph.
 
     forward = trace_forward(state, config, element_spec)
     introduce(writer, state, config, forward)           # of a SummaryWriter
@@ -30,21 +30,21 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.training.state import TrainState
 from distloop.variables import count_parameters, named_variables
 
-_MOST_ROWS = 200  # of the model's table
-_MOST_NODES = 5000  # of a graph: TensorBoard draws no more in a reasonable time
-_MOST_BYTES = 1024  # of a constant in a graph
-# Tracing costs about 2 ms a variable, and nothing can stop it: up to so many it stays below 0.3 s.
+_MAX_ROWS = 200  # of the model's table
+_MAX_NODES = 5000  # of a graph: TensorBoard cannot draw more in a reasonable time
+_MAX_BYTES = 1024  # of a constant in a graph
+# Tracing takes about 2 ms per variable and cannot be interrupted; with this many it stays below 0.3 s.
 _FEW_VARIABLES = 100
 
 
 def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forward: tf.Graph | None) -> None:
-    """Writes what is known of a run before its first step.
+    """Writes the overview to TensorBoard.
 
     Args:
-        writer: of the run.
-        state: what is trained; built.
-        settings: of the run.
-        forward: the forward pass, as `trace_forward` gave it.
+        writer: the run's writer.
+        state: the state, which is built.
+        settings: the run's settings.
+        forward: the graph of the forward pass, from `trace_forward`; None: no graph.
 
     Raises:
         OSError: if it cannot be written.
@@ -64,7 +64,7 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forwar
 
 
 def make_layout(settings: Config) -> Layout:
-    """Chooses charts for the custom-scalars page, none of which stays empty."""
+    """Returns the charts of the custom-scalars page; none of them stays empty."""
     # A tag is the same in training and evaluation, so their lines share a chart. `last/` is for the HParams page.
     others = "|".join(sorted({*records.ABOUT_THE_RUN, "skipped_steps", "regularization", "loss"}))
     charts = {
@@ -95,7 +95,7 @@ def make_layout(settings: Config) -> Layout:
 
 
 def describe_config(settings: Config) -> str:
-    """Lists every setting, those that differ from their default first."""
+    """Returns a table of all settings, first those that differ from their defaults."""
     rows = [(f.name, getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)]
     changed = _table(["setting", "value", "default"], [row for row in rows if row[1] != row[2]])
     others = _table(["setting", "value"], [row[:2] for row in rows if row[1] == row[2]])
@@ -103,12 +103,12 @@ def describe_config(settings: Config) -> str:
 
 
 def describe_flags(settings: Config) -> str:
-    """Lists the flags that repeat the run, as `flags.txt` does."""
+    """Returns a table of the flags that repeat the run, as in `flags.txt`."""
     return _table(["flag", "value"], flags.facts(settings).items())
 
 
 def describe_model(state: TrainState) -> str:
-    """Lists the variables of the model."""
+    """Returns a table of the model's variables."""
     trained: dict[int, list[str]] = {}
     for name, variables in state.variables_of_update.items():
         for variable in variables:
@@ -125,16 +125,16 @@ def describe_model(state: TrainState) -> str:
             f"{counts[path]:,}",
             *([devices.get(id(variable), "")] if devices else []),
         )
-        for path, variable in list(named.items())[:_MOST_ROWS]
+        for path, variable in list(named.items())[:_MAX_ROWS]
     ]
-    more = f"\n\nand {len(named) - _MOST_ROWS} more variables" if len(named) > _MOST_ROWS else ""
+    more = f"\n\nand {len(named) - _MAX_ROWS} more variables" if len(named) > _MAX_ROWS else ""
     total = f"{state.num_parameters():,} trained parameters of {sum(counts.values()):,} in {len(named)} variables"
     head = ["variable", "shape", "dtype", "trained", "count", *(["device"] if devices else [])]
     return f"{total}\n\n{_table(head, rows)}{more}"
 
 
 def describe_environment(state: TrainState, settings: Config) -> str:
-    """Lists versions and devices."""
+    """Returns a table of versions and devices."""
     devices = [device.name for device in tf.config.list_logical_devices()]
     rows = [
         ("start", f"step {int(state.step)}"),
@@ -155,7 +155,7 @@ def describe_environment(state: TrainState, settings: Config) -> str:
 
 
 def describe_incidents(workdir: str) -> str:
-    """Lists what made the run go back; empty where nothing did."""
+    """Returns a table of the divergences after which the run went back; empty if there are none."""
     try:
         rows = records.read_rows(os.path.join(workdir, "incidents.jsonl"))
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def describe_incidents(workdir: str) -> str:
 
 
 def peak_flops(state: TrainState, settings: Config) -> float | None:
-    """Tells what all devices together can do at best, in floating-point operations a second; None: not known."""
+    """Returns the peak floating-point operations per second of all devices together; None if it is unknown."""
     peak: float | None = settings.peak_flops
     if not peak:
         gpus = tf.config.get_visible_devices("GPU") if settings.device != "cpu" else []
@@ -175,31 +175,31 @@ def peak_flops(state: TrainState, settings: Config) -> float | None:
 
 
 def flops_per_example(forward: tf.Graph | None, batch_size: int | None) -> float | None:
-    """Counts the floating-point operations that training takes for one example; None: not known.
+    """Returns the floating-point operations of training per example; None if they are unknown.
 
     Args:
-        forward: the forward pass of a batch, as `trace_forward` gave it.
-        batch_size: of that batch.
+        forward: the graph of the forward pass of a batch, from `trace_forward`.
+        batch_size: of that batch; None if it is unknown.
     """
-    found = flops.count(forward) if forward is not None and batch_size else None
-    return found and flops.TRAINING_PASSES * found / (batch_size or 1)
+    forward_flops = flops.count(forward) if forward is not None and batch_size else None
+    return forward_flops and flops.TRAINING_PASSES * forward_flops / (batch_size or 1)
 
 
 def trace_forward(
     state: TrainState, settings: Config, element_spec: Any, batch_size: int | None = None
 ) -> tf.Graph | None:
-    """Traces the forward pass of every `loss_fn`, as one replica would run it to evaluate, for who looks at its graph.
+    """Returns the graph of the forward pass of every `loss_fn`, as one replica would evaluate it.
 
     Args:
-        state: what is trained; built.
-        settings: of the run.
-        element_spec: what a batch looks like.
-        batch_size: of a whole batch; None: not known.
+        state: the state, which is built.
+        settings: the run's settings.
+        element_spec: the structure of a batch.
+        batch_size: of a whole batch; None if it is unknown.
 
     Returns:
-        The graph; None where nobody wants it enough, or there is none to be had, which a log line tells.
+        The graph; None if tracing costs more than its use, or is impossible, which a log line says.
     """
-    if settings.eager:  # loss_fn is to meet tensors that have values
+    if settings.eager:  # loss_fn must get tensors with values
         return None
     is_cheap = len(state.paths) <= _FEW_VARIABLES and workers.num_workers(state.strategy) == 1
     if not is_cheap and settings.graph != "always" and not peak_flops(state, settings):
@@ -214,7 +214,7 @@ def trace_forward(
         traced = tf.function(forward, autograph=False).get_concrete_function(_named(element_spec, batch_size))
         graph: tf.Graph = traced.graph
         return graph
-    except Exception as error:  # whatever a model does that cannot be traced alone: the run itself may do well
+    except Exception as error:  # a model that cannot be traced here may still train
         logging.info("There is no graph of this model for TensorBoard: %s", error)
         return None
 
@@ -238,27 +238,27 @@ class ForwardPass:
 
 
 def drawable(traced: tf.Graph) -> bytes | None:
-    """Makes of a graph what TensorBoard draws.
+    """Returns a graph in the form that TensorBoard draws.
 
     Returns:
-        A GraphDef, without large constants; None where it is too large, which a log line tells.
+        A serialized GraphDef without large constants; None if it is too large, which a log line says.
     """
     graph = traced.as_graph_def(add_shapes=True)
     functions = [function.node_def for function in graph.library.function]
     count = len(graph.node) + sum(map(len, functions))
-    if count > _MOST_NODES:
+    if count > _MAX_NODES:
         logging.info("The graph of this model has %d operations, too many for TensorBoard to draw.", count)
         return None
     for nodes in (graph.node, *functions):
         for node in nodes:
-            if node.op == "Const" and node.attr["value"].ByteSize() > _MOST_BYTES:
+            if node.op == "Const" and node.attr["value"].ByteSize() > _MAX_BYTES:
                 node.attr["value"].Clear()
     content: bytes = graph.SerializeToString()
     return content
 
 
 def _named(element_spec: Any, batch_size: int | None) -> Any:
-    """Names the inputs of a graph after the entries of the batch, and gives them its size."""
+    """Returns the specs of a graph's inputs, named after the entries of the batch, with its size."""
     leaves = [
         tf.TensorSpec([batch_size or leaf.shape[0], *leaf.shape[1:]], leaf.dtype, "_".join(map(str, path)) or "batch")
         if isinstance(leaf, tf.TensorSpec)
@@ -269,7 +269,7 @@ def _named(element_spec: Any, batch_size: int | None) -> Any:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Writes a table in Markdown, every value as it is."""
+    """Returns a table in Markdown, with every value as code."""
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for row in rows:
         cells = [" ".join(str(cell).replace("|", "\\|").replace("`", "'").split()) for cell in row]

@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_traced_alone_trains_without_a_graph(tmp_path):
 
 
 def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
-    monkeypatch.setattr(overview, "_MOST_NODES", 10)
+    monkeypatch.setattr(overview, "_MAX_NODES", 10)
     trainer = trainer_of()
     assert overview.drawable(overview.trace_forward(trainer.state, trainer.config, SPEC)) is None
 
