@@ -94,7 +94,7 @@ def _read(train_step: TrainStep, diagnosis: np.ndarray) -> list[UpdateReport]:
         nonfinite_paths = [
             train_step.state.paths[id(update.variables[i])] for i in update.packing.find_nonfinite(gradients)
         ]
-        report = UpdateReport(update.update.name, metrics.means(names, tallies), nonfinite_paths)
+        report = UpdateReport(update.name, metrics.means(names, tallies), nonfinite_paths)
         if (scaler := update.loss_scaler) is not None:
             overflows = max(0, -int(scaler.streak.numpy()))
             report = UpdateReport(
@@ -267,7 +267,7 @@ def _path_of(train_step: TrainStep, resource: tf.Tensor) -> str:
 
 def _layers(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
     """Returns the layers that an update trains, at any depth."""
-    layers = train_step.state.layers_of_update[update.update.name]
+    layers = train_step.state.layers_of_update[update.name]
     return [part for layer in layers for part in layer._flatten_layers()]
 
 

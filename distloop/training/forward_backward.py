@@ -88,6 +88,11 @@ class ForwardBackward:
         self._writable = [*state.untrained_variables, *self._metric_variables]  # what a forward pass may write
 
     @property
+    def name(self) -> str:
+        """The name of the update; empty if it is the only one."""
+        return self.update.name
+
+    @property
     def trace(self) -> Trace:
         """What tracing revealed; there is one once the pass was called."""
         assert self._trace is not None, "the pass is not traced yet"
@@ -95,7 +100,7 @@ class ForwardBackward:
 
     def full_name(self, name: str) -> str:
         """Returns the reported name of a value: `discriminator/loss`."""
-        return f"{self.update.name}/{name}" if self.update.name else name
+        return f"{self.name}/{name}" if self.name else name
 
     def loss_factor(self, examples: tf.Tensor) -> tf.Tensor | None:
         """Returns the factor of the loss, a sum over examples, before its gradient is taken; None: it is not scaled.

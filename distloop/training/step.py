@@ -134,7 +134,7 @@ class TrainStep:
         self._clip_norm = clip_norm
         if histograms is not None:
             for update in self.updates:
-                histograms.allocate(update.update.name, update.packing)
+                histograms.allocate(update.name, update.packing)
 
     @property
     def names(self) -> list[str]:
@@ -227,7 +227,7 @@ class TrainStep:
     def _record_gradients(self, update: ForwardBackward, forward: _Forward) -> None:
         if self.histograms is not None:
             segments = [self._first(segment) for segment in forward.segments]
-            self.histograms.record(update.update.name, segments, self._first(forward.scale))
+            self.histograms.record(update.name, segments, self._first(forward.scale))
 
     def _apply(
         self, update: ForwardBackward, forward: _Forward, finite: tf.Tensor, earlier: Sequence[_Attempt]
@@ -267,7 +267,7 @@ class TrainStep:
         gradients_by_path = {self.state.paths[id(variable)]: gradient for gradient, variable in reached}
         if update.update.gradient_fn is not None:
             gradients_by_path = _transform(update.update.gradient_fn, gradients_by_path)
-        optimizer = self.state.plain_optimizers[update.update.name]
+        optimizer = self.state.plain_optimizers[update.name]
         gradients.apply(optimizer, list(gradients_by_path.values()), variables)
         if self.state.average is not None:
             applied_steps = tf.convert_to_tensor(optimizer.iterations)

@@ -232,7 +232,8 @@ def on_two_workers(directory):
 
 @pytest.mark.slow
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
-    command = [sys.executable, "-m", "distloop.launch", "--workers=2", "-m", "tests.test_stages", str(tmp_path)]
+    program = ["-m", "tests.distributed.test_pipeline", str(tmp_path)]
+    command = [sys.executable, "-m", "distloop.launch", "--workers=2", *program]
     root = pathlib.Path(__file__).resolve().parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
