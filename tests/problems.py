@@ -1,6 +1,7 @@
 """Small problems that the tests train on, and ways to compare what came of them."""
 
 import functools
+import itertools
 import json
 import re
 import time
@@ -197,3 +198,25 @@ def refused(action, *parts, kind=ValueError):
     assert not re.search(r"[.!?] +[A-Z]", message), f"more than one sentence: {message}"
     assert re.search(".*".join(map(re.escape, parts)), message), message
     return message
+
+
+def pairwise(*values):
+    """Returns few combinations of parameters in which each pair of values of two parameters occurs at least once.
+
+    Args:
+        *values: the values of each parameter; the first of each make the first combination.
+
+    Returns:
+        Tuples for `pytest.mark.parametrize`; all but the first are marked slow.
+    """
+
+    def pairs(combination):
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    product = list(itertools.product(*(range(len(v)) for v in values)))
+    chosen, missing = [product[0]], set().union(*map(pairs, product)) - pairs(product[0])
+    while missing:
+        chosen.append(max(product, key=lambda combination: len(pairs(combination) & missing)))
+        missing -= pairs(chosen[-1])
+    first, *others = ([v[i] for v, i in zip(values, combination, strict=True)] for combination in chosen)
+    return [pytest.param(*first), *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]

@@ -14,7 +14,17 @@ from distloop.optimizers import keras_hooks
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import Diverged
 from tests import problems
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, refused, weights
+from tests.problems import (
+    assert_close,
+    assert_equal,
+    classification,
+    classifier,
+    everything,
+    on,
+    pairwise,
+    refused,
+    weights,
+)
 
 
 def fast(chosen, *others):
@@ -187,17 +197,21 @@ def test_a_distributed_dataset_trains_the_same(replicas):
     plain = trainer.evaluate(data)
     for name, value in trainer.evaluate(split).items():
         assert value == pytest.approx(plain[name], rel=1e-6)
-    np.testing.assert_array_equal(trainer.predict(split), trainer.predict(data))
+    # TensorFlow splits 8 rows as 3 + 3 + 2 and distloop as 2 + 3 + 3; some CPUs multiply matrices of 2 and of 3 rows by
+    # other kernels, so the last bits of a row depend on how many others are with it.
+    assert_close({"outputs": trainer.predict(split)}, {"outputs": trainer.predict(data)})
 
 
 # The unit roundoffs of the two.
 ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 
 
-@pytest.mark.parametrize("precision", fast(*ROUNDOFF))
-@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (4, 1), (1, 2), (1, 3), (2, 3), (4, 4)))
-@pytest.mark.parametrize("case", fast("plain", "all together"))
-def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision, replicas, microbatches, case):
+@pytest.mark.parametrize(
+    "precision, cut, case",
+    pairwise(list(ROUNDOFF), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 3), (4, 4)], ["plain", "all together"]),
+)
+def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision, cut, case):
+    replicas, microbatches = cut
     # Rows are computed alike wherever they lie; what differs is into how many parts a sum over rows is cut. Each part
     # of a weight's gradient is rounded once to half precision, by 1 unit roundoff at most on either side of the
     # comparison, and the parts are added in float32. Seen, in roundoffs: 0.3 to 0.8 for kernels, 0.1 to 1.0 for biases
@@ -329,10 +343,9 @@ def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipp
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", fast(np.nan, np.inf))
-@pytest.mark.parametrize("row", fast(7, 0, 3))
-@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 1), (1, 4), (4, 2)))
-def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, replicas, microbatches):
+@pytest.mark.parametrize("value, row, cut", pairwise([np.nan, np.inf], [7, 0, 3], [(2, 1), (1, 1), (1, 4), (4, 2)]))
+def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, cut):
+    replicas, microbatches = cut
     rows = classification(16)
     rows["x"][8 + row, 0] = value  # in the second batch
     data = distloop.make_dataset(rows, 8)

@@ -33,7 +33,7 @@ def alone(tmp_path_factory):
     return result
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2), (3, 1)], ids=lambda p: f"{p[0]}x{p[1]}")
+@pytest.fixture(scope="module", params=[(2, 2), (3, 1)], ids=lambda p: f"{p[0]}x{p[1]}")
 def on_workers(request, tmp_path_factory):
     """Results of each worker: scenario -> a dict of arrays by worker."""
     workers, devices = request.param
