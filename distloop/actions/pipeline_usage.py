@@ -12,7 +12,7 @@ class PipelineUsage(Action):
 
     The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
     busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
-    once `--profile` has written one. With several workers these are the chief's numbers. GPUs: untested.
+    once `--profile` has written one. With several workers these are the chief's numbers.
     """
 
     every = None

@@ -136,7 +136,7 @@ def take_shard(
     shard_start, shard_end = shard_bounds(replica, replicas, batch_size(rows))
     start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
     start, end = shard_start + start, shard_start + end
-    # Untested, no GPU: on the host, so that a GPU receives its own rows and not all of them.
+    # On the host, so that a GPU receives its own rows and not all of them.
     on_host = not layout.is_split and strategies.has_gpus(context.strategy)
     with tf.device(HOST) if on_host else contextlib.nullcontext():
         shard = tf.nest.map_structure(lambda t: t[start:end], rows)

@@ -167,7 +167,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
 
     It trains for about a second on the dataset's first batch, then on its examples repeated to twice as many, four
     times as many and so on, with a learning rate of 0: it measures the step and not the input. It ends when a batch
-    does not fit on a GPU (untested), when the next one might take more than `memory_share` of the memory that was
+    does not fit on a GPU, when the next one might take more than `memory_share` of the memory that was
     available, or when two doublings in a row were less than 5 % faster. `Config.batch_size` stays as it is: give the
     suggestion to the program, with the learning rate that goes with it.
 

@@ -218,7 +218,7 @@ def _branch(
 
     A branch of one replica must not contain a synchronization, so the branch is taken in cross-replica context.
     """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs (untested): no cross-replica context
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs: no cross-replica context
         tf.cond(is_true, lambda: fn(*arguments), lambda: None)
         after(is_true)
         return

@@ -7,16 +7,14 @@
 `saved_state.py` reads and restores it. This module does not know how a step goes.
 """
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from distloop.distributed.devices import HOST, short_device
+from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
@@ -257,14 +255,6 @@ class TrainState(tf.Module):
         """Enters a scope in which the model has the averaged weights, if there are any."""
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             yield
-
-    def bytes_by_device(self) -> collections.Counter[str]:
-        """Returns the bytes of all variables, with slots and averages, by device, as in `CPU:1`."""
-        total: collections.Counter[str] = collections.Counter()
-        for variable in self.all_variables().values():
-            for part in self.replica_variables(variable):
-                total[short_device(part.device)] += int(np.prod(part.shape)) * part.dtype.size
-        return total
 
     def model_variables(self) -> list[Any]:
         """Returns the TensorFlow variables of the model."""
