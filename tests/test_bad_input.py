@@ -233,6 +233,7 @@ def test_examples_that_look_like_batches_of_different_sizes(verb):
 EMPTY = {"known": lambda: dataset().take(0), "unknown": lambda: dataset().filter(lambda batch: False)}
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("length", EMPTY)
 @pytest.mark.parametrize("verb", ["fit", "fit epochs", "evals", "evaluate", "predict"])
@@ -277,6 +278,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("verb", "place", "replicas"), [("fit", 0, 1), ("fit", 0, 2), ("fit", 2, 1), ("evaluate", 2, 1), ("predict", 2, 2)]
@@ -296,6 +298,7 @@ def test_a_generator_that_changes_its_batches(verb, place, replicas, change):
         assert_equal(weights(trainer), before)
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("place", [0, 2])
 def test_data_that_fails_on_the_way_leaves_counts_of_what_was_applied(place, replicas):
@@ -309,6 +312,7 @@ def test_data_that_fails_on_the_way_leaves_counts_of_what_was_applied(place, rep
     assert trainer.step == int(trainer.optimizer.iterations.numpy()) == place
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("verb", ["fit", "evaluate"])
 def test_entries_with_different_numbers_of_rows(verb, replicas):
@@ -537,6 +541,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("over", REDUCTIONS)
 def test_a_predict_fn_that_reduces(over, replicas):
@@ -556,6 +561,7 @@ def rows_with(bad, row=9):
     return {**ROWS, "x": x}
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite(bad, replicas):
@@ -568,6 +574,7 @@ def test_a_loss_that_is_not_finite(bad, replicas):
     assert_equal(weights(trainer), weights(expected))
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_is_skipped_if_asked_for(bad, replicas):

@@ -114,6 +114,7 @@ def test_data_that_cannot_be_fetched_is_named_with_the_place_to_put_it(monkeypat
         make_dataset("train", 32)
 
 
+@pytest.mark.slow
 def test_python_source_counts_each_byte_of_the_held_out_files_once():
     dataset = datasets.python_source("test", 512, 64)
     batches = list(dataset.as_numpy_iterator())

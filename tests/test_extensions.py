@@ -96,6 +96,7 @@ def test_gradient_fn_sees_gradients_reduced_divided_and_clipped():
         np.testing.assert_allclose(before[KERNEL] - weights(trainer)[KERNEL], 0.1 * 1e-3, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [False, True])
 def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(update):
     steps = {}

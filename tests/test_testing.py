@@ -65,12 +65,14 @@ def test_layers_need_no_names_to_be_compared():
     testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_the_replica_law_passes():
     testing.assert_replica_law(
         classifier(batch_norm="synchronized", is_weighted=True), data(), (1, 2), steps=3, clip_norm=0.5
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_the_replica_law_is_an_error_that_names_the_difference():
     with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
         testing.assert_replica_law(classifier(batch_norm="plain"), data(), (1, 2), steps=3)

@@ -63,6 +63,7 @@ def test_another_dataset_starts_at_its_beginning():
     assert seen == [0, 1, 2, 0, 10]
 
 
+@pytest.mark.slow
 def test_epochs_are_passes_over_the_dataset():
     trainer = distloop.Trainer(classifier(), on(1, epochs=2))
     trainer.fit(batches(16, 67))
@@ -101,6 +102,7 @@ def test_training_values_are_means_over_the_window_since_the_last_log():
         assert found["weighted"] == pytest.approx(np.average(rows["x"][part], weights=rows["w"][part]))
 
 
+@pytest.mark.slow
 def test_keras_metrics_of_training_are_those_of_the_window():
     rows = classification(64)
     trainer = distloop.Trainer(
@@ -117,6 +119,7 @@ def test_keras_metrics_of_training_are_those_of_the_window():
         assert value == pytest.approx(float(auc.result()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_reports_hold_the_standard_names():
     trainer = distloop.Trainer(classifier(l2=0.1), on(2, clip_norm=1.0))
     found = trainer.fit(batches(), steps=4, evals={"test": batches()})
@@ -133,6 +136,7 @@ def test_reports_hold_the_standard_names():
     assert found["regularization"] == pytest.approx(0.1 * (kernel**2).sum(), rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_time_of_steps_is_told_in_percentiles():
     def slow(number):
         time.sleep(0.2 if number % 10 == 5 else 0.0)
@@ -149,6 +153,7 @@ def test_the_time_of_steps_is_told_in_percentiles():
     assert found["step_secs_p50"] <= found["step_secs_p90"] <= found["step_secs_p99"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow_replica", "least", "most"), [(None, 0.0, 0.7), (1, 0.8, 1.0)])
 def test_a_slow_replica_is_told(slow_replica, least, most):
     def model_fn():
@@ -179,6 +184,7 @@ def steps_of_norms(*norms):
     return model_fn, tf.data.Dataset.from_tensor_slices(np.repeat(np.float32(norms), 2)).batch(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_clipped_share_is_the_share_of_applied_steps_that_were_clipped_since_the_last_log(replicas, precision):
@@ -232,12 +238,14 @@ def test_actions_hand_numbers_on_in_order_and_can_stop_the_run():
     assert found["mine"] == 40.0
 
 
+@pytest.mark.slow
 def test_stop_early_ends_a_run_that_gets_no_better():
     trainer = distloop.Trainer(classifier(optimizer=lambda: keras.optimizers.SGD(0.0)), on(1, eval_every=2))
     trainer.fit(batches(), steps=100, evals={"test": batches()}, actions=[distloop.StopEarly("test/loss", patience=2)])
     assert trainer.step == 6
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_files(tmp_path):
     trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
@@ -331,6 +339,7 @@ def test_a_model_without_input_shape_is_built_from_the_data():
         assert trainer.evaluate(batches())["loss"] < before
 
 
+@pytest.mark.slow
 def test_trainable_picks_what_trains_by_path():
     def model_fn():
         spec = classifier()()
@@ -395,6 +404,7 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
     assert [part.split()[0] for part in lines[-1].removeprefix("distloop: time ").split(", ")] == phases
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_best_of_all(tmp_path, capsys):
     def best(report):
         return {"test/score_accuracy": {2: 0.9, 4: 0.5}[report.step]}
@@ -408,6 +418,7 @@ def test_a_run_that_goes_on_ends_with_the_best_of_all(tmp_path, capsys):
     assert "distloop: test/score_accuracy 0.5, best 0.9 at step 2" in out
 
 
+@pytest.mark.slow
 def test_a_quiet_run_prints_nothing(tmp_path, capsys):
     trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), console="quiet"))
     trainer.fit(batches(), steps=4, evals={"test": batches()})

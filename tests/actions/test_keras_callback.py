@@ -50,6 +50,7 @@ def test_a_callback_ends_the_run():
     assert trainer.step == 4 and seen.calls[-1] == "end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas):
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)

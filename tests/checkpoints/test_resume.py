@@ -267,6 +267,7 @@ def test_portable_names_hold_where_keras_counts_on(tmp_path):
     assert "model/sequential/dense_1/kernel" in names and "optimizer/momentum/sequential/dense/bias" in names
 
 
+@pytest.mark.slow
 def test_a_run_that_an_action_ended_is_over(tmp_path, capsys):
     def fit(steps, stop_at=12):
         def stop(report):
@@ -286,6 +287,7 @@ def test_a_run_that_an_action_ended_is_over(tmp_path, capsys):
     assert fit(44, stop_at=None) == 44
 
 
+@pytest.mark.slow
 def test_a_restored_run_shuffles_as_it_did(tmp_path):
     data = distloop.make_dataset(classification(67), 16, shuffle=True)
 

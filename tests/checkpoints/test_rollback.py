@@ -120,6 +120,7 @@ def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind
     assert not incidents(tmp_path / "without")
 
 
+@pytest.mark.slow
 def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
     expected, _ = fit(tmp_path / "without", stream(without=[3, 24, 25, 41]), steps=45)
     trainer, _ = fit(tmp_path / "poisoned", stream(poison=[3, 24, 25, 41]), steps=45)

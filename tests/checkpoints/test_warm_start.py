@@ -76,6 +76,7 @@ def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsy
     assert int(trainer.optimizer.iterations.numpy()) == 1
 
 
+@pytest.mark.slow
 def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     workdir, model = run
     rename = r"^net/hidden=>a/net/hidden"

@@ -152,6 +152,7 @@ def run(data, workdir="", steps=9, replicas=2, **settings):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_on_arrays_equals_training_on_a_shuffled_dataset(replicas):
     rows = classification(67)  # the last batch has 3 rows
@@ -166,6 +167,7 @@ def test_epochs_of_arrays_include_the_odd_last_batch():
     assert trainer.step == 10
 
 
+@pytest.mark.slow
 def test_a_second_fit_on_the_same_arrays_goes_on():
     rows = classification(67)
     trainer = run(rows, steps=7)
@@ -174,12 +176,14 @@ def test_a_second_fit_on_the_same_arrays_goes_on():
     assert_equal(everything(trainer), everything(expected))
 
 
+@pytest.mark.slow
 def test_a_run_on_arrays_resumes_where_it_stopped(tmp_path):
     rows = classification(67)
     run(rows, tmp_path, steps=7)
     assert_equal(everything(run(rows, tmp_path, steps=12)), everything(run(rows, steps=12)))
 
 
+@pytest.mark.slow
 def test_arrays_are_evaluated_and_predicted_in_their_order():
     rows = classification(67)
     trainer = run(rows, steps=1, eval_every=1)
@@ -198,6 +202,7 @@ def test_predictions_follow_arrays_that_change_in_place():
     assert not np.array_equal(trainer.predict(rows), first)
 
 
+@pytest.mark.slow
 def test_arrays_are_audited_and_build_a_model():
     rows = classification(67)
     trainer = distloop.Trainer(classifier(), on(1, batch_size=16))

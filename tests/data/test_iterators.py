@@ -57,6 +57,7 @@ def test_the_parts_of_tensorflow_iterators_are_found():
     assert next(distributed).values[0].numpy().tolist() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_split", [False, True])
 def test_every_iterator_of_a_source_is_made_with_iterate(is_split, monkeypatch):
     made = []

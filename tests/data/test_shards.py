@@ -93,6 +93,7 @@ def shards_of(source, strategy, microbatches):
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_shards_make_up_the_batch_in_order_and_each_row_counts_once(count, microbatches):

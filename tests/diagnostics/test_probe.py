@@ -58,6 +58,7 @@ def test_every_observation_restores_all_variables(trainer):
     assert_equal(everything(trainer), before)
 
 
+@pytest.mark.slow
 def test_a_variable_of_nobodys_is_seen_and_restored():
     def model_fn():
         spec = classifier()()

@@ -32,6 +32,7 @@ def data(seed=0):
     return distloop.make_dataset(classification(23, seed=seed), 10)  # of 10, 10 and 3 rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
 )

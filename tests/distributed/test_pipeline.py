@@ -111,6 +111,7 @@ def on_one_device():
     return trained(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_stages, microbatches", [(1, 3), (2, 1), (2, 4), pytest.param(4, 3, marks=pytest.mark.slow)]
 )
@@ -155,6 +156,7 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
     assert count("SparseSoftmaxCrossEntropyWithLogits") == [0, 2, 0]
 
 
+@pytest.mark.slow
 def test_a_profile_shows_where_operations_ran_and_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     train(classifier(modules, num_stages=2), config, steps=12)
@@ -296,6 +298,7 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_t
     assert not distloop.Trainer(make(2), settings(2)).audit(batches()).findings
 
 
+@pytest.mark.slow
 def test_eager_steps_in_stages_train_to_the_same_weights():
     config = settings(2, microbatches=2, clip_norm=0.5)
     compiled, eager = (
@@ -350,6 +353,7 @@ def test_a_run_says_how_much_is_on_each_device(capsys):
     assert [line.split("`")[-2] for line in table if "`float32`" in line] == ["CPU:0"] * 2 + ["CPU:1"] * 3
 
 
+@pytest.mark.slow
 def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
     trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), steps=1)
     begins = [op for op in operations(trainer) if op.type == "Identity" and op.control_inputs and place(op)]

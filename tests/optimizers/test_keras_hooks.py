@@ -73,6 +73,7 @@ def trained_with(optimizer, strategy, *, is_fused, steps=30):
     return [strategy.experimental_local_results(v.value)[-1].numpy() for v in found], operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     "make",

@@ -129,6 +129,7 @@ def test_half_precision_trains_about_as_float32_does(name, num_devices):
     assert losses[1] != losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @EACH_HALF
 def test_predictions_are_float32(name, num_devices):
@@ -366,6 +367,7 @@ def test_inf_on_any_replica_changes_no_bit_on_any_replica(optimizer, replicas):
     assert loop.optimizer.iterations.numpy() == 2
 
 
+@pytest.mark.slow
 @REPLICAS
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_inf_on_any_replica_halves_the_scale_on_every_replica(value, replicas):
@@ -461,6 +463,7 @@ def test_the_scale_never_grows_beyond_the_largest():
     assert scales == [8.0, 12.0, 12.0, 12.0]
 
 
+@pytest.mark.slow
 def test_the_scale_never_falls_below_the_smallest():
     loop = Loop(scaling(initial_scale=8.0, min_scale=3.0))
     scales = []

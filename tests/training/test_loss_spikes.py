@@ -7,6 +7,7 @@ import tensorflow as tf
 from distloop.training.loss_spikes import LossWatch
 
 
+@pytest.mark.slow
 def test_noise_is_no_jump():
     watch, rng = LossWatch(1), np.random.default_rng(0)
     losses = np.exp(rng.normal(size=2000))  # heavy on the large side, up to 20 times the median

@@ -117,6 +117,7 @@ def test_ragged_values_leave_padding_out():
     assert sums(metrics.weighted(RAGGED, [2.0, 2.0, 9.0]), 3, row_weights=[1, 1, 0]) == (12.0, 6.0)
 
 
+@pytest.mark.slow
 def test_a_batch_of_unknown_size_is_weighed_too():
     @tf.function(input_signature=[tf.TensorSpec([None, 3])])
     def weigh(values):

@@ -104,6 +104,7 @@ def test_an_entry_of_the_batch_and_its_row_are_named(replicas):
     assert message.startswith("Step 3 ") and "the batch itself holds such numbers, in x, first in row 5" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_variable_is_named(replicas):
     trainer = make_trainer("exp", replicas)

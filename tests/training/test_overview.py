@@ -96,6 +96,7 @@ def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
     assert overview.drawable(overview.trace_forward(trainer.state, trainer.config, SPEC)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "few", "has_graph"), [("auto", 100, True), ("auto", 1, False), ("never", 100, False)]
 )
@@ -108,6 +109,7 @@ def test_the_graph_is_written_by_default_where_it_costs_little(setting, few, has
     assert bool(drawn) == has_graph
 
 
+@pytest.mark.slow
 def test_utilization_is_told_of_a_known_peak():
     data = tf.data.Dataset.from_tensor_slices(problems.classification(64)).batch(16)
     found = trainer_of(peak_flops=1e9).fit(data, steps=4)

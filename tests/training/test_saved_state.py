@@ -27,6 +27,7 @@ def arrays(values):
     return {name: np.array(value) for name, value in values.items() if value.dtype != tf.string}
 
 
+@pytest.mark.slow
 def test_a_snapshot_has_every_value_by_a_name_that_lasts():
     trainer = trained(average_decay=0.9, precision="mixed_float16")
     names = set(SavedState(trainer.state).snapshot())
@@ -40,6 +41,7 @@ def test_a_snapshot_has_every_value_by_a_name_that_lasts():
     assert {"metrics/auc/0", "step", "skipped_steps", "loss_statistics"} <= names
 
 
+@pytest.mark.slow
 def test_no_later_step_changes_a_snapshot():
     trainer = trained()
     values = SavedState(trainer.state).snapshot()
@@ -48,6 +50,7 @@ def test_no_later_step_changes_a_snapshot():
     assert_equal(arrays(values), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_restoring_sets_every_value_on_every_replica(replicas):
     trainer = trained(replicas, average_decay=0.9)
@@ -59,6 +62,7 @@ def test_restoring_sets_every_value_on_every_replica(replicas):
     assert_equal(arrays(saved_state.snapshot()), arrays(values))
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_two_replicas_fits_three():
     first, second = trained(2), trained(3, steps=1)
     values = SavedState(first.state).snapshot()
@@ -93,6 +97,7 @@ def test_differences_are_named():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate, expected", [(0.1, 0.05), (0.3, 0.3)])
 def test_a_learning_rate_continues_unless_model_fn_gives_another_one(rate, expected):
     first = trained(optimizer=lambda: keras.optimizers.SGD(0.1))

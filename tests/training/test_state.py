@@ -146,6 +146,7 @@ def test_an_update_without_variables_trains_all():
     assert len(paths_of(TrainState.make(two_updates(None, "^d/"), ONE), "g")) == 8
 
 
+@pytest.mark.slow
 def test_a_variable_that_is_not_in_the_model_is_refused():
     def stranger(models):
         return [keras.Variable(0.0, name="stranger")]

@@ -17,6 +17,7 @@ def train(replicas, jit_compile, model_fn, steps=8, **settings):
 
 # XLA adds up in another order and precision than TensorFlow's kernels do. A bias's gradient is a sum over 16 rows, and
 # a sum in half precision may round at each of them: by 2^-11 of its size in float16, by 2^-9 in bfloat16.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision, tolerance", [("float32", 1e-6), ("mixed_float16", 16 * 2**-11), ("mixed_bfloat16", 16 * 2**-9)]
 )
