@@ -6,7 +6,6 @@ TensorFlow's collectives would clash between strategies over the same devices; t
 import gc
 import os
 import threading
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -16,14 +15,21 @@ distloop.prepare(distloop.Config(device="cpu", num_devices=4))
 
 
 def collect_garbage():
-    """Deletes what errors' tracebacks held in a thread of its own: the end of an old iterator may take a minute."""
-    while True:
-        time.sleep(20)
+    """Deletes the objects that tracebacks of errors held, in a thread: deleting an old iterator may take a minute."""
+    while not is_ending.wait(20):
         gc.collect()
 
 
 gc.disable()
-threading.Thread(target=collect_garbage, daemon=True).start()
+is_ending = threading.Event()
+garbage_collector = threading.Thread(target=collect_garbage, daemon=True)
+garbage_collector.start()
+
+
+def pytest_unconfigure():
+    is_ending.set()
+    garbage_collector.join(60)  # a thread that is inside TensorFlow when Python ends may abort the process
+
 
 # The files that take longest, which two processes had better begin with.
 LONG = ["test_workers", "test_failures", "test_preemption", "test_laws", "test_experiments", "test_summaries"]
