@@ -7,6 +7,7 @@ minute, and its wake-up call can come too early: of 60 plain iterators 8 seconds
 delete. Those of a dataset distributed over several devices always wait for the whole sleep. So threads delete them.
 """
 
+import atexit
 import functools
 import queue
 import threading
@@ -15,12 +16,14 @@ import weakref
 from typing import Any
 
 _RELEASE_SECS = 0.2  # after which the caller has released every part of a deleted iterator
+_EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
 
 _ended: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+_is_exiting = threading.Event()
 
 
 def iterate(dataset: Any) -> Any:
-    """Returns an iterator that is deleted in a thread, for which not even the end of the process waits.
+    """Returns an iterator that is deleted in a thread, for which the end of the process waits a second at most.
 
     Args:
         dataset: a `tf.data.Dataset`, or a distributed one.
@@ -35,11 +38,28 @@ def iterate(dataset: Any) -> Any:
 @functools.cache
 def _start_thread() -> None:
     threading.Thread(target=_delete_ended, name="distloop-iterators", daemon=True).start()
+    atexit.register(_finish)
 
 
 def _delete_ended() -> None:
+    kept: list[list[Any]] = []
     while True:
         parts = _ended.get()
         time.sleep(_RELEASE_SECS)
-        threading.Thread(target=parts.clear, name="distloop-iterator", daemon=True).start()
+        if _is_exiting.is_set():
+            kept.append(parts)
+        else:
+            threading.Thread(target=parts.clear, name="distloop-iterator", daemon=True).start()
         del parts
+
+
+def _finish() -> None:
+    """Begins no more deletions, and waits a moment for those under way.
+
+    A thread that returns from TensorFlow while Python ends would abort the process, with code 134.
+    """
+    _is_exiting.set()
+    deadline = time.monotonic() + _EXIT_SECS
+    for thread in threading.enumerate():
+        if thread.name == "distloop-iterator":
+            thread.join(max(0.0, deadline - time.monotonic()))
