@@ -36,7 +36,7 @@ _MODULES = {
     "define_flags": "flags",
     "find_learning_rate": "diagnostics.tuning",
     "from_callback": "actions.keras_callback",
-    "from_keras": "training.keras_model",
+    "from_keras": "training.compiled_model",
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.arrays",
     "make_schedule": "optimizers.learning_rates",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
     from distloop.trainer import Trainer as Trainer
-    from distloop.training.keras_model import from_keras as from_keras
+    from distloop.training.compiled_model import from_keras as from_keras
     from distloop.training.keras_model import supervised as supervised
     from distloop.training.metrics import weighted as weighted
     from distloop.training.spec import ModelSpec as ModelSpec

@@ -1,4 +1,4 @@
-"""The bridge from Keras's compile: weights and numbers as fit and evaluate give them, and what is refused."""
+"""Losses and metrics of Keras: the weights and numbers of fit and evaluate, and what is refused."""
 
 import keras
 import numpy as np
@@ -6,72 +6,27 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from tests.compiled_models import (
+    BINARY,
+    LABEL,
+    ONE_HOT,
+    SAMPLE_WEIGHT,
+    X,
+    Y,
+    assert_same_weights,
+    assert_trains_as_keras_does,
+    batches,
+    compiled,
+    copy_of,
+    evaluated,
+    net,
+)
 from tests.problems import on
 
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(32, 6)).astype(np.float32)
-Y = RNG.normal(size=(32, 2)).astype(np.float32)
-BINARY = (X[:, 0] > 0).astype(np.int32)
-LABEL = np.abs(X[:, :3]).argmax(1).astype(np.int32)
-ONE_HOT = np.eye(3, dtype=np.float32)[LABEL]
-SAMPLE_WEIGHT = RNG.choice([0.0, 0.5, 1.0, 3.0], size=32).astype(np.float32)
-
+RNG = np.random.default_rng(1)
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
-
-
-def batches(*arrays, batch_size=8):
-    return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
-
-
-def net(outputs=2, activation=None, **settings):
-    layers = [keras.Input((6,)), keras.layers.Dense(8, "tanh", **settings), keras.layers.Dense(outputs, activation)]
-    return keras.Sequential(layers)
-
-
-def compiled(model, loss="mse", optimizer=None, **settings):
-    # Keras runs eagerly, as a few batches take less time than tracing.
-    model.compile(optimizer or keras.optimizers.Adam(0.01), loss, run_eagerly=True, **settings)
-    return model
-
-
-def copy_of(model):
-    """Rebuilds a compiled model as it is now, for Keras to train."""
-    twin = type(model).from_config(model.get_config())
-    twin.set_weights(model.get_weights())
-    settings = model._compile_config.config
-    twin.compile(
-        type(model.optimizer).from_config(model.optimizer.get_config()),
-        settings["loss"],
-        loss_weights=settings["loss_weights"],
-        metrics=settings["metrics"],
-        weighted_metrics=settings["weighted_metrics"],
-        run_eagerly=True,
-    )
-    return twin
-
-
-def assert_same_weights(found, expected):
-    for a, b in zip(found.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def assert_trains_as_keras_does(model, data, replicas, epochs=2):
-    twin = copy_of(model)
-    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
-    before = [w.copy() for w in trainer.model.get_weights()]
-    trainer.fit(data, epochs=epochs)
-    twin.fit(data, epochs=epochs, verbose=0)
-    assert_same_weights(trainer.model, twin)
-    assert any(not np.allclose(a, b, atol=1e-3) for a, b in zip(before, twin.get_weights(), strict=True))
-    return trainer, twin
-
-
-def evaluated(model, data, replicas=1):
-    """Evaluates a compiled model with distloop and with Keras."""
-    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
-    return trainer.evaluate(data), copy_of(model).evaluate(data, verbose=0, return_dict=True)
 
 
 # As Keras trains.
@@ -136,95 +91,6 @@ def test_supervised_trains_as_fit_does(replicas):
 
 def test_an_odd_last_batch_trains_as_fit_does_on_one_replica():
     assert_trains_as_keras_does(compiled(net()), batches(X[:29], Y[:29]), replicas=1)
-
-
-@REPLICAS
-def test_a_function_that_compiles_a_model_is_taken(replicas):
-    weights = net().get_weights()
-
-    def build():
-        model = compiled(net(), metrics=["mae"])
-        model.set_weights(weights)
-        return model
-
-    trainer = distloop.Trainer(distloop.from_keras(build), on(replicas))
-    numbers = trainer.fit(batches(X, Y), epochs=2)
-    twin = build()
-    twin.fit(batches(X, Y), epochs=2, verbose=0)
-    assert_same_weights(trainer.model, twin)
-    assert "mean_absolute_error" in numbers or "mae" in numbers
-
-
-def test_the_original_model_stays_as_it_is():
-    model = compiled(net())
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    before = [np.copy(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
-    trainer.fit(batches(X, Y), epochs=2)
-    for variable, value in zip([*model.variables, *model.optimizer.variables], before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
-    assert trainer.model is not model and trainer.optimizer is not model.optimizer
-
-
-@REPLICAS
-@pytest.mark.parametrize(
-    "optimizer",
-    [lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)],
-    ids=["adam", "momentum"],
-)
-def test_training_goes_on_where_keras_stopped_slots_included(replicas, optimizer):
-    model = compiled(net(), optimizer=optimizer())
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
-    assert int(trainer.optimizer.iterations.numpy()) == 4
-    for new, old in zip(trainer.optimizer.variables, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(new.numpy(), old.numpy())
-    trainer.fit(batches(X, Y), epochs=1)
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    assert_same_weights(trainer.model, model)
-
-
-def test_a_learning_rate_that_was_changed_is_taken_over():
-    model = compiled(net(), optimizer=keras.optimizers.SGD(0.1))
-    model.optimizer.learning_rate = 0.025
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert float(trainer.optimizer.learning_rate.numpy()) == pytest.approx(0.025)
-
-
-def test_a_loss_scale_of_compile_is_taken_over():
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), 64.0, dynamic_growth_steps=2)
-    model = compiled(net(), optimizer=scaled)
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert type(trainer.optimizer) is distloop.LossScaleOptimizer
-    assert float(trainer.optimizer.loss_scale) == float(scaled.dynamic_scale) == 256.0
-    assert trainer.optimizer.growth_steps == 2
-    assert int(trainer.optimizer.iterations.numpy()) == 4
-    new_variables = trainer.optimizer.inner_optimizer.variables
-    for new, old in zip(new_variables, model.optimizer.inner_optimizer.variables, strict=True):
-        np.testing.assert_array_equal(new.numpy(), old.numpy())
-
-
-def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
-    def make():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
-        model.compile(keras.optimizers.SGD(0.05), "mse")  # puts a loss scale around the optimizer
-        return model
-
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model = make()
-    finally:
-        keras.config.set_dtype_policy("float32")
-    x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
-    data = batches(x, x[:, :2])
-    for model_fn in (distloop.from_keras(model), distloop.from_keras(make)):
-        trainer = distloop.Trainer(model_fn, on(2, precision="mixed_float16"))
-        assert trainer.model.layers[0].compute_dtype == "float16"
-        assert type(trainer.optimizer) is distloop.LossScaleOptimizer
-        first = trainer.evaluate(data)["loss"]
-        trainer.fit(data, steps=20)
-        assert trainer.evaluate(data)["loss"] < 0.5 * first
 
 
 def test_predict_is_the_models_output():
@@ -469,65 +335,6 @@ def test_batches_that_are_no_pairs_are_refused():
         fit(data=tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8))
     with pytest.raises(ValueError, match=r"type tuple and length 1 was given; .*takes \(x, y\)"):
         fit(data=tf.data.Dataset.from_tensor_slices((X,)).batch(8))
-
-
-def test_a_model_that_is_not_compiled_is_refused():
-    with pytest.raises(ValueError, match=r"is not compiled; .*: call model.compile\(...\) first"):
-        distloop.from_keras(net())
-
-
-def test_a_model_that_is_not_built_is_refused():
-    with pytest.raises(ValueError, match="is not built, so it has no weights .*: give it an input shape, or give"):
-        distloop.from_keras(compiled(keras.Sequential([keras.layers.Dense(2)])))
-
-
-@pytest.mark.parametrize("given", [None, "model", 3])
-def test_what_is_neither_a_model_nor_a_function_is_refused(given):
-    with pytest.raises(ValueError, match="from_keras was given .*; it takes a compiled keras.Model or a function"):
-        distloop.from_keras(given)
-
-
-def test_a_function_that_returns_no_model_is_refused():
-    with pytest.raises(ValueError, match="The function given to from_keras returned 3; it must return a compiled"):
-        distloop.Trainer(distloop.from_keras(lambda: 3), on(1))
-
-
-def test_a_function_that_compiles_nothing_is_refused():
-    with pytest.raises(ValueError, match="is not compiled"):
-        distloop.Trainer(distloop.from_keras(net), on(1))
-
-
-def test_a_model_that_cannot_be_rebuilt_is_refused():
-    class Closed(keras.Model):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def call(self, x):
-            return self.layer(x)
-
-    model = compiled(Closed(keras.layers.Dense(2)))
-    model.build((None, 6))
-    with pytest.raises(
-        ValueError, match="(?s)cannot be rebuilt from its config .*: give from_keras a function"
-    ) as caught:
-        distloop.Trainer(distloop.from_keras(model), on(1))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_model_with_a_train_step_of_its_own_is_refused():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return {"loss": 0.0}
-
-    with pytest.raises(ValueError, match="train_step"):
-        distloop.Trainer(distloop.from_keras(compiled(Own([keras.Input((6,)), keras.layers.Dense(2)]))), on(1))
-
-
-def test_settings_of_a_compiled_optimizer_that_belong_to_distloop_are_refused():
-    model = compiled(net(), optimizer=keras.optimizers.SGD(clipnorm=1.0))
-    with pytest.raises(ValueError, match="has clipnorm=1.0"):
-        distloop.Trainer(distloop.from_keras(model), on(1))
 
 
 def test_a_model_without_a_loss_is_refused():

@@ -1,0 +1,69 @@
+"""Small compiled Keras models with data, and the same training by Keras."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import distloop
+from tests.problems import on
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 6)).astype(np.float32)
+Y = RNG.normal(size=(32, 2)).astype(np.float32)
+BINARY = (X[:, 0] > 0).astype(np.int32)
+LABEL = np.abs(X[:, :3]).argmax(1).astype(np.int32)
+ONE_HOT = np.eye(3, dtype=np.float32)[LABEL]
+SAMPLE_WEIGHT = RNG.choice([0.0, 0.5, 1.0, 3.0], size=32).astype(np.float32)
+
+
+def batches(*arrays, batch_size=8):
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
+
+
+def net(outputs=2, activation=None, **settings):
+    layers = [keras.Input((6,)), keras.layers.Dense(8, "tanh", **settings), keras.layers.Dense(outputs, activation)]
+    return keras.Sequential(layers)
+
+
+def compiled(model, loss="mse", optimizer=None, **settings):
+    # Keras runs eagerly, as a few batches take less time than tracing.
+    model.compile(optimizer or keras.optimizers.Adam(0.01), loss, run_eagerly=True, **settings)
+    return model
+
+
+def copy_of(model):
+    """Rebuilds a compiled model as it is now, for Keras to train."""
+    twin = type(model).from_config(model.get_config())
+    twin.set_weights(model.get_weights())
+    settings = model._compile_config.config
+    twin.compile(
+        type(model.optimizer).from_config(model.optimizer.get_config()),
+        settings["loss"],
+        loss_weights=settings["loss_weights"],
+        metrics=settings["metrics"],
+        weighted_metrics=settings["weighted_metrics"],
+        run_eagerly=True,
+    )
+    return twin
+
+
+def assert_same_weights(found, expected):
+    for a, b in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def assert_trains_as_keras_does(model, data, replicas, epochs=2):
+    twin = copy_of(model)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
+    before = [w.copy() for w in trainer.model.get_weights()]
+    trainer.fit(data, epochs=epochs)
+    twin.fit(data, epochs=epochs, verbose=0)
+    assert_same_weights(trainer.model, twin)
+    assert any(not np.allclose(a, b, atol=1e-3) for a, b in zip(before, twin.get_weights(), strict=True))
+    return trainer, twin
+
+
+def evaluated(model, data, replicas=1):
+    """Evaluates a compiled model with distloop and with Keras."""
+    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
+    return trainer.evaluate(data), copy_of(model).evaluate(data, verbose=0, return_dict=True)

@@ -1,0 +1,168 @@
+"""Compiled Keras models: what is taken over from them, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+
+import distloop
+from tests.compiled_models import (
+    X,
+    Y,
+    assert_same_weights,
+    batches,
+    compiled,
+    net,
+)
+from tests.problems import on
+
+pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
+
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+
+
+@REPLICAS
+def test_a_function_that_compiles_a_model_is_taken(replicas):
+    weights = net().get_weights()
+
+    def build():
+        model = compiled(net(), metrics=["mae"])
+        model.set_weights(weights)
+        return model
+
+    trainer = distloop.Trainer(distloop.from_keras(build), on(replicas))
+    numbers = trainer.fit(batches(X, Y), epochs=2)
+    twin = build()
+    twin.fit(batches(X, Y), epochs=2, verbose=0)
+    assert_same_weights(trainer.model, twin)
+    assert "mean_absolute_error" in numbers or "mae" in numbers
+
+
+def test_the_original_model_stays_as_it_is():
+    model = compiled(net())
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    before = [np.copy(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer.fit(batches(X, Y), epochs=2)
+    for variable, value in zip([*model.variables, *model.optimizer.variables], before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert trainer.model is not model and trainer.optimizer is not model.optimizer
+
+
+@REPLICAS
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)],
+    ids=["adam", "momentum"],
+)
+def test_training_goes_on_where_keras_stopped_slots_included(replicas, optimizer):
+    model = compiled(net(), optimizer=optimizer())
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
+    assert int(trainer.optimizer.iterations.numpy()) == 4
+    for new, old in zip(trainer.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(new.numpy(), old.numpy())
+    trainer.fit(batches(X, Y), epochs=1)
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    assert_same_weights(trainer.model, model)
+
+
+def test_a_learning_rate_that_was_changed_is_taken_over():
+    model = compiled(net(), optimizer=keras.optimizers.SGD(0.1))
+    model.optimizer.learning_rate = 0.025
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    assert float(trainer.optimizer.learning_rate.numpy()) == pytest.approx(0.025)
+
+
+def test_a_loss_scale_of_compile_is_taken_over():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), 64.0, dynamic_growth_steps=2)
+    model = compiled(net(), optimizer=scaled)
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    assert type(trainer.optimizer) is distloop.LossScaleOptimizer
+    assert float(trainer.optimizer.loss_scale) == float(scaled.dynamic_scale) == 256.0
+    assert trainer.optimizer.growth_steps == 2
+    assert int(trainer.optimizer.iterations.numpy()) == 4
+    new_variables = trainer.optimizer.inner_optimizer.variables
+    for new, old in zip(new_variables, model.optimizer.inner_optimizer.variables, strict=True):
+        np.testing.assert_array_equal(new.numpy(), old.numpy())
+
+
+def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
+    def make():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")  # puts a loss scale around the optimizer
+        return model
+
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+    data = batches(x, x[:, :2])
+    for model_fn in (distloop.from_keras(model), distloop.from_keras(make)):
+        trainer = distloop.Trainer(model_fn, on(2, precision="mixed_float16"))
+        assert trainer.model.layers[0].compute_dtype == "float16"
+        assert type(trainer.optimizer) is distloop.LossScaleOptimizer
+        first = trainer.evaluate(data)["loss"]
+        trainer.fit(data, steps=20)
+        assert trainer.evaluate(data)["loss"] < 0.5 * first
+
+
+def test_a_model_that_is_not_compiled_is_refused():
+    with pytest.raises(ValueError, match=r"is not compiled; .*: call model.compile\(...\) first"):
+        distloop.from_keras(net())
+
+
+def test_a_model_that_is_not_built_is_refused():
+    with pytest.raises(ValueError, match="is not built, so it has no weights .*: give it an input shape, or give"):
+        distloop.from_keras(compiled(keras.Sequential([keras.layers.Dense(2)])))
+
+
+@pytest.mark.parametrize("given", [None, "model", 3])
+def test_what_is_neither_a_model_nor_a_function_is_refused(given):
+    with pytest.raises(ValueError, match="from_keras was given .*; it takes a compiled keras.Model or a function"):
+        distloop.from_keras(given)
+
+
+def test_a_function_that_returns_no_model_is_refused():
+    with pytest.raises(ValueError, match="The function given to from_keras returned 3; it must return a compiled"):
+        distloop.Trainer(distloop.from_keras(lambda: 3), on(1))
+
+
+def test_a_function_that_compiles_nothing_is_refused():
+    with pytest.raises(ValueError, match="is not compiled"):
+        distloop.Trainer(distloop.from_keras(net), on(1))
+
+
+def test_a_model_that_cannot_be_rebuilt_is_refused():
+    class Closed(keras.Model):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def call(self, x):
+            return self.layer(x)
+
+    model = compiled(Closed(keras.layers.Dense(2)))
+    model.build((None, 6))
+    with pytest.raises(
+        ValueError, match="(?s)cannot be rebuilt from its config .*: give from_keras a function"
+    ) as caught:
+        distloop.Trainer(distloop.from_keras(model), on(1))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_a_train_step_of_its_own_is_refused():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {"loss": 0.0}
+
+    with pytest.raises(ValueError, match="train_step"):
+        distloop.Trainer(distloop.from_keras(compiled(Own([keras.Input((6,)), keras.layers.Dense(2)]))), on(1))
+
+
+def test_settings_of_a_compiled_optimizer_that_belong_to_distloop_are_refused():
+    model = compiled(net(), optimizer=keras.optimizers.SGD(clipnorm=1.0))
+    with pytest.raises(ValueError, match="has clipnorm=1.0"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
