@@ -130,9 +130,10 @@ class Trainer:
         end. After SIGTERM, Ctrl-C or `max_secs` it saves at the next boundary, and the process exits with code 75.
 
         Args:
-            train: a dataset of global batches, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or
-                NumPy arrays `[N, ...]`, alone or in a dict, tuple or list: batches of `Config.batch_size` examples,
-                shuffled with `Config.seed`; `evals` and other methods take them in order.
+            train: a dataset of global batches, a function that returns one, a function of `tf.distribute.InputContext`
+                that returns one worker's part, a `DistributedDataset`, or NumPy arrays `[N, ...]`, alone or in a dict,
+                tuple or list: batches of `Config.batch_size` examples, shuffled with `Config.seed`; `evals` and other
+                methods take them in order.
             steps: the global step to end with; overrides the config's steps and epochs.
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
             evals: name -> data to evaluate on every `eval_every` steps and at the end.

@@ -8,6 +8,7 @@ the rows keep their order on any number of replicas. It does not know what a ste
 """
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -25,6 +26,7 @@ from distloop.errors import EMPTY_DATASET
 Data: TypeAlias = (
     tf.data.Dataset
     | Callable[[tf.distribute.InputContext], tf.data.Dataset]
+    | Callable[[], tf.data.Dataset]
     | tf.distribute.DistributedDataset
     | Arrays
 )
@@ -57,8 +59,8 @@ class Source:
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
         Args:
-            data: a dataset of global batches; a function of `tf.distribute.InputContext` that returns one worker's
-                shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
+            data: a dataset of global batches; a function that returns one; a function of `WorkerContext` that returns
+                one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
             strategy: whose replicas share out each batch.
             microbatches: the parts in which a replica computes its rows.
             repeat: whether finite data starts again at its end.
@@ -79,7 +81,10 @@ class Source:
         self._repeat = repeat
         self._iterator: Any = None
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
-        dataset, is_sharded = _call(as_dataset(data, batch_size, shuffle_seed), strategy)
+        dataset = as_dataset(data, batch_size, shuffle_seed)
+        num_workers = workers.num_workers(strategy)
+        dataset, takes_context = as_worker_dataset(dataset, num_workers, workers.worker_index(strategy))
+        is_sharded = takes_context and num_workers > 1
         is_split = isinstance(dataset, tf.distribute.DistributedDataset)
         if limit and is_split:
             raise ValueError(
@@ -226,13 +231,42 @@ class Source:
         return left
 
 
-def _call(data: Any, strategy: tf.distribute.Strategy) -> tuple[Any, bool]:
-    """Returns the dataset, which a function makes for this worker, and whether it is only a shard of the data."""
-    is_sharded = False
+class WorkerContext(tf.distribute.InputContext):
+    """What an input function is told about its worker.
+
+    One dataset serves all replicas of a worker, so each worker counts as one replica: what a function for
+    `distribute_datasets_from_function` computes for a replica, by `get_per_replica_batch_size` or by hand, is then the
+    worker's part of a global batch.
+    """
+
+    def __init__(self, num_workers: int, worker: int):
+        """Describes one of several workers, by its index."""
+        super().__init__(num_workers, worker, num_replicas_in_sync=num_workers)
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the examples of a global batch that this worker reads.
+
+        Raises:
+            ValueError: if the workers cannot read equal parts.
+        """
+        if global_batch_size % self.num_input_pipelines:
+            raise ValueError(
+                f"get_per_replica_batch_size({global_batch_size}) was called on {self.num_input_pipelines} workers, "
+                "which cannot read equal parts of such a batch: give a multiple of their number."
+            )
+        return int(global_batch_size // self.num_input_pipelines)
+
+
+def as_worker_dataset(data: Any, num_workers: int, worker: int) -> tuple[Any, bool]:
+    """Returns the dataset, which a function makes for a worker, and whether that function takes a `WorkerContext`.
+
+    Raises:
+        ValueError: if it is no dataset.
+    """
+    takes_context = False
     if callable(data) and not isinstance(data, tf.data.Dataset):
-        num_workers, index = workers.num_workers(strategy), workers.worker_index(strategy)
-        data = data(tf.distribute.InputContext(num_workers, index, strategy.num_replicas_in_sync))
-        is_sharded = num_workers > 1
+        takes_context = _takes_argument(data)
+        data = data(WorkerContext(num_workers, worker)) if takes_context else data()
     if not isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
         raise ValueError(
             f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
@@ -240,7 +274,18 @@ def _call(data: Any, strategy: tf.distribute.Strategy) -> tuple[Any, bool]:
             "dict, tuple or list: turn lists of numbers into arrays with np.asarray, or make a dataset with "
             "distloop.make_dataset(arrays, batch_size)."
         )
-    return data, is_sharded
+    return data, takes_context
+
+
+def _takes_argument(fn: Callable[..., Any]) -> bool:
+    """Returns whether a function may be called with one argument."""
+    try:
+        signature(fn).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # Python does not know the signatures of some functions of C
+        return True
+    return True
 
 
 def _with_private_threads(dataset: tf.data.Dataset, user_options: tf.data.Options) -> tf.data.Dataset:

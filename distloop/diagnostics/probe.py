@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.copies import fresh_copy
-from distloop.data.source import Data, Source
+from distloop.data.source import Data, Source, as_worker_dataset
 from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
 from distloop.distributed import devices
 from distloop.training.forward_backward import ForwardBackward
@@ -307,8 +307,8 @@ class Probe:
         data = self._data
         if isinstance(data, tf.data.Dataset):
             return fresh_copy(data)
-        assert callable(data)
-        return data(tf.distribute.InputContext(1, 0, self.state.strategy.num_replicas_in_sync))
+        dataset: tf.data.Dataset = as_worker_dataset(data, num_workers=1, worker=0)[0]
+        return dataset
 
     def _reversed_rows(self) -> Any:
         places = tf.range(int(shards.batch_size(self.rows)))[::-1]

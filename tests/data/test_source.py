@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.source import Source
-from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
+from distloop.data.source import Source, WorkerContext
+from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
 
 ONE = tf.distribute.get_strategy()
 
@@ -72,8 +72,33 @@ def test_a_function_of_an_input_context_makes_the_dataset(count):
     source = Source(make, mirrored(count))
     (context,) = contexts
     assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
-    assert context.num_replicas_in_sync == count
+    assert context.num_replicas_in_sync == 1  # one dataset serves all replicas of a worker
     assert source.data is make
+    assert taken(source, 1) == [[[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "replica_batch_size",
+    [lambda c: c.get_per_replica_batch_size(8), lambda c: 8 // c.num_replicas_in_sync],
+    ids=["by the context's method", "by hand"],
+)
+def test_a_function_that_computes_the_batch_of_a_replica_gives_global_batches(count, replica_batch_size):
+    source = Source(lambda context: numbers(16, replica_batch_size(context)), mirrored(count))
+    assert taken(source, 2) == [[list(range(8))], [list(range(8, 16))]]
+
+
+def test_each_worker_counts_as_one_replica_for_a_function_that_makes_the_dataset():
+    context = WorkerContext(num_workers=3, worker=1)
+    assert (context.num_input_pipelines, context.input_pipeline_id) == (3, 1)
+    assert (context.get_per_replica_batch_size(12), 12 // context.num_replicas_in_sync) == (4, 4)
+    refused(lambda: context.get_per_replica_batch_size(8), "get_per_replica_batch_size(8)", "3 workers")
+
+
+@pytest.mark.parametrize("make", [lambda: numbers(8, 4), lambda *, size=4: numbers(8, size)])
+def test_a_function_without_arguments_makes_a_dataset_of_global_batches(make):
+    source = Source(make, mirrored(2))
+    assert source.data is make and not source.layout.is_sharded
     assert taken(source, 1) == [[[0, 1, 2, 3]]]
 
 
