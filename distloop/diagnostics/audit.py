@@ -21,8 +21,8 @@ from distloop.training.state import TrainState
 
 Check = Callable[[Probe], Iterator[Finding | Unchecked]]
 
-# The other checks need a graph of loss_fn, so they wait until no variable is created in it.
-FIRST_CHECKS: tuple[Check, ...] = (checks.data_order, checks.created_variables)
+# The other checks need steps that run, so they wait until these find nothing.
+FIRST_CHECKS: tuple[Check, ...] = (checks.created_variables, checks.unsaved_random_states)
 CHECKS: tuple[Check, ...] = (
     checks.foreign_variables,
     checks.python_values,
@@ -48,9 +48,9 @@ def audit(state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1
     """
     with devices.preserved_random_state():
         probe = Probe(state, data, seed=seed, microbatches=microbatches)
-        results = [result for check in FIRST_CHECKS for result in check(probe)]
-        if probe.trace.created is None:
-            results += [result for check in CHECKS for result in check(probe)]
+        results: list[Finding | Unchecked] = [*checks.data_order(probe)]
+        obstacles = [result for check in FIRST_CHECKS for result in check(probe)]
+        results += obstacles or [result for check in CHECKS for result in check(probe)]
     findings = dict.fromkeys(result for result in results if isinstance(result, Finding))  # each once, in order
     return Audit(tuple(findings), tuple(result.what for result in results if isinstance(result, Unchecked)))
 

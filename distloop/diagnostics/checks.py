@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from distloop.diagnostics.findings import Finding
 from distloop.diagnostics.probe import Probe
-from distloop.training import nonfinite
+from distloop.training import nonfinite, unsaved_draws
 from distloop.variables import named_variables
 
 _GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer in the model or of the model itself"
@@ -37,6 +37,16 @@ def created_variables(probe: Probe) -> Iterator[Finding]:
             "variable made in a step",
             f"{created} ({nonfinite.user_line(traceback.extract_tb(created.__traceback__))})",
             _GIVE_SEED if "seed_generator_state" in str(created) else f"each trace creates another one: {advice}",
+        )
+
+
+def unsaved_random_states(probe: Probe) -> Iterator[Finding]:
+    """Checks that checkpoints hold the state of every random number that `loss_fn` draws."""
+    for op in unsaved_draws.unsaved_draws(probe.trace.calls[0] if probe.trace.calls else [], probe.state):
+        yield Finding(
+            "random numbers in no checkpoint",
+            nonfinite.describe(op, probe.layers, has_direction=False),
+            f"a resumed run would draw others, so fit refuses it: {unsaved_draws.ADVICE}",
         )
 
 

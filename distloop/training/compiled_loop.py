@@ -17,7 +17,7 @@ from distloop.data.shards import Layout
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
-from distloop.training import diagnosis, metrics
+from distloop.training import diagnosis, metrics, unsaved_draws
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.window import Row, RowLayout
@@ -195,7 +195,8 @@ class CompiledLoop:
                 input_secs = tf.timestamp() - start
             if self._last_batch is not None:
                 self._last_batch.keep(batch)
-            outcome = self._step(batch, layout)
+            with unsaved_draws.refused(self._state):
+                outcome = self._step(batch, layout)
             with tf.device(HOST):
                 segments = {
                     "tallies": tf.cast(outcome.tallies, tf.float64),

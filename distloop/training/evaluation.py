@@ -15,7 +15,7 @@ from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import as_user_error
-from distloop.training import metrics
+from distloop.training import metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.forward_backward import tally_outputs
 from distloop.training.state import TrainState
@@ -106,11 +106,12 @@ class EvalLoop:
         def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
             with tf.device(HOST):
                 has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-            more = tf.cond(
-                has_batch,
-                lambda: tallies + self._step(get_batch(), layout),
-                lambda: tf.identity(tallies),
-            )
+            with unsaved_draws.refused(self._state):
+                more = tf.cond(
+                    has_batch,
+                    lambda: tallies + self._step(get_batch(), layout),
+                    lambda: tf.identity(tallies),
+                )
             return has_batch, batches + tf.cast(has_batch, tf.int64), more
 
         with tf.device(HOST):

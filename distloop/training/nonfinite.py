@@ -70,17 +70,19 @@ def find_origin(
     return min(origins, key=lambda tensor: position[id(tensor)]).op if origins else None
 
 
-def describe(op: tf.Operation, layers: Iterable[Any]) -> str:
+def describe(op: tf.Operation, layers: Iterable[Any], *, has_direction: bool = True) -> str:
     """Returns an operation's type, layer, direction (forward or backward pass) and the user's line.
 
     Args:
         op: of a graph that was traced with Keras layers in it.
         layers: Keras layers that it may belong to.
+        has_direction: whether the direction is of interest.
     """
     words = [op.type]
     if (layer := _layer_of(op, layers)) is not None:
         words.append(f"in layer {getattr(layer, 'path', None) or layer.name}")
-    words.append("in the backward pass" if _BACKWARD in op.name else "in the forward pass")
+    if has_direction:
+        words.append("in the backward pass" if _BACKWARD in op.name else "in the forward pass")
     forward = _forward_op(op)
     if forward is not None and (line := user_line(forward.traceback)):
         words.append(f"({line})")

@@ -155,6 +155,10 @@ BUGS = {
         planted(lambda loss, batch: loss + keras.random.normal(tf.shape(loss))),
         ("variable made in a step", "seed_generator_state", "test_audit.py", "SeedGenerator"),
     ),
+    "TensorFlow's own random numbers": (
+        planted(lambda loss, batch: loss + tf.random.normal(tf.shape(loss))),
+        ("random numbers in no checkpoint", "RandomStandardNormal (test_audit.py", "SeedGenerator"),
+    ),
     "a layer made in the loss": (
         planted(make_a_layer),
         ("variable made in a step", "kernel", "test_audit.py", "model_fn"),

@@ -1,0 +1,105 @@
+"""Random numbers that no checkpoint can continue: draws from a state inside an operation of TensorFlow.
+
+    with refused(state):
+        outcome = step(batch, layout)          # raises a ValueError if the traced step draws such numbers
+
+`tf.random.normal`, `tf.nn.dropout` and others count their draws in the kernel of the operation, where nothing can read
+or restore the count. A `tf.random.Generator` counts in a variable, which is saved only if it is in the model. It does
+not know what the numbers are for; Keras's random numbers have their state in the model (`random_streams.py`).
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.training import nonfinite
+from distloop.training.state import TrainState
+from distloop.training.variable_writes import outermost
+
+ADVICE = (
+    "use keras.random with a keras.random.SeedGenerator that is an attribute of the model or of a layer in it, or draw "
+    "in the dataset"
+)
+
+# Types of operations, by the list of TensorFlow's operations that are stateful and have a seed, cuDNN's layers apart.
+_DRAWS_FROM_KERNEL = re.compile(
+    r"Random(Uniform|UniformInt|StandardNormal|Gamma|Poisson|PoissonV2|Shuffle|Crop)|(Parameterized)?TruncatedNormal|"
+    r"Multinomial|SampleDistortedBoundingBox(V2)?|\w+CandidateSampler"
+)
+_DRAWS_FROM_VARIABLE = re.compile(
+    r"Rng(Skip|ReadAndSkip)|Stateful(Uniform|UniformInt|UniformFullInt|StandardNormal|StandardNormalV2|"
+    r"TruncatedNormal|RandomBinomial)"
+)
+
+
+@contextlib.contextmanager
+def refused(state: TrainState) -> Iterator[None]:
+    """Raises a ValueError if the operations traced in this block draw such numbers; eagerly, nothing is checked.
+
+    Args:
+        state: whose variables checkpoints hold.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    num_operations = len(graph.get_operations())
+    yield
+    for op in unsaved_draws(graph.get_operations()[num_operations:], state):
+        layers = [part for tops in state.layers_of_update.values() for top in tops for part in top._flatten_layers()]
+        raise ValueError(
+            f"{nonfinite.describe(op, layers, has_direction=False)} draws random numbers from a state that no "
+            f"checkpoint holds, so a resumed run would draw others: {ADVICE}."
+        )
+
+
+def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iterator[tf.Operation]:
+    """Yields the operations that draw from a state that no checkpoint holds, those in called functions included.
+
+    Args:
+        operations: of a graph.
+        state: whose variables checkpoints hold.
+    """
+    saved: set[int] | None = None
+    for op in _with_called(operations):
+        if _DRAWS_FROM_KERNEL.fullmatch(op.type):
+            yield op
+        elif _DRAWS_FROM_VARIABLE.fullmatch(op.type):
+            if saved is None:
+                variables = state.all_variables().values()
+                saved = {id(part.handle) for variable in variables for part in state.replica_variables(variable)}
+            if id(outermost(op.inputs[0])) not in saved:
+                yield op
+
+
+def _with_called(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """Yields operations, and those of the functions that they call: branches, bodies of loops, `tf.function`s."""
+    function_attributes: dict[str, list[str]] = {}  # by type of operation
+    seen: set[str] = set()
+    stack = [iter(operations)]
+    while stack:
+        op = next(stack[-1], None)
+        if op is None:
+            stack.pop()
+            continue
+        yield op
+        if op.type not in function_attributes:
+            attributes = [attribute.name for attribute in op.op_def.attr if attribute.type in ("func", "list(func)")]
+            function_attributes[op.type] = attributes
+        for attribute in function_attributes[op.type]:
+            stack += [iter(graph.get_operations()) for graph in _graphs_of(op, attribute, seen)]
+
+
+def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any]:
+    """Yields the graphs of the functions in an operation's attribute that were not seen yet."""
+    value = op.get_attr(attribute)
+    for function in value if isinstance(value, (list, tuple)) else [value]:
+        if function.name not in seen:
+            seen.add(function.name)
+            # TensorFlow shows the graph of a called function, with the lines of its code, by this method alone.
+            called = op.graph._get_function(function.name)
+            if called is not None and called.graph is not None:
+                yield called.graph
