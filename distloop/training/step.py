@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
-from distloop.distributed import gathering, workers
+from distloop.distributed import gathering, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Packing
@@ -189,7 +189,10 @@ class TrainStep:
     def _forward(self, update: ForwardBackward, batch: Batch, layout: Layout, examples: tf.Tensor) -> _Forward:
         """Computes and reduces an update's gradients and sums, on all replicas."""
         replica_fn = functools.partial(self._forward_on_replica, update, layout)
-        return self._strategy.run(gathering.with_max_rows(replica_fn, layout.max_replica_rows), args=(batch, examples))
+        with tensorflow_internals.all_reduce_without_graph_walks():
+            return self._strategy.run(
+                gathering.with_max_rows(replica_fn, layout.max_replica_rows), args=(batch, examples)
+            )
 
     def _forward_on_replica(
         self, update: ForwardBackward, layout: Layout, batch: Batch, examples: tf.Tensor

@@ -1,5 +1,10 @@
 """Patches of TensorFlow are in place only while they are needed, and only for the build they were written for."""
 
+import keras
+import numpy as np
+from tensorflow.python.ops import custom_gradient
+
+import distloop
 from distloop.distributed import tensorflow_internals
 
 
@@ -17,3 +22,20 @@ def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", missing)
     with tensorflow_internals.joining_without_gil():
         assert pywrap_tfe.TFE_EnableCollectiveOps is original
+
+
+def test_synchronized_batch_normalization_is_traced_without_walks_through_the_graph(monkeypatch):
+    walks = []
+
+    def counted(input_ops, output_ops, original=custom_gradient._get_dependent_variables):
+        walks.append(output_ops)
+        return original(input_ops, output_ops)
+
+    def model_fn():
+        layers = [keras.Input((3,)), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+        return distloop.supervised(keras.Sequential(layers), "mse", keras.optimizers.SGD(0.1))
+
+    monkeypatch.setattr(custom_gradient, "_get_dependent_variables", counted)
+    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=2, batch_size=4, console="quiet"))
+    trainer.fit((np.ones([4, 3], "float32"), np.ones([4, 1], "float32")), steps=1)
+    assert not walks and custom_gradient._get_dependent_variables is counted
