@@ -118,6 +118,18 @@ def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
             yield leaf
 
 
+def lookup_tables(model: Any) -> list[Any]:
+    """Returns the tables of a model's layers and modules, such as the vocabularies of `keras.layers.StringLookup`.
+
+    Args:
+        model: as for `named_variables`.
+    """
+    leaves = [leaf for _, leaf in walk(unwrap_model(model))]
+    parts = [part for layer in top_layers(model) for part in layer._flatten_layers()]
+    values = [*leaves, *(value for part in parts for value in vars(part).values())]
+    return [value for value in values if isinstance(value, tf.saved_model.experimental.TrackableResource)]
+
+
 def count_parameters(model: Any) -> dict[str, int]:
     """Returns the number of parameters of each top-level layer of a model, or of each of several models.
 

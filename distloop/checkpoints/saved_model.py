@@ -15,6 +15,7 @@ from distloop.checkpoints import signatures
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
+from distloop.variables import lookup_tables
 
 
 def write_saved_model(
@@ -52,6 +53,7 @@ def write_saved_model(
     specs_read.setdefault(DEFAULT_SIGNATURE, specs_read[first])
     module = tf.Module()
     module.variables_served = [*state.model_variables()]
+    module.tables_served = lookup_tables(state.model)
     # The server has other devices.
     with state.placement.unplaced(), writing(path, state.strategy) as temporary, state.averaged(), quiet_logging():
         tf.saved_model.save(module, temporary, signatures=functions)

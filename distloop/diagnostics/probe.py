@@ -29,6 +29,7 @@ from distloop.training.random_streams import SEED_STRIDE
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
+from distloop.training.variable_creation import VariableCreatedError
 from distloop.training.variable_writes import READS
 from distloop.variables import named_variables
 
@@ -153,6 +154,10 @@ class Probe:
             return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives)
         except VariableCreated as created:
             return Trace(calls, None, collectives, created)
+        except VariableCreatedError as error:
+            assert error.__cause__ is not None, "it has the traceback"
+            observed = VariableCreated(error.variable).with_traceback(error.__cause__.__traceback__)
+            return Trace(calls, None, collectives, observed)
 
     @functools.cached_property
     def foreign_variables(self) -> list[tuple[tf.Variable, bool]]:

@@ -5,15 +5,15 @@
 It does not know how losses and metrics are computed.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from distloop.optimizers.loss_scale import LossScaleOptimizer
+from distloop.training.keras_copies import copy_model, copy_optimizer
 from distloop.training.keras_model import supervised
-from distloop.training.spec import ModelSpec
+from distloop.training.spec import ModelSpec, refuse_tf_keras
 
 
 def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], ModelSpec]:
@@ -29,6 +29,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
     Raises:
         ValueError: if the model is not built, not compiled, or cannot be rebuilt from its config.
     """
+    refuse_tf_keras(model)
     if isinstance(model, keras.Model):
         _require_compiled(model)
         if not model.built:
@@ -36,7 +37,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
                 f"The model {model.name!r} is not built, so it has no weights to take over: give it an input shape, "
                 "or give from_keras a function that builds and compiles it."
             )
-        return lambda: _spec_of(_rebuilt(model), model, _rebuilt_optimizer)
+        return lambda: _spec_of(copy_model(model), model, _optimizer_copy)
     if not callable(model):
         raise ValueError(
             f"from_keras was given {model!r}; it takes a compiled keras.Model or a function that makes one."
@@ -44,6 +45,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
     def model_fn() -> ModelSpec:
         made = model()
+        refuse_tf_keras(made)
         if not isinstance(made, keras.Model):
             raise ValueError(
                 f"The function given to from_keras returned {made!r}; it must return a compiled keras.Model."
@@ -79,40 +81,8 @@ def _require_compiled(model: keras.Model) -> None:
         )
 
 
-def _rebuilt(model: keras.Model) -> keras.Model:
-    try:
-        with _uncompiled(model):  # else Keras would also rebuild losses and metrics, and it finds no function by name
-            copy = keras.models.clone_model(model)
-        if not copy.built:
-            copy.build(model.input_shape if hasattr(model, "input_shape") else None)
-        copy.set_weights(model.get_weights())
-    except Exception as error:
-        first_line = str(error).partition("\n")[0].rstrip(" .:")
-        raise ValueError(
-            f"The model {model.name!r} cannot be rebuilt from its config ({first_line}): give from_keras a function "
-            "that builds and compiles it."
-        ) from error
-    return copy
-
-
-@contextlib.contextmanager
-def _uncompiled(model: keras.Model) -> Iterator[None]:
-    """Enters a scope in which a model counts as not compiled."""
-    model.compiled = False
-    try:
-        yield
-    finally:
-        model.compiled = True
-
-
-def _rebuilt_optimizer(compiled: keras.Model, model: keras.Model) -> keras.optimizers.Optimizer:
-    old = _unwrapped(compiled.optimizer)
-    optimizer = type(old).from_config(old.get_config())
-    if old.built:
-        optimizer.build(model.trainable_variables)
-        for new_variable, old_variable in zip(optimizer.variables, old.variables, strict=True):
-            new_variable.assign(old_variable)
-    return _rescaled(compiled.optimizer, optimizer)
+def _optimizer_copy(compiled: keras.Model, model: keras.Model) -> keras.optimizers.Optimizer:
+    return _rescaled(compiled.optimizer, copy_optimizer(_unwrapped(compiled.optimizer), compiled, model))
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:

@@ -335,11 +335,17 @@ def _explain_merge_call_error(microbatches: int, jit_compile: bool) -> Iterator[
 
 
 def _sum_regularization(layers: Sequence[Any], placement: Placement) -> tf.Tensor | None:
-    """Returns the sum of the losses that Keras layers carry, such as L2 terms; None if there are none."""
-    losses = []
+    """Returns the sum of the losses that Keras layers carry, such as L2 terms, each once; None if there are none."""
+    losses: list[Any] = []
+    counted: set[int] = set()  # layers and variables: one model may be a part of another
     for layer in layers:
         with placement.layer_scope(layer):
-            losses += layer.losses
+            parts = [part for part in layer._flatten_layers() if id(part) not in counted]
+            weights = [v for v in layer.trainable_weights if id(v) not in counted]
+            # Private: `losses` of a layer are also those of its parts.
+            losses += [loss for part in parts for loss in part._get_own_losses()]
+            losses += [v.regularizer(v) for v in weights if v.regularizer is not None]
+            counted |= {id(counted_once) for counted_once in (*parts, *weights)}
     return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
 
 

@@ -7,6 +7,7 @@
 It does not know how a step goes or which variables exist.
 """
 
+import copy
 import math
 import numbers
 import re
@@ -178,6 +179,8 @@ class ModelSpec:
     updates: Sequence[Update] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        for model in self.model.values() if isinstance(self.model, Mapping) else tf.nest.flatten([self.model]):
+            refuse_tf_keras(model)
         if self.updates:
             self._check_updates()
         else:
@@ -192,6 +195,22 @@ class ModelSpec:
                     "metrics: return means from loss_fn, as values per example."
                 )
         _check_predict_fn(self.predict_fn)
+
+    def with_functions(self, change: Callable[..., Any]) -> "ModelSpec":
+        """Returns this spec with other functions.
+
+        Args:
+            change: `(function, name)` -> the function in place of a `loss_fn` or `predict_fn`.
+        """
+        spec = copy.copy(self)  # `replace` would call batch_fn twice
+        updates = [replace(update, loss_fn=change(update.loss_fn, "loss_fn")) for update in self.updates]
+        object.__setattr__(spec, "updates", tuple(updates))
+        if isinstance(self.predict_fn, Mapping):
+            functions = {name: change(function, "predict_fn") for name, function in self.predict_fn.items()}
+            object.__setattr__(spec, "predict_fn", functions)
+        elif self.predict_fn is not None:
+            object.__setattr__(spec, "predict_fn", change(self.predict_fn, "predict_fn"))
+        return spec
 
     def _single_update(self) -> Update:
         if self.optimizer is None or self.loss_fn is None:
@@ -229,6 +248,15 @@ def _is_factor(value: Any) -> bool:
 def plain_optimizer(optimizer: Any) -> Any:
     """Returns the Keras optimizer inside a `LossScaleOptimizer`; any other optimizer as it is."""
     return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+
+
+def refuse_tf_keras(model: Any) -> None:
+    """Raises ValueError for a model of tf_keras, which is Keras 2."""
+    if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(model).__mro__):
+        raise ValueError(
+            f"The model {getattr(model, 'name', 'given')!r} is one of tf_keras (Keras 2), whose layers and optimizers "
+            "distloop does not know: build it with `import keras` (Keras 3), without TF_USE_LEGACY_KERAS."
+        )
 
 
 def _after_batch_fn(batch_fn: Callable[[Any, bool], Any], loss_fn: LossFn) -> LossFn:

@@ -22,6 +22,7 @@ from distloop.optimizers.moving_average import MovingAverage
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.random_streams import RandomStreams
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
+from distloop.training.variable_creation import explain_new_variable, recorded, refusing_new_variables
 from distloop.variables import (
     is_seed,
     named_variables,
@@ -82,7 +83,7 @@ class TrainState(tf.Module):
         self.is_built = False
         self.placement = make_placement(spec.model)
         self.train_metrics = dict(spec.metrics or {})
-        with strategy.scope(), _recording_variables(created):
+        with strategy.scope(), recorded(created):
             self.eval_metrics = {name: _clone_metric(name, metric) for name, metric in self.train_metrics.items()}
             self.optimizers = {
                 update.name: LossScaleOptimizer(update.optimizer)
@@ -92,7 +93,7 @@ class TrainState(tf.Module):
             }
             self.loss_scalers = {n: o for n, o in self.optimizers.items() if isinstance(o, LossScaleOptimizer)}
             self.plain_optimizers = {name: plain_optimizer(optimizer) for name, optimizer in self.optimizers.items()}
-            if all(layer.built for layer in top_layers(spec.model, in_parts=True)):
+            if all(layer.built for layer in _layers_with_variables(spec.model)):
                 self._finish()
 
     @classmethod
@@ -116,7 +117,7 @@ class TrainState(tf.Module):
             ValueError: if `model_fn` returns something else, or a model or optimizer that was created elsewhere.
         """
         created: dict[int, Any] = {}
-        with strategy.scope(), _recording_variables(created):
+        with strategy.scope(), recorded(created):
             spec = model_fn()
         if not isinstance(spec, ModelSpec):
             raise ValueError(
@@ -148,9 +149,10 @@ class TrainState(tf.Module):
             rows: a batch `[B, ...]`, B >= 1.
 
         Raises:
-            ValueError: if a layer is not built by the calls.
+            ValueError: if a layer is not built by the calls, or they create a variable outside the model.
         """
-        with self.strategy.scope(), _recording_variables(self._created):
+        with self.strategy.scope(), recorded(self._created):
+            known = set(self._created)
             for update in self.spec.updates:
                 update.loss_fn(rows, False)
             unbuilt = [layer.name for layer in top_layers(self.spec.model, in_parts=True) if not layer.built]
@@ -159,10 +161,14 @@ class TrainState(tf.Module):
                     f"Layers {unbuilt[:3]} of the model are not built and loss_fn does not call them, so their "
                     "variables are unknown: call them in loss_fn, or build them in model_fn."
                 )
+            in_model = {id(tensorflow_variable(v)) for v in named_variables(self.spec.model).values()}
+            outside = [variable.name for i, variable in self._created.items() if i not in known | in_model]
+            if outside:
+                raise ValueError(explain_new_variable("loss_fn", outside[0]))
             self._finish()
 
     def _finish(self) -> None:
-        """Assigns variables to updates, builds the optimizers and the average, and compiles; in scope."""
+        """Assigns variables to updates, builds the optimizers and the average; no more variables after it; in scope."""
         named = named_variables(self.spec.model)
         self._require_created_here(named.items(), "model")
         self.paths = {id(variable): path for path, variable in named.items()}
@@ -180,6 +186,7 @@ class TrainState(tf.Module):
         if self._average_decay:
             self.average = MovingAverage(list(trained.values()), self._average_decay)
         self.random_streams = RandomStreams(self.strategy, self.seeds)
+        self.spec = self.spec.with_functions(refusing_new_variables)
         self.is_built = True
 
     def _build_optimizer(self, update: Update) -> None:
@@ -274,15 +281,11 @@ def optimizer_prefix(update_name: str) -> str:
     return f"optimizer/{update_name}" if update_name else "optimizer"
 
 
-def _recording_variables(created: dict[int, Any]) -> Any:
-    """Returns a scope that stores each new variable by its identity; as it is held, no other object gets the same."""
-
-    def record(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = next_creator(**kwargs)
-        created[id(variable)] = variable
-        return variable
-
-    return tf.variable_creator_scope(record)
+def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
+    """Yields the layers of a model that may create variables: those at its top, and all below that have a `build`."""
+    for top in top_layers(model, in_parts=True):
+        yield top
+        yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
 
 
 def _clone_metric(name: str, metric: keras.metrics.Metric) -> keras.metrics.Metric:

@@ -125,6 +125,21 @@ def test_what_is_neither_a_model_nor_a_function_is_refused(given):
         distloop.from_keras(given)
 
 
+def test_a_model_of_tf_keras_is_refused():
+    class Legacy:
+        __module__ = "tf_keras.src.engine.training"
+        name = "old"
+
+        def __call__(self, x):
+            return x
+
+    for give in (lambda: distloop.from_keras(Legacy()), distloop.from_keras(Legacy)):
+        with pytest.raises(ValueError, match="The model 'old' is one of tf_keras .*: build it with `import keras`"):
+            give()
+    with pytest.raises(ValueError, match="The model 'old' is one of tf_keras"):
+        distloop.ModelSpec({"a": Legacy()}, keras.optimizers.SGD(), lambda batch, training: {})
+
+
 def test_a_function_that_returns_no_model_is_refused():
     with pytest.raises(ValueError, match="The function given to from_keras returned 3; it must return a compiled"):
         distloop.Trainer(distloop.from_keras(lambda: 3), on(1))

@@ -253,6 +253,38 @@ def test_lazy_models_inside_a_module_or_dict_are_built_from_rows():
     assert len(paths_of(made)) == 4
 
 
+@STRATEGIES
+def test_a_model_that_counts_as_built_with_parts_that_are_not_is_built_from_rows(strategy):
+    class HalfBuilt(Lazy):
+        def build(self, shape):
+            self.first.build(shape)
+            self.built = True
+
+    def model_fn():
+        model = HalfBuilt()
+        model.build((None, 3))
+        return spec_of(model)
+
+    made = TrainState.make(model_fn, strategy)
+    assert made.model.built and not made.is_built
+    made.build({"x": tf.zeros([2, 3])})
+    assert [path.partition("/")[2] for path in paths_of(made)] == [
+        "first/kernel",
+        "first/bias",
+        "second/kernel",
+        "second/bias",
+    ]
+
+
+def test_a_layer_that_loss_fn_builds_outside_the_model_is_refused():
+    def model_fn():
+        model, other = Lazy(), keras.layers.Dense(2, name="other")
+        return ModelSpec(model, keras.optimizers.SGD(), lambda b, t: {"loss": tf.reduce_sum(other(model(b["x"])), -1)})
+
+    with pytest.raises(ValueError, match="loss_fn created the variable '.*kernel.*', .* put it into ModelSpec's model"):
+        TrainState.make(model_fn, ONE).build({"x": tf.zeros([2, 3])})
+
+
 def test_a_built_model_waits_for_nothing():
     assert TrainState.make(lambda: spec_of(two_layers()), ONE).is_built
 

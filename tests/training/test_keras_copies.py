@@ -1,0 +1,138 @@
+"""Copies of Keras models and optimizers: what their configs leave out, compared with Keras training the original."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests.compiled_models import X, Y, assert_same_weights, batches, compiled, net
+from tests.problems import on
+
+pytestmark = pytest.mark.slow
+
+WORDS = np.array(["a", "b c", "c d e", "f"] * 8, dtype=object)[:, None]
+
+
+class Counted(keras.layers.Layer):
+    """Adds a number that only `save_own_variables` keeps."""
+
+    number = 0.0
+
+    def call(self, x):
+        return x + self.number
+
+    def save_own_variables(self, store):
+        store["number"] = self.number
+
+    def load_own_variables(self, store):
+        self.number = float(store["number"])
+
+
+def adapted_model():
+    """Returns a compiled model of numbers and words whose layers hold more than weights."""
+    layers = keras.layers
+    normalization, bins = layers.Normalization(), layers.Discretization(num_bins=5, output_mode="multi_hot")
+    normalization.adapt(5 * X + 3)
+    bins.adapt(X)
+    counted = Counted()
+    counted.number = 2.5
+    lookup = layers.StringLookup(output_mode="one_hot")
+    text = layers.TextVectorization(output_mode="tf_idf")
+    lookup.adapt(WORDS)
+    text.adapt(WORDS)
+    hashing = layers.Hashing(4, output_mode="one_hot")
+    numbers, words = keras.Input((6,), name="numbers"), keras.Input((1,), dtype="string", name="words")
+    inner = keras.Sequential([keras.Input((6,)), normalization, counted])
+    features = [inner(numbers), bins(numbers), lookup(words), layers.Flatten()(text(words)), hashing(words)]
+    outputs = layers.Dense(2)(layers.Concatenate()(features))
+    return compiled(keras.Model({"numbers": numbers, "words": words}, outputs), optimizer=keras.optimizers.SGD(0.01))
+
+
+def test_statistics_vocabularies_and_state_of_layers_come_along_to_training_and_export(tmp_path):
+    model = adapted_model()
+    inputs = {"numbers": tf.constant(X), "words": tf.constant(WORDS)}
+    data = batches(inputs, Y)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer.fit(data, epochs=1)
+    model.fit(data, epochs=1, verbose=0)
+    expected = model(inputs).numpy()
+    np.testing.assert_allclose(trainer.predict(data), expected, rtol=1e-5, atol=1e-5)
+    trainer.export(str(tmp_path))
+    served = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
+    outputs = served(x0_numbers=inputs["numbers"], x0_words=inputs["words"])
+    np.testing.assert_allclose(outputs["output"], expected, rtol=1e-5, atol=1e-5)
+
+
+def freeze_a_layer(model):
+    model.layers[1].trainable = False
+
+
+def change_variables(model):
+    model.layers[0].bias.trainable = False
+    model.layers[0].kernel.regularizer = keras.regularizers.L2(0.1)
+    model.layers[1].kernel.constraint = keras.constraints.MaxNorm(0.5)
+    model.layers[1].kernel_regularizer = keras.regularizers.L2(0.1)  # without effect: the variable has none
+
+
+@pytest.mark.parametrize("change", [freeze_a_layer, change_variables])
+def test_what_was_changed_after_some_training_is_taken_over(change):
+    model = compiled(net())
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    change(model)
+    assert_trains_on_as_keras_does(model)
+
+
+def test_variables_without_weight_decay_are_taken_over():
+    model = net()
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay([model.layers[0].kernel], var_names=["bias"])
+    compiled(model, optimizer=optimizer).fit(batches(X, Y), epochs=1, verbose=0)
+    assert_trains_on_as_keras_does(model)
+
+
+def test_a_schedule_without_a_config_is_taken_over():
+    class Falling(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.1 / (1.0 + tf.cast(step, tf.float32))
+
+    schedule = Falling()
+    model = compiled(net(), optimizer=keras.optimizers.Adam(schedule))
+    assert_trains_on_as_keras_does(model)
+    assert model.optimizer._learning_rate is schedule
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_refused():
+    class Closed(keras.optimizers.SGD):
+        def __init__(self, factor):
+            super().__init__(factor * 0.1)
+
+    model = compiled(net(), optimizer=Closed(2.0))
+    with pytest.raises(ValueError, match="'closed', a Closed, cannot be made again .*: let get_config return every"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
+
+
+def test_a_subclass_whose_methods_keras_forgets_is_refused():
+    class Doubled(keras.Sequential):
+        def call(self, x, **settings):
+            return 2 * super().call(x, **settings)
+
+    model = compiled(Doubled([keras.Input((6,)), keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match="Keras makes a Sequential of it, without its call.: give from_keras a func"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
+
+
+def test_a_subclass_that_only_builds_its_layers_is_taken():
+    class Small(keras.Model):
+        def __init__(self):
+            inputs = keras.Input((6,))
+            super().__init__(inputs, keras.layers.Dense(2)(inputs))
+
+    assert_trains_on_as_keras_does(compiled(Small()))
+
+
+def assert_trains_on_as_keras_does(model):
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer.fit(batches(X, Y), epochs=1)
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    assert_same_weights(trainer.model, model)
