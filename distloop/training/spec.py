@@ -313,6 +313,11 @@ def _check_optimizer(optimizer: Any) -> None:
             "A Keras LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
             "optimizer inside it and set Config(precision='mixed_float16'), or give distloop.LossScaleOptimizer."
         )
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):  # new in Keras 3.15
+        raise ValueError(
+            "A Keras MultiOptimizer was given; distloop applies one optimizer to the variables of an update: give "
+            "ModelSpec(updates=[...]) one distloop.Update for each optimizer inside it."
+        )
     for setting, advice in _REPLACED_SETTINGS.items():
         if getattr(optimizer, setting, None):
             raise ValueError(

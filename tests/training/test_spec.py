@@ -68,6 +68,13 @@ def test_weight_decay_belongs_to_the_optimizer():
     spec_of(two_layers(), keras.optimizers.AdamW(weight_decay=0.1))
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="new in Keras 3.15")
+def test_an_optimizer_of_several_optimizers_is_refused():
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1)))
+    with pytest.raises(ValueError, match="A Keras MultiOptimizer was given; .*one distloop.Update for each"):
+        spec_of(two_layers(), optimizer)
+
+
 def test_a_loss_scale_optimizer_is_refused():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="A Keras LossScaleOptimizer was given, .*: give the optimizer inside it"):
