@@ -20,6 +20,9 @@ from distloop.optimizers import gradients, keras_hooks
 # After this many overflows in a row at the smallest scale, the scale is not the cause.
 MAX_OVERFLOWS_AT_FLOOR = 10
 
+# Good steps between two doublings, until a step overflows.
+_SEARCH_STEPS = 10
+
 
 @contextlib.contextmanager
 def policy(name: str) -> Iterator[None]:
@@ -45,7 +48,9 @@ class LossScaleOptimizer(tf.Module):
     """An optimizer that scales the loss, and skips a step if a gradient on any replica or worker is not finite.
 
     The scale is halved when a step overflows, and doubled after `growth_steps` good ones (Micikevicius et al. 2018,
-    arXiv:1710.03740, section 3.2). A step that overflows changes no weight, no slot and no `iterations`.
+    arXiv:1710.03740, section 3.2); from then on, as from the first step, it doubles every 10 steps until the next
+    overflow. It starts low, so that the first steps of common models do not overflow (`docs/precision.md`). A step that
+    overflows changes no weight, no slot and no `iterations`.
 
     `keras.optimizers.LossScaleOptimizer` checks the first replica alone, before the reduction, so an overflow of
     another replica goes into every weight. This one sums first. Under `Config(precision="mixed_float16")` the Trainer
@@ -70,14 +75,14 @@ class LossScaleOptimizer(tf.Module):
     Attributes:
         inner_optimizer: the Keras optimizer; its `clipnorm` and similar settings get summed, unscaled gradients.
         loss_scale: the factor of the loss, a float32 scalar.
-        streak: number of steps applied since the last change of the scale, an int32 scalar; below 0: minus the number
-            of overflows in a row at the smallest scale.
+        streak: counts the steps applied, an int32 scalar: from 0 after an overflow to `growth_steps`, where the scale
+            doubles; below 0: minus the number of overflows in a row at the smallest scale.
     """
 
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
-        initial_scale: float = 2.0**15,
+        initial_scale: float = 2.0**4,
         *,
         dynamic: bool = True,
         growth_steps: int = 2_000,
@@ -88,9 +93,9 @@ class LossScaleOptimizer(tf.Module):
 
         Args:
             inner_optimizer: any Keras optimizer except a loss-scale optimizer.
-            initial_scale: the first scale; better too large, as it falls faster than it rises.
+            initial_scale: the first scale.
             dynamic: True if the scale changes; else it stays at `initial_scale`, and steps that overflow are skipped.
-            growth_steps: number of good steps after which the scale is doubled.
+            growth_steps: number of good steps after an overflow until the scale is doubled.
             min_scale: the smallest scale.
             max_scale: the largest scale.
 
@@ -121,7 +126,8 @@ class LossScaleOptimizer(tf.Module):
         self.min_scale = min_scale
         self.max_scale = max_scale
         self.loss_scale = tf.Variable(initial_scale, dtype=tf.float32, trainable=False, name="loss_scale")
-        self.streak = tf.Variable(0, dtype=tf.int32, trainable=False, name="streak")
+        self._search_streak = growth_steps - min(growth_steps, _SEARCH_STEPS)  # where the count starts in a search
+        self.streak = tf.Variable(self._search_streak, dtype=tf.int32, trainable=False, name="streak")
         keras_hooks.skip_reduction(inner_optimizer)
 
     @property
@@ -207,7 +213,7 @@ class LossScaleOptimizer(tf.Module):
         is_grown = good >= self.growth_steps
         doubled = tf.where(is_grown, tf.minimum(scale * 2, self.max_scale), scale)
         self.loss_scale.assign(tf.where(is_finite, tf.where(is_applied, doubled, scale), halved))
-        kept = tf.where(is_applied, tf.where(is_grown, 0, good), streak)
+        kept = tf.where(is_applied, tf.where(is_grown, self._search_streak, good), streak)
         self.streak.assign(tf.where(is_finite, kept, at_floor))
 
 

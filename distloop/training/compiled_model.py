@@ -95,4 +95,6 @@ def _rescaled(old: Any, optimizer: keras.optimizers.Optimizer) -> Any:
     if not isinstance(old, keras.optimizers.LossScaleOptimizer):
         return optimizer
     scale = float(old.dynamic_scale) if old.built else old.initial_scale
-    return LossScaleOptimizer(optimizer, min(max(scale, 1.0), 2.0**24), growth_steps=old.dynamic_growth_steps)
+    # 2^15 is Keras's own start, at which the first steps of many models overflow.
+    settings: dict[str, Any] = {} if scale == 2.0**15 else {"initial_scale": min(max(scale, 1.0), 2.0**24)}
+    return LossScaleOptimizer(optimizer, growth_steps=old.dynamic_growth_steps, **settings)

@@ -184,7 +184,7 @@ def test_float16_puts_a_loss_scale_optimizer_around_the_users(num_devices):
     trainer = distloop.Trainer(model_fn, on(num_devices, precision="mixed_float16"))
     assert isinstance(trainer.optimizer, distloop.LossScaleOptimizer)
     assert trainer.optimizer.inner_optimizer is given[0]
-    assert float(trainer.state.loss_scale) == trainer.optimizer.loss_scale.numpy() == 2.0**15
+    assert float(trainer.state.loss_scale) == trainer.optimizer.loss_scale.numpy() == 2.0**4
 
 
 @pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
@@ -225,9 +225,9 @@ def test_the_loss_scale_and_skipped_steps_are_reported(num_devices):
     trainer = distloop.Trainer(classifier(), on(num_devices, precision="mixed_float16"))
     data = distloop.make_dataset(rows, 8)
     found = trainer.fit(data, steps=1)
-    assert (found["loss_scale"], found["skipped_steps"]) == (2.0**15, 0.0)
+    assert (found["loss_scale"], found["skipped_steps"]) == (2.0**4, 0.0)
     found = trainer.fit(data, steps=4)
-    assert (found["loss_scale"], found["skipped_steps"]) == (2.0**13, 2.0)
+    assert (found["loss_scale"], found["skipped_steps"]) == (2.0**2, 2.0)
     assert np.isfinite(found["loss"])
 
 
@@ -268,7 +268,7 @@ def test_evaluating_and_predicting_do_not_touch_the_loss_scale(num_devices):
     trainer = distloop.Trainer(classifier(batch_norm="local"), on(num_devices, precision="mixed_float16"))
     trainer.fit(distloop.make_dataset(rows, 16), steps=3)
     before = everything(trainer)
-    assert before["streak/@0"] == 3
+    assert before["streak/@0"] == trainer.optimizer.growth_steps - 10 + 3
     rows["x"][5] = np.inf
     assert np.isnan(trainer.evaluate(distloop.make_dataset(rows, 16))["loss"])
     trainer.predict(distloop.make_dataset(rows, 16))
@@ -389,7 +389,7 @@ def test_opposite_infinities_on_two_replicas_skip_the_step(replicas):
 
 @REPLICAS
 def test_a_gradient_that_overflows_when_it_is_scaled_skips_the_step(replicas):
-    loop = Loop(scaling(), replicas)
+    loop = Loop(scaling(initial_scale=2.0**15), replicas)
     before = loop.everything()
     loop.step(bad(replicas, replicas - 1, value=1e36))  # times 2^15 there is no such float32
     assert_equal(loop.everything(), before)
@@ -452,6 +452,28 @@ def test_an_overflow_starts_the_count_of_good_steps_again(replicas):
         loop.step(gradients(replicas))
         scales.append((loop.scale(), loop.streak()))
     assert scales == [(8.0, 1), (8.0, 2), (4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0)]
+
+
+def test_the_scale_doubles_every_10_steps_until_an_overflow_and_again_after_enough_good_ones():
+    loop = Loop(scaling(initial_scale=8.0, growth_steps=15))
+    scales = []
+    for gradients in [*[good()] * 21, bad(), *[good()] * 27]:
+        loop.step(gradients)
+        scales.append(loop.scale())
+    assert scales == [8.0] * 9 + [16.0] * 10 + [32.0] * 2 + [16.0] * 15 + [32.0] * 10 + [64.0] * 3
+
+
+def test_a_model_whose_gradients_are_large_at_first_trains_from_the_first_step():
+    def model_fn():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+        def loss_fn(batch, training):
+            return {"loss": 256.0 * tf.reduce_mean(model(batch["x"], training=training), -1)}  # 2^15 would overflow
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(1e-6), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(1, precision="mixed_float16"))
+    assert trainer.fit(distloop.make_dataset(DATA, 1), steps=10)["skipped_steps"] == 0.0
 
 
 def test_the_scale_never_grows_beyond_the_largest():
