@@ -47,6 +47,7 @@ _MODULES = {
     "stages": "distributed.pipeline",
     "summarize": "variables",
     "supervised": "training.keras_model",
+    "synchronize": "distributed.synchronization",
     "weighted": "training.metrics",
 }
 
@@ -70,6 +71,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.distributed.pipeline import split as split
     from distloop.distributed.pipeline import stages as stages
     from distloop.distributed.strategies import prepare as prepare
+    from distloop.distributed.synchronization import synchronize as synchronize
     from distloop.flags import define_flags as define_flags
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix

@@ -1,5 +1,6 @@
 """Tests what users test with."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -90,6 +91,67 @@ def test_a_value_that_breaks_the_replica_law_is_an_error():
 
     with pytest.raises(AssertionError, match="After 2 steps rows differs"):
         testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+
+
+def attentive():
+    """A spec with biases of which the loss is independent but for rounding: `key/bias` and `before/bias`."""
+    rows = keras.Input((8,))
+    tokens = keras.layers.Reshape((4, 2))(rows)
+    hidden = keras.layers.Flatten()(keras.layers.MultiHeadAttention(1, 2, name="attention")(tokens, tokens))
+    hidden = keras.layers.Dense(4, name="before")(hidden)
+    hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
+    model = keras.Model(rows, keras.layers.Dense(4)(keras.ops.relu(hidden)))
+
+    def loss_fn(batch, training):
+        logits = model(batch["x"], training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+    return distloop.ModelSpec(model, keras.optimizers.Adam(0.01), loss_fn)
+
+
+@pytest.mark.slow
+def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
+    testing.assert_replica_law(attentive, data(), (1, 2), steps=2)
+
+
+@pytest.mark.parametrize("violation", [0.0, 1e-4])
+def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_without_that_it_is_rounding(violation):
+    def model_fn():
+        kernel, shift = tf.Variable(np.eye(8, 4, dtype=np.float32), name="kernel"), tf.Variable(0.0, name="shift")
+
+        def loss_fn(batch, training):
+            logits = batch["x"] @ kernel + shift  # the softmax takes no notice of the shift
+            loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
+            replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+            return {"loss": loss + violation * (replicas - 1.5) * (shift - tf.stop_gradient(shift))}
+
+        return distloop.ModelSpec([kernel, shift], keras.optimizers.Adam(0.01), loss_fn)
+
+    with pytest.raises(AssertionError, match="After 2 steps 1 differs") if violation else contextlib.nullcontext():
+        testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+
+
+def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has_any():
+    gradients = {"a/key/kernel": [1.0], "a/key/bias": [1e-8, 2e-5], "a/alone/bias": [1e-6], "b/kernel": [1e-9]}
+    tensors = {path: tf.constant(values) for path, values in gradients.items()}
+    zeroed = testing._zero_noise(1e-5, None, tensors)
+    kept = {path: (gradient != 0).numpy().tolist() for path, gradient in zeroed.items()}
+    assert kept == {"a/key/kernel": [True], "a/key/bias": [False, True], "a/alone/bias": [False], "b/kernel": [False]}
+    doubled = testing._zero_noise(1e-5, lambda by_path: {p: 2 * g for p, g in by_path.items()}, tensors)
+    assert doubled["a/key/kernel"].numpy() == [2.0] and doubled["b/kernel"].numpy() == [0.0]
+
+
+@pytest.mark.slow
+def test_activity_regularizers_keep_the_replica_law():
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activity_regularizer="l2")])
+
+        def loss_fn(batch, training):
+            return {"loss": tf.reduce_mean(model(batch["x"], training=training), -1)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    testing.assert_replica_law(model_fn, data(), (1, 2), steps=5)  # the last of them has 3 rows
 
 
 def test_tiny_data_can_be_learned():

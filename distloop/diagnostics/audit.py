@@ -1,7 +1,7 @@
 """The audit: a list of checks of the user's code and data; each finding names the problem, its place and its remedy.
 
     result = trainer.audit(dataset)
-    print(result)                       # a line for each finding
+    print(result)                       # findings that differ in their names alone share a line
     assert not result.findings
 
 A check is a function from a `Probe` to findings. The probe runs one batch as a whole and in two halves, as two replicas

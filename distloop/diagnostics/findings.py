@@ -1,7 +1,10 @@
 """The report of an audit: its findings, and the properties that it could not check."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+_NUM_NAMES = 3  # in a line
 
 
 class Finding(NamedTuple):
@@ -18,7 +21,7 @@ class Finding(NamedTuple):
     hint: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.name}: {self.hint}."
+        return _line([self])
 
 
 class Unchecked(NamedTuple):
@@ -33,7 +36,7 @@ class Unchecked(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of an audit; printed, a line for each finding.
+    """The result of an audit; printed, a line for each kind of finding and hint, with the first few names.
 
     Attributes:
         findings: empty if nothing is wrong.
@@ -44,5 +47,15 @@ class Audit:
     unchecked: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [*map(str, self.findings)] or ["nothing found."]
+        alike: dict[tuple[str, str], list[Finding]] = {}
+        for finding in self.findings:
+            alike.setdefault((finding.what, finding.hint), []).append(finding)
+        lines = [_line(findings) for findings in alike.values()] or ["nothing found."]
         return "\n".join([*lines, *(f"not checked: {text}." for text in self.unchecked)])
+
+
+def _line(findings: Sequence[Finding]) -> str:
+    """Returns the line about findings that differ in their names alone."""
+    names = [finding.name for finding in findings[:_NUM_NAMES]]
+    more = f" and {len(findings) - _NUM_NAMES} more" if len(findings) > _NUM_NAMES else ""
+    return f"{findings[0].what}: {', '.join(names)}{more}: {findings[0].hint}."

@@ -22,7 +22,14 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.copies import fresh_copy
 from distloop.data.source import Data, Source, as_worker_dataset
-from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
+from distloop.diagnostics.tracing import (
+    VariableCreated,
+    as_replica,
+    compiled,
+    drawing_operations,
+    hold_draws,
+    no_new_variables,
+)
 from distloop.distributed import devices
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.random_streams import SEED_STRIDE
@@ -62,12 +69,14 @@ class Measurement(NamedTuple):
         values: the metrics.
         weight: the sum of the loss's weights.
         written: by path, the untrained variables after the forward pass.
+        is_random: whether another measurement may draw other random numbers.
     """
 
     gradients: dict[str, np.ndarray | None]
     values: dict[str, float]
     weight: float
     written: dict[str, np.ndarray]
+    is_random: bool = False
 
 
 class TwoSteps(NamedTuple):
@@ -198,6 +207,8 @@ class Probe:
     def measure(self, update: Update, batches: Sequence[Any], *, training: bool) -> tuple[list[Measurement], set[str]]:
         """Computes an update for several batches, each as a replica of its own, and each from the same start.
 
+        Random numbers count as one constant, where `hold_draws` can replace them.
+
         Returns:
             A measurement for each batch, and how `loss_fn` communicates with other replicas.
         """
@@ -210,10 +221,13 @@ class Probe:
         update_pass = ForwardBackward(self.state, update)
         num_examples = tf.constant(shards.batch_size(self.rows))
         collectives: set[str] = set()
+        are_random: list[bool] = []  # set by tracing
 
         def compute(replica: int, rows: Any) -> Any:
-            with as_replica(replica, len(batches), collectives):
-                return update_pass.gradients_of(rows, num_examples, training=training)
+            with as_replica(replica, len(batches), collectives) as operations:
+                results = update_pass.gradients_of(rows, num_examples, training=training)
+            are_random.append(hold_draws(operations))
+            return results
 
         measurements = []
         for replica, rows in enumerate(batches):
@@ -230,6 +244,7 @@ class Probe:
                         path: self.state.replica_variables(variable)[0].numpy()
                         for path, variable in self.untrained_variables.items()
                     },
+                    are_random[replica],
                 )
             )
         return measurements, collectives
@@ -249,6 +264,7 @@ class Probe:
             for replica, rows in enumerate([whole, *halves]):
                 with as_replica(max(replica - 1, 0), REPLICAS if replica else 1, set()) as operations:
                     update.loss_fn(rows, training)
+                hold_draws(operations)
                 calls.append(operations)
             if len({tuple(op.type for op in operations) for operations in calls}) > 1:
                 calls.clear()
@@ -342,7 +358,8 @@ def _restored(variables: Sequence[tf.Variable]) -> Iterator[Callable[[], None]]:
 
 
 def _is_comparable(op: tf.Operation) -> bool:
-    return len(op.outputs) == 1 and op.outputs[0].dtype.is_floating and bool(op.outputs[0].shape.rank)
+    is_tensor = len(op.outputs) == 1 and op.outputs[0].dtype.is_floating and bool(op.outputs[0].shape.rank)
+    return is_tensor and not drawing_operations([op])
 
 
 def _is_variable(candidate: Any) -> bool:

@@ -11,7 +11,6 @@ from distloop.data import shards
 from distloop.diagnostics import checks
 from distloop.diagnostics.findings import Finding, Unchecked
 from distloop.diagnostics.probe import REPLICAS, Measurement, Probe
-from distloop.diagnostics.tracing import drawing_operations
 from distloop.training import nonfinite
 from distloop.training.spec import Update
 from distloop.variables import named_variables
@@ -22,25 +21,29 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
     if [*checks.python_values(probe), *checks.identical_draws(probe)]:  # then no two calls compute the same
         yield Unchecked("one replica against several, until the findings are repaired")
         return
-    is_random = bool(drawing_operations(probe.trace.calls[0]))
     for update in probe.state.spec.updates:
         (whole,), collectives = probe.measure(update, [probe.rows], training=True)
         unsynchronized = _unsynchronized_normalizations(probe, whole)
         yield from (_unsynchronized(path) for path in unsynchronized)
-        training = not (is_random or unsynchronized or collectives or probe.trace.collectives)
+        training = not (whole.is_random or unsynchronized or collectives or probe.trace.collectives)
         if training:
             halves, _ = probe.measure(update, probe.halves, training=True)
             yield from _written_statistics(probe, whole, halves)
         else:
             (whole,), collectives_of_whole = probe.measure(update, [probe.rows], training=False)
             halves, collectives_of_halves = probe.measure(update, probe.halves, training=False)
-            if collectives := collectives_of_whole | collectives_of_halves:
-                yield Unchecked(
-                    f"loss and gradients{_of(update)} on several replicas, because loss_fn communicates by "
-                    f"{' and '.join(sorted(collectives))}: distloop.testing.assert_replica_law compares them"
-                )
+            if reason := _incomparable(collectives_of_whole | collectives_of_halves, whole.is_random):
+                yield Unchecked(f"loss and gradients{_of(update)} on several replicas, because loss_fn {reason}")
                 continue
         yield from _values_and_gradients(probe, update, whole, halves, training)
+
+
+def _incomparable(collectives: set[str], is_random: bool) -> str | None:
+    """Returns what `loss_fn` does that keeps one replica from being compared with several; None: nothing."""
+    if collectives:
+        names = " and ".join(sorted(collectives))
+        return f"communicates by {names}: distloop.testing.assert_replica_law compares them"
+    return "draws other random numbers for other rows, also where training is False" if is_random else None
 
 
 def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
@@ -64,7 +67,7 @@ def _unsynchronized(path: str) -> Finding:
         "statistics of one replica",
         path,
         "each replica normalizes by its own rows, so the numbers depend on how many there are: use "
-        "BatchNormalization(synchronized=True)",
+        "distloop.synchronize(model), or BatchNormalization(synchronized=True)",
     )
 
 

@@ -8,11 +8,14 @@ This module does not know what the operations are searched for.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from distloop.training import unsaved_draws
+
+_HELD = 0.9  # a draw; Keras's dropout then drops nothing
 _DRAWS = re.compile("Random(?!.*Get)|TruncatedNormal|Multinomial")  # types of operations
 
 
@@ -81,6 +84,27 @@ def no_new_variables() -> Iterator[None]:
 def drawing_operations(operations: Iterable[tf.Operation]) -> list[tf.Operation]:
     """Returns the operations that draw random numbers."""
     return [op for op in operations if _DRAWS.search(op.type)]
+
+
+def hold_draws(operations: Sequence[tf.Operation]) -> bool:
+    """Replaces floating-point random numbers in a graph by a constant, so that whole and halved batches get the same.
+
+    Args:
+        operations: of a graph that is being traced.
+
+    Returns:
+        Whether random numbers are left: whole numbers, and those in functions that the operations call.
+    """
+    held = [op for op in drawing_operations(operations) if op.outputs[0].dtype.is_floating]
+    for op in held:
+        drawn = op.outputs[0]
+        consumers = drawn.consumers()
+        constant = tf.fill(tf.shape(drawn), tf.cast(_HELD, drawn.dtype))
+        for consumer in consumers:
+            for i, tensor in enumerate(consumer.inputs):
+                if tensor is drawn:
+                    consumer._update_input(i, constant)  # TensorFlow has no public way to rewire an operation
+    return len(held) < len(drawing_operations(unsaved_draws.with_called(operations)))
 
 
 def compiled(fn: Callable[..., Any], *arguments: Any) -> Any:

@@ -64,7 +64,7 @@ def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iter
         state: whose variables checkpoints hold.
     """
     saved: set[int] | None = None
-    for op in _with_called(operations):
+    for op in with_called(operations):
         if _DRAWS_FROM_KERNEL.fullmatch(op.type):
             yield op
         elif _DRAWS_FROM_VARIABLE.fullmatch(op.type):
@@ -75,7 +75,7 @@ def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iter
                 yield op
 
 
-def _with_called(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+def with_called(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
     """Yields operations, and those of the functions that they call: branches, bodies of loops, `tf.function`s."""
     function_attributes: dict[str, list[str]] = {}  # by type of operation
     seen: set[str] = set()

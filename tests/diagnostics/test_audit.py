@@ -74,6 +74,17 @@ class Largest(keras.layers.Layer):
         return x
 
 
+class Sampling(keras.layers.Layer):
+    """Draws around the mean that it is given, in training and without, as in a variational autoencoder."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.seed_generator = keras.random.SeedGenerator(7)
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
+
+
 def unused_layer():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="used")], name="net")
     unused = keras.layers.Dense(2, name="unused")
@@ -211,6 +222,15 @@ def test_a_clean_model_passes_and_stays_as_it_is(case, replicas):
 def test_a_clean_model_passes_in_half_precision(precision):
     trainer = distloop.Trainer(classifier(), on(1, precision=precision))
     assert not trainer.audit(data()).findings
+
+
+def test_a_layer_that_draws_for_each_row_passes_and_a_mean_over_the_rows_beside_it_is_found():
+    def audit(*layers):
+        return distloop.Trainer(planted(layers=layers), on(1)).audit(data())
+
+    assert str(audit(Sampling)) == "nothing found."
+    (finding,) = audit(Sampling, lambda: Centered(name="centered")).findings
+    assert finding.what == "depends on the number of replicas" and "in layer net/centered" in finding.name
 
 
 def test_an_audit_changes_no_bit_of_the_run_after_it():

@@ -79,3 +79,12 @@ def test_statistics_are_the_mean_over_the_replicas(whole, halves, what):
 def test_variables_that_differ_between_replicas_are_named():
     (finding,) = replica_checks.drift(probe(two_steps=TwoSteps({}, {}, ["counter/count"])))
     assert (finding.what, finding.name) == ("replicas apart", "counter/count")
+
+
+@pytest.mark.parametrize(
+    ("collectives", "is_random", "part"),
+    [(set(), False, None), ({"all_gather"}, True, "all_gather"), (set(), True, "random numbers")],
+)
+def test_what_cannot_be_compared_is_said(collectives, is_random, part):
+    reason = replica_checks._incomparable(collectives, is_random)
+    assert reason is None if part is None else part in reason

@@ -1,7 +1,14 @@
 import pytest
 import tensorflow as tf
 
-from distloop.diagnostics.tracing import VariableCreated, as_replica, compiled, drawing_operations, no_new_variables
+from distloop.diagnostics.tracing import (
+    VariableCreated,
+    as_replica,
+    compiled,
+    drawing_operations,
+    hold_draws,
+    no_new_variables,
+)
 
 
 def test_code_is_traced_as_a_replica_of_several():
@@ -44,3 +51,23 @@ def test_operations_that_draw_are_told_from_others():
         tf.zeros([2])
     types = {op.type for op in drawing_operations(graph.get_operations())}
     assert types == {"StatelessRandomNormalV2", "TruncatedNormal"}
+
+
+def test_random_numbers_are_held_but_for_whole_ones_and_those_in_called_functions():
+    def draw(kind, are_left):
+        draws = {
+            "float": lambda: tf.random.stateless_normal([2], [1, 2]),
+            "whole": lambda: tf.cast(tf.random.stateless_uniform([2], [1, 2], 0, 9, tf.int32), tf.float32),
+            "called": lambda: tf.function(lambda: tf.random.stateless_normal([2], [1, 2]))(),
+        }
+
+        def trace(x):
+            with as_replica(0, 2, set()) as operations:
+                result = x * draws[kind]()
+            assert hold_draws(operations) == are_left
+            return result
+
+        return compiled(trace, tf.constant(2.0))(tf.constant(2.0)).numpy().tolist()
+
+    assert draw("float", False) == [pytest.approx(1.8)] * 2
+    assert draw("whole", True) != [pytest.approx(1.8)] * 2 != draw("called", True)
