@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
+from distloop.training.forward_backward import tally_outputs
 from tests.problems import on
 
 RNG = np.random.default_rng(0)
@@ -67,3 +68,16 @@ def evaluated(model, data, replicas=1):
     """Evaluates a compiled model with distloop and with Keras."""
     trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
     return trainer.evaluate(data), copy_of(model).evaluate(data, verbose=0, return_dict=True)
+
+
+def values_of(spec, *batch):
+    """Computes what a spec reports of one batch, outside any step."""
+    rows = tf.nest.map_structure(tf.convert_to_tensor, batch)
+    tallies = tally_outputs(spec.updates[0].loss_fn(rows, False), rows, None, spec.metrics)
+    means = {name: float(tally.total / tally.weight) for name, tally in tallies.items()}
+    return means | {name: float(metric.result()) for name, metric in spec.metrics.items()}
+
+
+def measured(model, *batch):
+    """Evaluates a compiled model on one batch, outside any step: with distloop and with Keras."""
+    return values_of(distloop.from_keras(model)(), *batch), model.test_on_batch(*batch, return_dict=True)

@@ -168,9 +168,10 @@ def check_rows(rows: Any) -> Any:
     """Returns the rows of a batch; reading them fails if its entries differ in their number of rows."""
     size = batch_size(rows)
     entries = tf.nest.flatten(rows)
+    shapes = ["unknown" if entry.shape.rank is None else list(entry.shape) for entry in entries]
     wrong = (
-        f"A batch's entries differ in their number of rows; tensors of shapes "
-        f"{[list(entry.shape) for entry in entries]} share their first axis: batch them together."
+        f"A batch's entries differ in their number of rows; tensors of shapes {shapes} share their first axis: batch "
+        "them together."
     )
     for entry in entries[1:]:
         require(tf.equal(batch_size(entry), size), wrong)

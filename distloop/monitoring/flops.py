@@ -42,12 +42,15 @@ def peak_of(device: str, is_half: bool) -> float | None:
     return _PEAKS[names[0]][is_half] if names else None
 
 
-def count(graph: tf.Graph) -> float | None:
+def count(graph: tf.Graph | None) -> float | None:
     """Returns the floating-point operations of one run of a graph.
 
     Returns:
-        None if a shape is unknown while tracing, or if a loop or a branch contains operations that count.
+        None if a shape or a function's graph is unknown while tracing, or if a loop or a branch contains operations
+        that count.
     """
+    if graph is None:
+        return None
     total = 0.0
     for op in graph.get_operations():
         if op.type in _CALLS:
@@ -72,12 +75,11 @@ def _bodies(op: tf.Operation) -> list[str]:
     return [function.name for function in attributes]
 
 
-def _body(graph: Any, name: str) -> tf.Graph:
-    """Returns the graph of a function that a graph calls."""
+def _body(graph: Any, name: str) -> tf.Graph | None:
+    """Returns the graph of a function that a graph calls; functions of TensorFlow 1, as in its CTC loss, have none."""
     while (function := graph._get_function(name)) is None:
         graph = graph.outer_graph
-    body: tf.Graph = function.graph
-    return body
+    return getattr(function, "graph", None)
 
 
 def _count_op(op: tf.Operation) -> float | None:

@@ -74,11 +74,12 @@ def _require_compiled(model: keras.Model) -> None:
             f"The model {model.name!r} is not compiled; from_keras takes loss, optimizer and metrics from compile: "
             "call model.compile(...) first, or write a model_fn with distloop.supervised."
         )
-    if type(model).train_step is not keras.Model.train_step:
-        raise ValueError(
-            f"The model {model.name!r} has a train_step of its own, which distloop would not call: write a model_fn "
-            "with a loss_fn that computes what train_step minimizes."
-        )
+    for method in ("train_step", "test_step", "predict_step", "compute_metrics"):
+        if getattr(type(model), method) is not getattr(keras.Model, method):
+            raise ValueError(
+                f"The model {model.name!r} has a {method} of its own, which distloop would not call: write a model_fn "
+                f"that returns a ModelSpec whose loss_fn or predict_fn computes what {method} does."
+            )
 
 
 def _optimizer_copy(compiled: keras.Model, model: keras.Model) -> keras.optimizers.Optimizer:

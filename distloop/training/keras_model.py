@@ -2,16 +2,27 @@
 
     spec = supervised(model, "mse", keras.optimizers.Adam(), metrics=["mae"])                # inside model_fn
 
-It does not know how a step goes. Keras's reductions are not used: values stay per example, and are divided once.
+It does not know how a loss or metric is computed, or how a step goes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from distloop.training.metrics import Weighted, weighted
+from distloop.data.shards import batch_size
+from distloop.training.keras_losses import loss_values, per_example, resolve_loss, weigh
+from distloop.training.keras_metrics import Measure, make_measures
+from distloop.training.keras_outputs import (
+    names_before_call,
+    outputs_by_name,
+    spread,
+    targets_by_output,
+    weights_by_output,
+)
+from distloop.training.metrics import Weighted
 from distloop.training.spec import ModelSpec
 
 
@@ -26,10 +37,14 @@ def supervised(
 ) -> ModelSpec:
     """Returns the spec for batches `(x, y)` or `(x, y, sample_weight)`; to be called inside `model_fn`.
 
+    Losses and metrics are Keras's, less their reduction: masks of outputs and of values (`ignore_class`) count as in
+    Keras. A `compute_loss` of the model's own replaces `loss`; it returns values per example.
+
     Args:
         model: called as `model(x, training=training)`.
         loss: a Keras loss, its name, or a function of `(y_true, y_pred)` that returns values per example; for several
-            outputs a dict or list of losses.
+            outputs a dict or list of losses. None for a model that is trained by its `add_loss` alone: batches may be
+            `x` then, and `loss` is the sum of these losses.
         optimizer: a plain Keras optimizer.
         metrics: Keras metrics, their names, or functions as for `loss`; not weighted by `sample_weight`, as in Keras.
             For several outputs a dict or list of lists.
@@ -38,217 +53,166 @@ def supervised(
 
     Returns:
         The spec. `loss` is the mean over examples, weighted by `sample_weight` and divided by the sum of the weights
-        (Keras divides by their number); several outputs report `<output>_loss` too.
+        (Keras divides by their number); several outputs report `<output>_loss` too. Lists match a dict of outputs in
+        the order of its sorted keys, as in Keras.
 
     Raises:
         ValueError: if a loss sums over the batch, or dicts and lists do not match the outputs.
     """
-    names = list(getattr(model, "output_names", None) or [])
-    measures = [*_measures(metrics, names, is_weighted=False), *_measures(weighted_metrics, names, is_weighted=True)]
-    stateful = {measure.name: measure.metric for measure in measures if measure.metric is not None}
+    measures = make_measures(metrics, weighted_metrics, names_before_call(model))
+    has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)
+    has_losses = not has_own_loss and any(part is not None for part in keras.tree.flatten(loss))
 
     def loss_fn(batch: Any, training: bool) -> dict[str, Any]:
-        if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-            length = f" and length {len(batch)}" if hasattr(batch, "__len__") else ""
-            raise ValueError(
-                f"A batch of type {type(batch).__name__}{length} was given; supervised training takes (x, y) or "
-                "(x, y, sample_weight): map the dataset to such tuples."
-            )
-        x, y, *rest = batch
-        outputs = _by_name(model(x, training=training), names, "outputs")
-        targets = _by_name(y, list(outputs), "targets")
-        needed = [name for name in outputs if _spread(loss, list(outputs)).get(name) is not None]
-        if missing := [name for name in needed if name not in targets]:
-            raise ValueError(
-                f"The targets {list(targets)} were given, but none for the outputs {missing}, which have a loss: give "
-                "one for each, by the output's name."
-            )
-        if len(outputs) > 1 and rest and isinstance(rest[0], (Mapping, list, tuple)):
-            raise ValueError(
-                "A model with several outputs was given sample weights for each of them; their losses have no common "
-                "weights: write a ModelSpec with a loss_fn of your own, and distloop.weighted."
-            )
-        weights = _spread(rest[0] if rest else None, list(outputs))
-        losses = _spread(loss, list(outputs))
-        factors = _spread(loss_weights, list(outputs))
-        values: dict[str, Any] = {}
-        for name, output in outputs.items():
-            if losses.get(name) is not None:
-                value = _weigh(_loss_values(losses[name], targets[name], output), weights.get(name))
-                values[name] = (value, 1.0 if factors.get(name) is None else float(factors[name]))
-        reported = {"loss": _sum_of_losses(values)}
-        if len(outputs) > 1:
-            reported |= {f"{name}_loss": value for name, (value, _) in values.items()}
-        for measure in measures:
-            target, output = targets[measure.output or names[0]], outputs[measure.output or names[0]]
-            weight = weights.get(measure.output or names[0]) if measure.is_weighted else None
-            reported[measure.name] = measure(target, output, weight)
+        x, y, sample_weight = _unpack(batch, needs_targets=has_losses or bool(measures))
+        y_pred = model(x, training=training)
+        reported: dict[str, Any] = {}
+        if has_own_loss:
+            reported["loss"] = _own_loss(model, (x, y, y_pred, sample_weight), training)
+        elif not has_losses:
+            reported["loss"] = _added_losses(model, batch_size(x))
+        if has_losses or measures:
+            outputs = outputs_by_name(y_pred, getattr(model, "output_names", None) or [])
+            losses = spread(loss if has_losses else None, list(outputs))
+            losses = {name: losses[name] for name in outputs if losses.get(name) is not None}
+            targets = targets_by_output(y, list(outputs), list(losses))
+            weights = weights_by_output(sample_weight, list(outputs))
+            if losses:
+                reported |= _compiled_losses(losses, loss_weights, outputs, targets, weights)
+            reported |= {measure.name: _measured(measure, outputs, targets, weights) for measure in measures}
         return reported
-
-    if not names:
-        names = ["output"]
 
     def predict_fn(batch: Any) -> Any:
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch, training=False)
 
+    stateful = {measure.name: measure.metric for measure in measures if measure.metric is not None}
     return ModelSpec(model, optimizer, loss_fn, predict_fn=predict_fn, metrics=stateful)
 
 
-class _Measure:
-    """A metric of one output: a mean of values per example if possible, else a Keras metric with state."""
-
-    def __init__(self, identifier: Any, output: str | None, prefix: str, is_weighted: bool):
-        self.output = output
-        self.is_weighted = is_weighted
-        self._identifier = identifier
-        self.metric: keras.metrics.Metric | None = None
-        name: Any
-        if isinstance(identifier, str):
-            # The function for "accuracy" depends on the shapes of target and output, known when the step is traced.
-            name = identifier
-            if identifier.lower() not in ("accuracy", "acc", "crossentropy", "ce"):
-                self._identifier = keras.metrics.get(identifier)
-        else:
-            name = getattr(identifier, "name", None) or getattr(identifier, "__name__", type(identifier).__name__)
-        if isinstance(self._identifier, type):
-            self._identifier = self._identifier()
-        if isinstance(self._identifier, keras.metrics.Metric) and not _mean_fn(self._identifier):
-            self.metric = type(self._identifier).from_config(self._identifier.get_config())
-        self.name = prefix + name
-
-    def __call__(self, target: Any, output: Any, weight: Any) -> Any:
-        """Returns the value of `loss_fn` under the metric's name."""
-        if self.metric is not None:
-            return (target, output) if weight is None else (target, output, weight)
-        measure = self._identifier
-        if isinstance(measure, str):
-            measure = _by_shapes(measure, target, output)
-        fn = _mean_fn(measure) or measure
-        return _weigh(fn(*_same_rank(target, output)), weight)
-
-
-def _same_rank(target: tf.Tensor, output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns labels and outputs; labels [B] of outputs [B, 1] get a last axis, as in Keras."""
-    if target.shape.rank + 1 == output.shape.rank and output.shape[-1] == 1:
-        return target[..., tf.newaxis], output
-    return target, output
-
-
-def _mean_fn(metric: Any) -> Callable[[Any, Any], Any] | None:
-    """Returns the function of a metric that is a mean of a function's values; None for other metrics."""
-    is_metric = isinstance(metric, keras.metrics.Metric)
-    if not is_metric or type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state:
-        return None
-    return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
-
-
-def _by_shapes(name: str, target: tf.Tensor, output: tf.Tensor) -> Callable[[Any, Any], Any]:
-    """Returns the function that Keras chooses for "accuracy" or "crossentropy"."""
-    if output.shape[-1] == 1:
-        kind = "binary"
-    elif target.shape.rank < output.shape.rank or target.shape[-1] == 1:
-        kind = "sparse_categorical"
-    else:
-        kind = "categorical"
-    measure = "accuracy" if name.lower() in ("accuracy", "acc") else "crossentropy"
-    return getattr(keras.metrics, f"{kind}_{measure}")
-
-
-def _loss_values(loss: Any, target: Any, output: Any) -> Any:
-    """Computes a loss per example, `[B, ...]`, float32, with the mask of the output as weights."""
-    if isinstance(loss, str) and loss.lower() in ("crossentropy", "ce"):
-        loss = _by_shapes(loss, target, output)
-    if isinstance(loss, (str, dict)):
-        loss = keras.losses.get(loss)
-    mask = getattr(output, "_keras_mask", None)
-    if isinstance(loss, keras.losses.Loss):
-        if loss.reduction == "sum":
-            raise ValueError(
-                f"The loss {loss.name!r} has reduction='sum', which makes the step's size depend on the batch's; "
-                "distloop divides by the number of examples: leave reduction out."
-            )
-        values = loss.call(tf.cast(target, loss.dtype), tf.cast(output, loss.dtype))
-    else:
-        values = loss(*_same_rank(tf.cast(target, tf.float32), tf.cast(output, tf.float32)))
-    return values if mask is None else weighted(values, tf.cast(mask, tf.float32))
-
-
-def _weigh(values: Any, weights: Any) -> Any:
-    """Returns values with additional weights; None adds none."""
-    if weights is None:
-        return values
-    weights = tf.cast(weights, tf.float32)
-    if not isinstance(values, Weighted):
-        if weights.shape.rank == 2 and weights.shape[-1] == 1 and values.shape.rank == 1:
-            weights = tf.squeeze(weights, -1)  # [B, 1] -> [B], as Keras does
-        return weighted(values, weights)
-    missing = values.weights.shape.rank - weights.shape.rank
-    weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0))
-    return weighted(values.values, values.weights * weights)
-
-
-def _sum_of_losses(values: Mapping[str, tuple[Any, float]]) -> Any:
-    """Returns the weighted sum of the outputs' losses."""
-    if not values:
-        raise ValueError("The model was given no loss for any of its outputs: compile it with one.")
-    if len(values) == 1:
-        value, factor = next(iter(values.values()))
-        if factor == 1.0:
-            return value
-        return Weighted(value.values * factor, value.weights) if isinstance(value, Weighted) else value * factor
-    # Each output has its own mean; the losses can be summed per example only if all have the same weights.
-    if any(isinstance(value, Weighted) and value.weights.shape.rank != 1 for value, _ in values.values()):
+def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and sample weights of a batch, the last two None if it has none."""
+    if not needs_targets and not isinstance(batch, (tuple, list)):
+        batch = (batch,)
+    if not isinstance(batch, (tuple, list)) or not 2 - (not needs_targets) <= len(batch) <= 3:
+        length = f" and length {len(batch)}" if hasattr(batch, "__len__") else ""
         raise ValueError(
-            "A model with several outputs was given masks or weights within examples; their losses have no common "
+            f"A batch of type {type(batch).__name__}{length} was given; supervised training takes (x, y) or "
+            "(x, y, sample_weight): map the dataset to such tuples."
+        )
+    for role, part in zip(("x", "y", "sample_weight"), batch, strict=False):
+        if any(tensor.shape.rank is None for tensor in tf.nest.flatten(part)):
+            raise ValueError(
+                f"The dataset does not tell the number of axes of {role}, which losses and metrics depend on: set it, "
+                "as in dataset.map(lambda x, y: (x, tf.ensure_shape(y, [None, 10])))."
+            )
+    x, y, sample_weight = [*batch, None, None][:3]
+    return x, y, sample_weight
+
+
+def _own_loss(model: keras.Model, arguments: tuple[Any, Any, Any, Any], training: bool) -> tf.Tensor:
+    """Returns the values of a `compute_loss` of the model's own."""
+    settings = {"training": training} if "training" in signature(model.compute_loss).parameters else {}
+    names = ("x", "y", "y_pred", "sample_weight")
+    try:
+        values = model.compute_loss(**dict(zip(names, arguments, strict=True)), **settings)
+    except ValueError as error:
+        if "No loss to compute" not in str(error):
+            raise
+        raise ValueError(
+            f"compute_loss of the model {model.name!r} asks Keras for the loss of compile, which is a single number: "
+            "compute one value per example in it, without super().compute_loss."
+        ) from error
+    if model.losses:
+        raise ValueError(
+            f"The model {model.name!r} has a compute_loss of its own and regularizers or an add_loss too, which "
+            "distloop cannot tell from what compute_loss adds: write a ModelSpec with a loss_fn instead."
+        )
+    size = batch_size(arguments[0])
+    return per_example(f"compute_loss of the model {model.name!r}", values, size if isinstance(size, int) else None)
+
+
+def _added_losses(model: keras.Model, size: tf.Tensor | int) -> tf.Tensor:
+    """Returns the losses that a model adds itself, as a value of every example, `[size]`.
+
+    They have no gradient here: distloop adds the gradient of `model.losses` to that of every loss.
+    """
+    if not model.losses:
+        raise ValueError("The model was given no loss for any of its outputs: compile it with one.")
+    total = tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses])
+    return tf.fill([size], tf.stop_gradient(total))
+
+
+def _compiled_losses(
+    losses: Mapping[str, Any],
+    loss_weights: Any,
+    outputs: Mapping[str, tf.Tensor],
+    targets: Mapping[str, tf.Tensor],
+    weights: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the sum of the losses of the outputs; of several outputs each loss, too."""
+    if missing := [name for name in losses if name not in targets]:
+        raise ValueError(
+            f"The targets {list(targets)} were given, but none for the outputs {missing}, which have a loss: give "
+            "one for each, by the output's name."
+        )
+    is_list_of_losses = isinstance(loss_weights, (list, tuple)) and len(loss_weights) == len(losses)
+    factors = spread(loss_weights, list(losses if is_list_of_losses else outputs))
+    values: dict[str, Any] = {}
+    for name, identifier in losses.items():
+        loss = resolve_loss(identifier, targets[name], outputs[name])
+        value, mask = loss_values(loss, targets[name], outputs[name])
+        if mask is not None and len(outputs) > 1:
+            raise ValueError(
+                f"A model with several outputs was given masks or weights within examples; {name!r} has a mask, so "
+                "its losses have no common weight: write a ModelSpec with a loss_fn of your own."
+            )
+        values[name] = weigh(f"loss {loss.name!r}", value, mask, weights.get(name))
+    scaled = {name: _scaled(value, factors.get(name)) for name, value in values.items()}
+    if len(outputs) == 1:
+        return {"loss": next(iter(scaled.values()))}
+    reported = {f"{name}_loss": value for name, value in values.items()}
+    return {"loss": _sum_of_losses(scaled)} | reported
+
+
+def _scaled(value: tf.Tensor | Weighted, factor: float | None) -> tf.Tensor | Weighted:
+    if factor is None or float(factor) == 1.0:
+        return value
+    return value._replace(values=value.values * factor) if isinstance(value, Weighted) else value * factor
+
+
+def _sum_of_losses(values: Mapping[str, tf.Tensor | Weighted]) -> tf.Tensor | Weighted:
+    """Returns the sum of the outputs' losses per example, `[B]`, with the weights that they share."""
+    if any(isinstance(value, Weighted) and value.weights.shape.rank != 1 for value in values.values()):
+        raise ValueError(
+            "A model with several outputs was given masks or weights within examples; its losses have no common "
             "weight: write a ModelSpec with a loss_fn of your own."
         )
     total: Any = 0.0
-    for value, factor in values.values():
-        per_example = value.values if isinstance(value, Weighted) else value
-        per_example = tf.reduce_mean(per_example, axis=list(range(1, per_example.shape.rank)))  # [B, ...] -> [B]
-        total += per_example * factor
-    shared = [value.weights for value, _ in values.values() if isinstance(value, Weighted)]
-    return weighted(total, shared[0]) if shared else total
+    for value in values.values():
+        per_part = value.values if isinstance(value, Weighted) else value
+        total += tf.reduce_mean(per_part, axis=list(range(1, per_part.shape.rank)))  # [B, ...] -> [B]
+    shared = [value.weights for value in values.values() if isinstance(value, Weighted)]
+    return Weighted(total, shared[0]) if shared else total
 
 
-def _by_name(structure: Any, names: Sequence[str], role: str) -> dict[str, Any]:
-    """Returns outputs or targets (one tensor, a list or a dict) as a dict by name."""
-    if isinstance(structure, Mapping):
-        return dict(structure)
-    if not isinstance(structure, (list, tuple)):
-        return {(names or ["output"])[0]: structure}
-    if role == "targets" and len(names) != len(structure):
-        raise ValueError(f"{len(structure)} targets were given for {len(names)} outputs: give one for each.")
-    names = names if len(names) == len(structure) else [f"output_{i}" for i in range(len(structure))]
-    return dict(zip(names, structure, strict=True))
-
-
-def _spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Returns an argument by output: from a dict by name, a list in order, or one value for all outputs."""
-    if isinstance(given, Mapping) and not set(given) - set(names):
-        return dict(given)
-    if isinstance(given, Mapping):
-        raise ValueError(f"{sorted(given)} were given by name; the outputs are {list(names)}: use those names.")
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(names):
-            raise ValueError(
-                f"A list of {len(given)} was given for the {len(names)} outputs {list(names)}: give one for each."
-            )
-        return dict(zip(names, given, strict=True))
-    return dict.fromkeys(names, given)
-
-
-def _measures(given: Any, names: Sequence[str], *, is_weighted: bool) -> list[_Measure]:
-    """Returns the metrics of all outputs; if there are several, the output's name is a prefix of the metric's."""
-    if not given:
-        return []
-    if len(names) < 2:
-        if isinstance(given, Mapping):
-            given = next(iter(given.values()))
-        flat = given if isinstance(given, (list, tuple)) else [given]
-        return [_Measure(identifier, None, "", is_weighted) for identifier in flat]
-    measures = []
-    for name, identifiers in _spread(given, names).items():
-        flat = identifiers if isinstance(identifiers, (list, tuple)) else [identifiers]
-        measures += [_Measure(i, name, f"{name}_", is_weighted) for i in flat if i is not None]
-    return measures
+def _measured(
+    measure: Measure, outputs: Mapping[str, tf.Tensor], targets: Mapping[str, tf.Tensor], weights: Mapping[str, Any]
+) -> Any:
+    """Returns the value of a metric for `loss_fn`."""
+    names = list(outputs)
+    place: Any = measure.output
+    if len(names) == 1:
+        place = names[0]
+    elif isinstance(place, tuple) and place[1] == len(names):
+        place = names[place[0]]
+    if place not in outputs:
+        given = "in a list of another length" if isinstance(place, tuple) else f"for {place!r}"
+        raise ValueError(
+            f"The metric {measure.name!r} was given {given}; the outputs are {names}: give metrics by those names."
+        )
+    if place not in targets:
+        raise ValueError(
+            f"The metric {measure.name!r} measures the output {place!r}, which has no target: the targets are "
+            f"{list(targets)}."
+        )
+    return measure(targets[place], outputs[place], weights.get(place) if measure.is_weighted else None)

@@ -43,6 +43,10 @@ def test_each_call_of_a_function_counts():
     assert counted(lambda x: square(square(x)), (3, 3)) == 2 * 2 * 27
 
 
+def test_functions_without_a_graph_are_not_counted():
+    assert counted(lambda output: keras.losses.ctc(tf.ones([4, 2]), output), (4, 5, 3)) is None
+
+
 def test_unknown_shapes_and_loops_are_not_counted():
     assert counted(lambda x, w: x @ w, (None, 3), (3, 5)) is None
     loop = lambda body: lambda x: tf.while_loop(lambda i, _: i < 3, body, [0, x])  # noqa: E731

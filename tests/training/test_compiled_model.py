@@ -168,13 +168,12 @@ def test_a_model_that_cannot_be_rebuilt_is_refused():
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_with_a_train_step_of_its_own_is_refused():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return {"loss": 0.0}
-
-    with pytest.raises(ValueError, match="train_step"):
-        distloop.Trainer(distloop.from_keras(compiled(Own([keras.Input((6,)), keras.layers.Dense(2)]))), on(1))
+@pytest.mark.parametrize("method", ["train_step", "test_step", "predict_step", "compute_metrics"])
+def test_a_model_with_a_step_of_its_own_is_refused(method):
+    own = type("Own", (keras.Sequential,), {method: lambda self, *arguments: {"loss": 0.0}})
+    model = compiled(own([keras.Input((6,)), keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match=f"has a {method} of its own, .*: write a model_fn that returns a ModelSpec"):
+        distloop.from_keras(model)
 
 
 def test_settings_of_a_compiled_optimizer_that_belong_to_distloop_are_refused():

@@ -20,6 +20,7 @@ from tests.compiled_models import (
     copy_of,
     evaluated,
     net,
+    values_of,
 )
 from tests.problems import on
 
@@ -229,42 +230,6 @@ def test_a_mask_weighs_the_steps_within_examples(replicas):
     assert found["loss"] == pytest.approx(np.average(error, weights=tokens > 0), rel=1e-5)
 
 
-# Several outputs.
-
-
-def two_outputs(kind=dict):
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(8, "tanh")(inputs)
-    a, b = keras.layers.Dense(2, name="a")(hidden), keras.layers.Dense(3, "softmax", name="b")(hidden)
-    return keras.Model(inputs, {"a": a, "b": b} if kind is dict else [a, b])
-
-
-LOSSES = {"a": "mse", "b": "sparse_categorical_crossentropy"}
-
-
-@pytest.mark.parametrize(("kind", "replicas"), [(dict, 1), (dict, 2), (list, 2)])
-def test_several_outputs_train_as_fit_does(kind, replicas):
-    given = {"loss": LOSSES, "loss_weights": {"a": 0.5, "b": 2.0}, "metrics": {"a": ["mae"], "b": ["accuracy"]}}
-    target = {"a": Y, "b": LABEL}
-    if kind is list:
-        given = {name: list(value.values()) for name, value in given.items()}
-        target = tuple(target.values())
-    data = tf.data.Dataset.from_tensor_slices((X, target)).batch(8)
-    trainer, twin = assert_trains_as_keras_does(compiled(two_outputs(kind), **given), data, replicas)
-    found, expected = trainer.evaluate(data), twin.evaluate(data, verbose=0, return_dict=True)
-    assert set(found) == {"loss", "a_loss", "b_loss", "a_mae", "b_accuracy"}
-    for name, value in found.items():
-        assert value == pytest.approx(expected[name], rel=1e-4)
-    assert found["loss"] == pytest.approx(0.5 * found["a_loss"] + 2.0 * found["b_loss"], rel=1e-5)
-
-
-def test_an_output_without_a_loss_takes_no_part():
-    model = compiled(two_outputs(), {"a": "mse"})
-    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL})).batch(8)
-    found = distloop.Trainer(distloop.from_keras(model), on(1)).evaluate(data)
-    assert found["loss"] == found["a_loss"] and "b_loss" not in found
-
-
 def test_a_loss_weight_of_a_single_output_is_a_factor():
     weights = net().get_weights()
 
@@ -277,6 +242,81 @@ def test_a_loss_weight_of_a_single_output_is_a_factor():
         distloop.Trainer(lambda f=f: model_fn(f), on(1)).evaluate(batches(X, Y))["loss"] for f in (None, 2.0)
     )
     assert double == pytest.approx(2 * plain, rel=1e-6)
+
+
+# Losses of the model's own.
+
+
+class OwnLoss(keras.Model):
+    """Computes its loss itself, per example or as a mean."""
+
+    reduce = False
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.dense = keras.layers.Dense(2, **settings)
+        self(np.zeros([1, 6], np.float32))
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        values = tf.reduce_mean(tf.abs(y - y_pred), -1) + 0.1 * tf.reduce_mean(tf.square(x), -1)
+        if sample_weight is not None:
+            values *= sample_weight
+        return tf.reduce_mean(values) if self.reduce else values
+
+
+class Reduces(OwnLoss):
+    reduce = True
+
+
+class AsksKeras(OwnLoss):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return 2.0 * keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
+
+
+def test_values_of_the_models_compute_loss_are_the_loss():
+    model = compiled(Reduces(), None, metrics=["mae"])
+    per_example = OwnLoss()
+    per_example.set_weights(model.get_weights())
+    spec = distloop.supervised(per_example, None, keras.optimizers.SGD(), metrics=["mae"])
+    expected = model.test_on_batch(X, Y, SAMPLE_WEIGHT, return_dict=True)
+    assert values_of(spec, X, Y, SAMPLE_WEIGHT) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "sentence"),
+    [
+        (AsksKeras, "asks Keras for the loss of compile, .* one value per example"),
+        (lambda: OwnLoss(kernel_regularizer="l2"), "compute_loss of its own and regularizers .*: write a ModelSpec"),
+        (Reduces, r"compute_loss of the model .* values of shape \(\); .* one value per example, \[32\]"),
+    ],
+    ids=["super", "regularizers", "scalar"],
+)
+def test_a_compute_loss_that_gives_no_values_per_example_is_refused(make_model, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        values_of(distloop.supervised(make_model(), None, keras.optimizers.SGD()), X, Y)
+
+
+@keras.saving.register_keras_serializable("losses")
+class Adds(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("has_targets", [False, True])
+def test_a_model_trains_by_add_loss_alone(has_targets):
+    model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(2), Adds()]), None)
+    twin = copy_of(model)
+    data = batches(X, Y) if has_targets else tf.data.Dataset.from_tensor_slices(X).batch(8)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    loss = trainer.evaluate(data)["loss"]
+    assert loss == pytest.approx(twin.evaluate(X, Y, batch_size=8, verbose=0), rel=1e-5)
+    assert trainer.fit(data, epochs=1)["loss"] < loss
+    twin.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    assert_same_weights(trainer.model, twin)
 
 
 # What scripts do.
@@ -337,69 +377,17 @@ def test_batches_that_are_no_pairs_are_refused():
         fit(data=tf.data.Dataset.from_tensor_slices((X,)).batch(8))
 
 
+def test_targets_of_unknown_rank_are_refused():
+    def unknown(x, y):
+        return x, tf.ensure_shape(tf.py_function(lambda: y, [], tf.float32), None)
+
+    with pytest.raises(ValueError, match="the number of axes of y, .*: set it, as in .*tf.ensure_shape"):
+        fit(data=batches(X, Y).map(unknown))
+
+
 def test_a_model_without_a_loss_is_refused():
     model = net()
     model.compile(keras.optimizers.SGD())
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     with pytest.raises(ValueError, match="no loss for any of its outputs: compile it with one"):
         trainer.fit(batches(X, Y), steps=1)
-
-
-TWO = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL})).batch(8)
-
-
-def test_losses_under_unknown_names_are_refused():
-    with pytest.raises(
-        ValueError, match=r"\['a', 'c'\] were given by name; the outputs are \['a', 'b'\]: use those names"
-    ):
-        fit({"a": "mse", "c": "mse"}, TWO, two_outputs)
-
-
-def test_a_list_of_another_length_than_the_outputs_is_refused():
-    with pytest.raises(ValueError, match=r"A list of 1 was given for the 2 outputs \['a', 'b'\]: give one for each"):
-        fit(["mse"], TWO, two_outputs)
-
-
-def test_targets_that_miss_an_output_are_refused():
-    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y})).batch(8)
-    with pytest.raises(ValueError, match="'b'"):
-        fit(LOSSES, data, two_outputs)
-
-
-def test_a_list_of_targets_that_misses_an_output_is_refused():
-    data = tf.data.Dataset.from_tensor_slices((X, (Y,))).batch(8)
-    with pytest.raises(ValueError, match="1 targets were given for 2 outputs"):
-        fit(list(LOSSES.values()), data, lambda: two_outputs(list))
-
-
-@pytest.mark.parametrize("names", ["a", "ab"])
-def test_weights_of_their_own_for_several_outputs_are_refused(names):
-    weight = {name: np.roll(SAMPLE_WEIGHT, place) for place, name in enumerate(names)}
-    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL}, weight)).batch(8)
-    with pytest.raises(ValueError, match="several outputs .* weights .*: write a ModelSpec"):
-        fit(LOSSES, data, two_outputs)
-
-
-@REPLICAS
-def test_weights_that_several_outputs_share_divide_by_their_sum(replicas):
-    model = compiled(two_outputs(), LOSSES)
-    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL}, SAMPLE_WEIGHT)).batch(7)
-    found = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(data)
-    output = model.predict(X, verbose=0)
-    a, b = np.mean((output["a"] - Y) ** 2, -1), -np.log(output["b"][np.arange(32), LABEL])
-    assert found["a_loss"] == pytest.approx(np.average(a, weights=SAMPLE_WEIGHT), rel=1e-5)
-    assert found["b_loss"] == pytest.approx(np.average(b, weights=SAMPLE_WEIGHT), rel=1e-5)
-    assert found["loss"] == pytest.approx(np.average(a + b, weights=SAMPLE_WEIGHT), rel=1e-5)
-
-
-def test_masks_in_a_model_with_several_outputs_are_refused():
-    def model():
-        inputs = keras.Input((6,), dtype="int32")
-        hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-        return keras.Model(inputs, [keras.layers.Dense(1, name=name)(hidden) for name in "ab"])
-
-    data = tf.data.Dataset.from_tensor_slices((np.ones([32, 6], np.int32), (np.ones([32, 6, 1]), np.ones([32, 6, 1]))))
-    with pytest.raises(
-        ValueError, match="several outputs was given masks or weights within examples; .*: write a ModelSpec"
-    ):
-        fit(["mse", "mse"], data.batch(8), model)

@@ -1,0 +1,197 @@
+"""Keras metrics of a supervised model: means of values per example where possible, else metrics with state.
+
+    measures = make_measures(["accuracy", keras.metrics.AUC()], None, names=[])        # inside model_fn
+    measures[0](target, output, weight)                                               # for loss_fn
+
+It does not know which outputs a model has.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from distloop.training.keras_losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
+from distloop.training.keras_outputs import spread
+from distloop.training.metrics import RESERVED_NAMES
+
+Place = str | tuple[int, int] | None  # an output: its name; its position in a list of so many; None: the only one
+
+
+class Measure:
+    """A metric of one output.
+
+    Attributes:
+        name: under which it is reported.
+        output: which output.
+        is_weighted: whether sample weights count.
+        metric: the Keras metric that has a state; None: the metric is a mean of values per example.
+    """
+
+    def __init__(self, identifier: Any, output: Place, is_weighted: bool):
+        """Makes a metric; call it inside `model_fn`.
+
+        Args:
+            identifier: a metric, its class or name, a loss, or a function of `(y_true, y_pred)`.
+            output: which output.
+            is_weighted: whether sample weights count.
+
+        Raises:
+            ValueError: if the metric cannot be made again from its config.
+        """
+        self.output = output
+        self.is_weighted = is_weighted
+        self.metric: keras.metrics.Metric | None = None
+        self._function = identifier
+        # The function for "accuracy" depends on the shapes of target and output, known when the step is traced.
+        if not isinstance(identifier, str) or identifier.lower() not in ("accuracy", "acc", "crossentropy", "ce"):
+            self._function = keras.metrics.get(identifier)
+        self.name = identifier if isinstance(identifier, str) else _object_name(self._function)
+        if isinstance(self._function, keras.metrics.Metric):
+            if _is_mean(self._function):
+                self._function = _mean_function(self._function)
+            else:
+                self.metric = self._function if isinstance(identifier, (str, type)) else _made_again(self._function)
+
+    def __call__(self, target: tf.Tensor, output: tf.Tensor, weight: Any) -> Any:
+        """Returns the value for `loss_fn` under the metric's name.
+
+        Args:
+            target: `[B, ...]`.
+            output: `[B, ...]`; its mask counts where it does in Keras.
+            weight: of the samples, or None.
+        """
+        if self.metric is not None:
+            if isinstance(self.metric, keras.metrics.MeanMetricWrapper) and mask_of(output) is not None:
+                return target, output, weigh(self._owner, output, mask_of(output), weight).weights
+            return (target, output) if weight is None else (target, output, weight)
+        fn = self._function
+        if isinstance(fn, str):
+            fn = by_shapes("accuracy" if fn.lower().startswith("acc") else "crossentropy", target, output)
+        if isinstance(fn, keras.losses.Loss):
+            values, mask = loss_values(fn, target, output)
+            return weigh(self._owner, values, mask, weight)
+        values = fn(*same_rank(target, output))
+        mask = mask_of(output)
+        if mask_of(values) is not None and (mask is not None or weight is not None):  # as in Keras
+            mask = mask_of(values) if mask is None else tf.cast(mask, tf.bool) & mask_of(values)
+        return weigh(self._owner, per_example(self._owner, values, output.shape[0]), mask, weight)
+
+    @property
+    def _owner(self) -> str:
+        return f"metric {self.name!r}"
+
+
+def make_measures(metrics: Any, weighted_metrics: Any, names: Sequence[str]) -> list[Measure]:
+    """Returns the metrics that Keras would measure, under the names that Keras would report.
+
+    Args:
+        metrics: of `compile`: a list; for several outputs a dict or list of metrics or lists of them.
+        weighted_metrics: the same, weighted by the sample weights.
+        names: the outputs', in Keras's order; empty if the model does not know them before it is called.
+
+    Raises:
+        ValueError: if dicts and lists do not match the outputs, or a name is distloop's own.
+    """
+    by_name = [name for given in (metrics, weighted_metrics) if isinstance(given, Mapping) for name in given]
+    are_several = len(names or set(by_name)) > 1
+    measures = []
+    for given, is_weighted in ((metrics, False), (weighted_metrics, True)):
+        for output, identifiers in _by_output(given, names):
+            measures += [Measure(i, output, is_weighted) for i in keras.tree.flatten(identifiers) if i is not None]
+    counts: dict[str, int] = {}
+    for measure in measures:
+        prefix = f"{measure.output}_" if are_several and isinstance(measure.output, str) else ""
+        name = prefix + measure.name
+        if name in counts and measure.is_weighted:
+            name = f"{prefix}weighted_{measure.name}"
+        counts[name] = counts.get(name, -1) + 1
+        measure.name = f"{name}_{counts[name]}" if counts[name] else name
+        if measure.name in {*RESERVED_NAMES, "loss"}:
+            raise ValueError(
+                f"A metric has the name {measure.name!r}, which distloop itself reports: give it another name."
+            )
+    return measures
+
+
+def _by_output(given: Any, names: Sequence[str]) -> list[tuple[Place, Any]]:
+    """Returns metrics by the output that they measure."""
+    if not given:
+        return []
+    if len(names) == 1:
+        return [(None, given)]
+    if isinstance(given, Mapping):
+        return list(spread(given, names or list(given)).items())
+    given = given if isinstance(given, (list, tuple)) else [given]
+    return list(spread(given, names).items()) if names else [((i, len(given)), g) for i, g in enumerate(given)]
+
+
+def _object_name(metric: Any) -> str:
+    """Returns the name that Keras reports a metric under.
+
+    Source: `get_object_name` in keras/src/utils/naming.py.
+    """
+    if hasattr(metric, "name"):
+        return metric.name
+    name = re.sub(r"\W+", "", getattr(metric, "__name__", type(metric).__name__))
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _is_mean(metric: keras.metrics.Metric) -> bool:
+    """Returns whether a metric is the mean of a function's values, and nothing else."""
+    of_keras = keras.metrics.MeanMetricWrapper
+    return isinstance(metric, of_keras) and all(
+        getattr(type(metric), method) is getattr(of_keras, method) for method in ("update_state", "result")
+    )
+
+
+def _mean_function(metric: keras.metrics.MeanMetricWrapper) -> Callable[[Any, Any], Any]:
+    """Returns the function whose values a metric averages; Keras has no public name for it."""
+    return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
+
+
+def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
+    """Returns a new metric with the same settings, made in the strategy's scope.
+
+    Raises:
+        ValueError: if its config does not hold all settings.
+    """
+    kind = type(metric)
+    try:
+        config = metric.get_config()
+        missing = [name for name in _own_settings(metric) if name not in config]
+        again = kind.from_config(config)
+    except (TypeError, NotImplementedError) as error:
+        missing, reason = [""], f"{error or type(error).__name__}"
+    else:
+        reason = f"it lacks {', '.join(missing)}"
+    if missing:
+        raise ValueError(
+            f"The metric {metric.name!r}, a {kind.__name__}, cannot be made again from its get_config() ({reason}), "
+            "and every run needs one of its own: let get_config return every argument of __init__."
+        )
+    return again
+
+
+def _own_settings(metric: keras.metrics.Metric) -> list[str]:
+    """Returns the arguments of a metric's `__init__` that a `get_config` further up cannot know.
+
+    An argument of which the metric has an attribute with the default value needs no config.
+    """
+    init, get_config = (
+        next(kind for kind in type(metric).__mro__ if method in vars(kind)) for method in ("__init__", "get_config")
+    )
+    if init is get_config or not issubclass(init, get_config):
+        return []
+    parameters = list(signature(init.__init__).parameters.values())[1:]
+    attributes = vars(metric)
+    return [
+        p.name
+        for p in parameters
+        if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        and attributes.get(p.name, attributes.get(f"_{p.name}", Parameter.empty)) is not p.default
+    ]

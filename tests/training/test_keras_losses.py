@@ -1,0 +1,181 @@
+"""Every loss of Keras as values per example: their mean is what the loss returns."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.training.keras_losses import loss_values, resolve_loss, weigh
+from distloop.training.metrics import weigh as tally
+from tests.compiled_models import LABEL, assert_same_weights, batches, compiled, copy_of, net
+from tests.problems import on
+
+RNG = np.random.default_rng(2)
+ROWS = 12
+LABELS = RNG.integers(0, 3, ROWS)
+ONE_HOT = np.eye(3, dtype=np.float32)[LABELS]
+SHARES = np.asarray(keras.ops.softmax(RNG.normal(size=(ROWS, 3)).astype(np.float32)))
+NUMBERS = RNG.uniform(0.1, 2.0, size=(2, ROWS, 4)).astype(np.float32)
+IMAGES = RNG.uniform(size=(2, ROWS, 3, 3, 2)).astype(np.float32)
+STEPS = RNG.normal(size=(ROWS, 5, 3)).astype(np.float32)  # of a sequence
+L = keras.losses
+SPARSE = L.SparseCategoricalCrossentropy
+
+
+def mean_of(loss, target, output, sample_weight=None):
+    """Returns the mean that distloop computes of a loss."""
+    loss = resolve_loss(loss, target, output)
+    values, mask = loss_values(loss, target, output)
+    total, weight, _ = tally("loss", weigh("loss", values, mask, sample_weight), ROWS, None)
+    return float(total / weight)
+
+
+def masked(values, mask):
+    tensor = tf.constant(values)
+    tensor._keras_mask = tf.constant(mask)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "output"),
+    [
+        *[
+            (getattr(L, name)(**settings), *NUMBERS)
+            for name, settings in [
+                ("MeanSquaredError", {}),
+                ("MeanSquaredError", {"dtype": "float64"}),
+                ("MeanSquaredError", {"reduction": None}),
+                ("MeanAbsoluteError", {"reduction": "mean"}),
+                ("MeanAbsolutePercentageError", {}),
+                ("MeanSquaredLogarithmicError", {"reduction": "mean_with_sample_weight"}),
+                ("Huber", {"delta": 0.3}),
+                ("LogCosh", {}),
+                ("Poisson", {}),
+                ("Hinge", {}),
+                ("SquaredHinge", {}),
+                ("CosineSimilarity", {}),
+            ]
+        ],
+        (L.KLDivergence(), ONE_HOT, SHARES),
+        (L.CategoricalHinge(), ONE_HOT, SHARES),
+        (L.CategoricalCrossentropy(label_smoothing=0.1), ONE_HOT, SHARES),
+        (L.CategoricalFocalCrossentropy(), ONE_HOT, SHARES),
+        (L.CategoricalGeneralizedCrossEntropy(), LABELS, SHARES),
+        (L.BinaryCrossentropy(label_smoothing=0.2), ONE_HOT, SHARES),
+        (L.BinaryFocalCrossentropy(apply_class_balancing=True), ONE_HOT, SHARES),
+        (L.SparseCategoricalCrossentropy(), LABELS[:, None], SHARES),
+        (SPARSE(from_logits=True, ignore_class=1), LABELS, SHARES),
+        (SPARSE(ignore_class=-1), LABELS - (LABELS == 2) * 3, SHARES),
+        (
+            SPARSE(ignore_class=1),
+            np.tile(LABELS[:, None], 5),
+            np.tile(SHARES[:, None], (5, 1)),
+        ),
+        (L.Dice(axis=(1, 2, 3)), *IMAGES),
+        (L.Tversky(axis=(1, 2, 3), alpha=0.3), *IMAGES),
+        (L.Circle(gamma=2.0, margin=0.1), LABELS, SHARES),
+        (L.CTC(), RNG.integers(1, 3, size=(ROWS, 2)), STEPS),
+    ],
+    ids=lambda part: part.name if isinstance(part, L.Loss) else "",
+)
+def test_the_mean_of_the_values_is_the_loss_of_keras(loss, target, output):
+    mean = mean_of(loss, target, tf.constant(output))
+    loss.reduction = "sum_over_batch_size"
+    assert mean == pytest.approx(float(loss(target, output)), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mse", "binary_crossentropy", "kld", L.huber, L.MeanAbsoluteError, "crossentropy"])
+def test_names_functions_and_classes_are_the_losses_of_keras(name):
+    keras_loss = L.categorical_crossentropy if name == "crossentropy" else L.get(name)
+    if isinstance(keras_loss, L.Loss):
+        keras_loss = keras_loss.call
+    expected = np.mean(keras_loss(tf.constant(ONE_HOT), tf.constant(SHARES)))
+    assert mean_of(name, tf.constant(ONE_HOT), tf.constant(SHARES)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("target", "output"), [((ROWS,), (ROWS, 1)), ((ROWS, 1), (ROWS,)), ((ROWS, 5), (ROWS, 5, 1))])
+def test_an_axis_of_size_one_is_added_or_left_out_as_in_keras(target, output):
+    target, output = RNG.normal(size=target).astype(np.float32), RNG.normal(size=output).astype(np.float32)
+    expected = float(L.MeanSquaredError()(target, output))
+    for loss in ("mse", lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred), -1)):
+        assert mean_of(loss, tf.constant(target), tf.constant(output)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_masks_of_outputs_and_of_values_count_as_in_keras():
+    labels, mask = RNG.integers(0, 3, size=(ROWS, 5)), RNG.integers(0, 2, size=(ROWS, 5)).astype(bool)
+    output = masked(STEPS, mask)
+    for ignored in (None, 1):
+        loss = SPARSE(from_logits=True, ignore_class=ignored)
+        assert mean_of(loss, labels, output) == pytest.approx(float(loss(labels, output)), rel=1e-5)
+    weight = RNG.uniform(size=ROWS).astype(np.float32)  # divided by its sum over what the mask leaves
+    valid = mask & (labels != 1)
+    values = -np.take_along_axis(np.asarray(keras.ops.log_softmax(STEPS)), labels[..., None], -1)[..., 0]
+    expected = np.sum(values * valid * weight[:, None]) / np.sum(valid * weight[:, None])
+    assert mean_of(loss, labels, output, weight) == pytest.approx(expected, rel=1e-5)
+
+
+class Padded(L.MeanSquaredError):
+    """Leaves out targets of 0 by sample weights of its own."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 2.0 * super().__call__(y_true, y_pred, tf.cast(y_true[:, 0] > 0.5, tf.float32))
+
+
+class Whole(L.Loss):
+    """Has a `__call__` of its own, which reduces."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return tf.reduce_mean(tf.square(y_true - y_pred))
+
+
+def test_a_call_of_the_losss_own_is_honoured():
+    loss = Padded()
+    before = dict(vars(loss))
+    assert mean_of(loss, *map(tf.constant, NUMBERS)) == pytest.approx(float(loss(*NUMBERS)), rel=1e-5)
+    assert mean_of(loss, NUMBERS[0], masked(NUMBERS[1], LABELS > 0)) == pytest.approx(
+        float(loss(NUMBERS[0], masked(NUMBERS[1], LABELS > 0))), rel=1e-5
+    )
+    assert vars(loss) == before and type(loss) is Padded
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "output"),
+    [
+        (L.Dice(), *IMAGES),
+        ("tversky", *IMAGES),
+        (Whole(name="whole"), *NUMBERS),
+        (L.CosineSimilarity(axis=0), *NUMBERS),
+        (lambda y_true, y_pred: tf.reduce_mean(y_true), *NUMBERS),
+    ],
+    ids=["dice", "tversky", "whole", "cosine_similarity", "lambda"],
+)
+def test_a_loss_that_reduces_over_the_batch_is_refused(loss, target, output):
+    with pytest.raises(ValueError, match=r"The loss .* has values of shape \(.*one value per example, \[12\] .* axis="):
+        mean_of(loss, tf.constant(target), tf.constant(output))
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 5), (ROWS, 5, 1), (ROWS, 1), (ROWS,)])
+def test_sample_weights_may_have_an_axis_of_size_one_too_many(shape):
+    weight = RNG.uniform(size=shape).astype(np.float32)
+    spread = np.broadcast_to(weight.reshape(ROWS, -1), (ROWS, 5))
+    expected = np.average(np.mean(np.square(STEPS), -1), weights=spread)
+    assert mean_of("mse", np.zeros_like(STEPS), tf.constant(STEPS), weight) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_and_masks_that_fit_no_values_are_refused():
+    with pytest.raises(ValueError, match=r"The sample weights have the shape \[12, 5\] .* values of the loss \[12\]"):
+        mean_of("mse", *map(tf.constant, NUMBERS), np.ones([ROWS, 5], np.float32))
+    with pytest.raises(ValueError, match=r"The mask of the output have the shape \[12, 4\] .* \[12\]"):
+        mean_of("mse", NUMBERS[0], masked(NUMBERS[1], NUMBERS[1] > 1))
+
+
+@pytest.mark.slow
+def test_a_circle_loss_compares_the_rows_of_all_replicas():
+    model = compiled(net(3, "tanh"), keras.losses.Circle(gamma=2.0), keras.optimizers.SGD(0.01))
+    twin = copy_of(model)
+    data = batches(RNG.normal(size=(32, 6)).astype(np.float32), LABEL)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer.fit(data, epochs=1)
+    twin.fit(data, verbose=0)
+    assert_same_weights(trainer.model, twin)

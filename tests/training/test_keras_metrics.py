@@ -1,0 +1,116 @@
+"""Metrics of compiled models: the numbers and names of evaluate, and metrics that cannot be made again."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net
+
+M = keras.metrics
+TOKENS = np.random.default_rng(3).integers(0, 4, size=(32, 5))
+
+
+class Perplexity(M.SparseCategoricalCrossentropy):
+    """A mean whose result is no mean."""
+
+    def result(self):
+        return tf.exp(super().result())
+
+
+class Above(M.Metric):
+    """Has an argument, and no get_config."""
+
+    def __init__(self, threshold=0.5, name="above"):
+        super().__init__(name=name)
+        self.threshold = threshold
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(tf.cast(y_pred > self.threshold, tf.float32)))
+
+    def result(self):
+        return self.total
+
+
+class NeedsArgument(Above):
+    def __init__(self, threshold):
+        super().__init__(threshold)
+
+
+class NoConfig(Above):
+    def get_config(self):
+        raise NotImplementedError
+
+
+def assert_measures_as_keras_does(model, *batch):
+    found, expected = measured(model, *batch)
+    assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+
+
+def test_metrics_have_the_values_and_names_of_keras():
+    def myError(y_true, y_pred):  # noqa: N802
+        return tf.abs(tf.cast(y_true, tf.float32) - y_pred[:, 0])
+
+    metrics = [
+        "accuracy",
+        "acc",
+        M.SparseCategoricalAccuracy,
+        "accuracy",
+        Perplexity(),
+        M.SparseTopKCategoricalAccuracy(2),
+    ]
+    metrics += [myError, lambda y_true, y_pred: y_pred[:, 0], M.MeanMetricWrapper(myError, name="wrapped")]
+    model = compiled(net(3, "softmax"), "sparse_categorical_crossentropy", metrics=metrics)
+    assert_measures_as_keras_does(model, X, LABEL)
+
+
+def test_weighted_metrics_have_the_values_and_names_of_keras():
+    metrics = {"metrics": ["mae", "mae", M.RootMeanSquaredError()], "weighted_metrics": ["mae", "mse", "mse", "mae"]}
+    found, expected = measured(compiled(net(), **metrics), X, Y, SAMPLE_WEIGHT)
+    del found["loss"], expected["loss"]  # Keras divides by the number of examples
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_in_lists_of_lists_measure_the_only_output():
+    assert_measures_as_keras_does(compiled(net(), metrics=[["mae"], ["mse"]]), X, Y)
+
+
+@pytest.mark.parametrize("weight", [None, np.float32(SAMPLE_WEIGHT)])
+def test_the_mask_of_an_output_counts_as_in_keras(weight):
+    inputs = keras.Input((5,), dtype="int32")
+    hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+    settings = {
+        "metrics": ["accuracy", Perplexity()],
+        "weighted_metrics": [M.SparseCategoricalAccuracy("weighted")],
+    }
+    model = keras.Model(inputs, keras.layers.Dense(4, "softmax")(hidden))
+    model = compiled(model, "sparse_categorical_crossentropy", **settings)
+    if weight is None:
+        assert_measures_as_keras_does(model, TOKENS, TOKENS)
+        return
+    weight = np.tile(weight[:, None], 5)
+    found, expected = measured(model, TOKENS, TOKENS, weight)
+    assert found["weighted"] == pytest.approx(expected["weighted"], rel=1e-5)
+    assert found["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-5)
+
+
+def test_a_loss_is_a_metric_too():
+    model = compiled(net(3, "softmax"), "categorical_crossentropy", metrics=[keras.losses.Huber(), "kl_divergence"])
+    assert_measures_as_keras_does(model, X, ONE_HOT)
+
+
+@pytest.mark.parametrize("metric", [Above(0.7), NeedsArgument(0.7), NoConfig()], ids=["lost", "needed", "raises"])
+def test_a_metric_that_cannot_be_made_again_is_refused(metric):
+    with pytest.raises(ValueError, match="metric 'above', .* cannot be made again .*: let get_config return every"):
+        measured(compiled(net(), metrics=[metric]), X, Y)
+
+
+def test_a_metric_that_is_no_value_per_example_is_refused():
+    with pytest.raises(ValueError, match=r"The metric 'lambda' has values of shape \(\); .* one value per example"):
+        measured(compiled(net(), metrics=[lambda y_true, y_pred: tf.reduce_mean(y_pred)]), X, Y)
+
+
+def test_a_name_of_distloops_own_is_refused():
+    with pytest.raises(ValueError, match="name 'skipped_steps', which distloop itself reports: give it another"):
+        measured(compiled(net(), metrics=[M.MeanSquaredError(name="skipped_steps")]), X, Y)
