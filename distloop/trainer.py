@@ -161,7 +161,7 @@ class Trainer:
         source = self._train_source
         until = self.step + 1 if self.config.fast_dev_run else last_step(self.config, source, steps, epochs)
         eval_sources = {name: self._eval_source(data) for name, data in (evals or {}).items()}
-        self._build(source)
+        self._build_with_metrics(source)
         run = Fit(
             state=self.state,
             config=self.config,
@@ -233,7 +233,8 @@ class Trainer:
                 "audit was called on several workers; one process shows the same: call it there, without TF_CONFIG."
             )
         dataset = as_dataset(dataset, self.config.batch_size, self.config.seed)
-        self._build(Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy))
+        source = Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
+        self._build_with_metrics(source)
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
@@ -248,7 +249,7 @@ class Trainer:
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        return self._evaluate(self._build(self._eval_source(dataset)))
+        return self._evaluate(self._build_with_metrics(self._eval_source(dataset)))
 
     def evaluate_checkpoints(
         self, dataset: Data, *, name: str = "test", poll_secs: float = 5.0, timeout_secs: float = 0.0
@@ -273,7 +274,7 @@ class Trainer:
             TimeoutError: if there was no new checkpoint for so long.
         """
         sidecar.check(self.config, self.strategy)
-        evaluate = functools.partial(self._evaluate, self._build(self._eval_source(dataset)))
+        evaluate = functools.partial(self._evaluate, self._build_with_metrics(self._eval_source(dataset)))
         return sidecar.evaluate_checkpoints(
             self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
         )
@@ -352,7 +353,7 @@ class Trainer:
         Raises:
             ValueError: if the data breaks a rule, or a layer stays without variables.
         """
-        self._build(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
+        self._build_with_metrics(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
 
     def _build(self, source: Source) -> Source:
         """Builds the model from what the data looks like, if it is not built yet; returns the data."""
@@ -361,6 +362,13 @@ class Trainer:
             with loss_scale.policy(self.config.precision):
                 self.state.build(source.first_rows())
             self._checkpoints.restore_built_model()
+        return source
+
+    def _build_with_metrics(self, source: Source) -> Source:
+        """Builds the model, and the Keras metrics that learn from `loss_fn` which variables they need."""
+        self._build(source)
+        with loss_scale.policy(self.config.precision):
+            self._eval_loop.build_metrics(source)
         return source
 
     def _eval_source(self, data: Data) -> Source:

@@ -353,7 +353,7 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
     trainer = distloop.Trainer(classifier(batch_norm="local", dropout=0.5, l2=0.1, metrics=True), config)
     trainer.fit(data, steps=1)
     before = everything(trainer)
-    assert np.isnan(trainer.fit(data, steps=2)["auc"]) or trainer.state.train_metrics["auc"].result() == 0
+    assert np.isnan(trainer.fit(data, steps=2)["auc"]) or trainer.state.keras_metrics["auc"].result() == 0
     assert trainer.step == 2
     assert int(trainer.state.skipped_steps) == 1
     after = {**everything(trainer)}
@@ -422,7 +422,7 @@ def after_each_step(trainer, data, steps):
 
     def look(report):
         found = everything(trainer)
-        for name, metric in trainer.state.train_metrics.items():
+        for name, metric in trainer.state.keras_metrics.items():
             for i, variable in enumerate(metric.variables):
                 values = problems.local_values(trainer, variable)
                 found |= {f"metric/{name}/{i}@{replica}": value for replica, value in enumerate(values)}

@@ -311,7 +311,7 @@ class Probe:
         state = self.state
         variables = dict(named_variables(state.model))
         variables |= {f"{name}/{v.path}": v for name, o in state.plain_optimizers.items() for v in o.variables}
-        per_replica = {id(v) for v in state.seeds} | {id(v) for m in state.train_metrics.values() for v in m.variables}
+        per_replica = {id(v) for v in state.seeds} | {id(v) for v in state.keras_metrics.variables().values()}
         return [
             path
             for path, variable in variables.items()
@@ -338,8 +338,7 @@ class Probe:
 
 def _variables_of(state: TrainState) -> list[Any]:
     """Returns every variable that a step or an evaluation may change, except those that only `loss_fn` knows."""
-    eval_metrics = [variable for metric in state.eval_metrics.values() for variable in metric.variables]
-    return [*state.all_variables().values(), *state.metric_variables().values(), *eval_metrics]
+    return [*state.all_variables().values(), *state.keras_metrics.variables().values()]
 
 
 @contextlib.contextmanager

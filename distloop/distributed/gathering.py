@@ -10,7 +10,7 @@ It does not know what is compared.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -80,18 +80,35 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         rows, first = values[:count], 0
     else:
         counts = all_gather(count[tf.newaxis])  # [R]
-        rows = _all_gather_unequal(values[:count], counts, context.strategy)
+        rows = _all_gather_unequal(values[:count], counts, context.strategy, "loss_fn calls gather_rows")
         first = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
     return rows, tf.minimum(first + tf.range(size), tf.shape(rows)[0] - 1)
 
 
-def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.Strategy) -> tf.Tensor:
+def gather_all(tensors: Sequence[tf.Tensor], reason: str) -> list[tf.Tensor]:
+    """Returns tensors with the rows of all replicas, in the order of the global batch. Call in replica context.
+
+    Args:
+        tensors: `[b, ...]`, rows of the shard of this replica.
+        reason: what needs them, the start of a message.
+
+    Raises:
+        ValueError: on several workers or GPUs, if the dataset's batch size is unknown.
+    """
+    strategy = tf.distribute.get_replica_context().strategy
+    if not strategies.uses_collectives(strategy):
+        return [all_gather(tensor) for tensor in tensors]
+    counts = all_gather(tf.stack([tf.shape(tensor)[0] for tensor in tensors])[tf.newaxis])  # [R, n]
+    return [_all_gather_unequal(tensor, counts[:, i], strategy, reason) for i, tensor in enumerate(tensors)]
+
+
+def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.Strategy, reason: str) -> tf.Tensor:
     """Returns the rows of all replicas; replica i has `counts[i]` of them, another number in another step of a loop."""
     max_rows = getattr(_current, "max_rows", None)
     if max_rows is None:
         if strategies.uses_collectives(strategy):
             raise ValueError(
-                "loss_fn calls gather_rows, which on several workers or GPUs has to know the size of a batch, and this "
+                f"{reason}, which on several workers or GPUs has to know the size of a batch, and this "
                 "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."
             )
         return all_gather(rows)

@@ -1,7 +1,7 @@
 """Placement of a model's computation: a pipeline of stages on several devices, or no placement at all.
 
     placement = make_placement(spec.model)                # a pipeline if the model contains networks of several stages
-    segments, tallies = placement.sum_microbatches(packing, 4, compute)
+    segments, tallies, rows = placement.sum_microbatches(packing, 4, compute)
     gradients = placement.differentiate(tape, loss, tensors)
 
 `Placement` is the plain version: TensorFlow and the strategy place everything. `PipelinePlacement` has the same
@@ -11,7 +11,7 @@ It does not know how a step goes.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -22,8 +22,9 @@ from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Packing
 from distloop.variables import tensorflow_variable
 
-# Computes packed gradients and tallies, `[2 * m]`, of a microbatch by its index.
-Compute = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
+# Packed gradients, tallies, `[2 * m]`, and rows of other values, `[b, ...]` each.
+Sums: TypeAlias = tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]
+Compute = Callable[[Any], Sums]  # of a microbatch by its index
 
 
 class Placement:
@@ -88,36 +89,47 @@ class Placement:
         gradients: list[Any] = tape.gradient(objective, tensors)
         return gradients
 
-    def sum_microbatches(self, packing: Packing, count: int, compute: Compute) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum_microbatches(
+        self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec] = ()
+    ) -> Sums:
         """Sums gradients and tallies over microbatches; the activations of one microbatch are in memory at a time.
 
         Args:
             packing: the layout of the gradients.
             count: how many microbatches.
-            compute: computes packed gradients and tallies of a microbatch by its index.
+            compute: computes packed gradients, tallies and rows of a microbatch by its index.
+            row_specs: of the rows.
 
         Returns:
-            Packed gradients and tallies, `[2 * m]`.
+            Packed gradients and tallies, `[2 * m]`; the rows of all microbatches.
         """
         if count == 1:
             return compute(0)
         size = tf.TensorShape([None])  # of the tallies, known once the body was traced
 
-        def body(index: tf.Tensor, segments: list[tf.Tensor], tallies: tf.Tensor) -> Any:
+        def body(index: tf.Tensor, segments: list[tf.Tensor], tallies: tf.Tensor, parts: list[tf.TensorArray]) -> Any:
             nonlocal size
-            more_segments, more_tallies = compute(index)
+            more_segments, more_tallies, rows = compute(index)
             size = more_tallies.shape
-            return index + 1, [a + b for a, b in zip(segments, more_segments, strict=True)], tallies + more_tallies
+            parts = [part.write(index, more) for part, more in zip(parts, rows, strict=True)]
+            segments = [a + b for a, b in zip(segments, more_segments, strict=True)]
+            return index + 1, segments, tallies + more_tallies, parts
 
         zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
-        _, segments, tallies = tf.while_loop(
+        parts = [tf.TensorArray(spec.dtype, count, infer_shape=False, element_shape=spec.shape) for spec in row_specs]
+        _, segments, tallies, parts = tf.while_loop(
             lambda index, *_: index < count,
             body,
-            (tf.constant(0), zeros, tf.zeros([1])),  # one zero for any number of tallies
-            shape_invariants=(tf.TensorShape([]), packing.shapes, tf.TensorShape([None])),
+            (tf.constant(0), zeros, tf.zeros([1]), parts),  # one zero for any number of tallies
+            shape_invariants=(
+                tf.TensorShape([]),
+                packing.shapes,
+                tf.TensorShape([None]),
+                [tf.TensorShape(None) for _ in parts],
+            ),
             parallel_iterations=1,
         )
-        return segments, tf.ensure_shape(tallies, size)
+        return segments, tf.ensure_shape(tallies, size), [part.concat() for part in parts]
 
     def unplaced(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a scope in which the model is traced without devices, to be served anywhere."""
@@ -192,21 +204,24 @@ class PipelinePlacement(Placement):
         gradients: list[Any] = tf.gradients(objective, tensors)
         return gradients
 
-    def sum_microbatches(self, packing: Packing, count: int, compute: Compute) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum_microbatches(
+        self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec] = ()
+    ) -> Sums:
         """Sums gradients and tallies over microbatches that flow through the stages, all in one graph."""
         sums: list[list[tf.Tensor]] = []  # of the gradients, after each microbatch
         with contextlib.ExitStack() as stack:
             for network in self._networks:
                 stack.enter_context(network.ordered(sums))
-            segments, tallies = self._compute_loss_last(compute, 0)
+            segments, tallies, rows = self._compute_loss_last(compute, 0)
             for index in range(1, count):
                 # A stage waits for the sum, not for the gradients: else TensorFlow may add up late and keep both.
                 sums.append(segments)
-                more_segments, more_tallies = self._compute_loss_last(compute, index)
+                more_segments, more_tallies, more_rows = self._compute_loss_last(compute, index)
                 segments, tallies = packing.add(segments, more_segments), tallies + more_tallies
-        return segments, tallies
+                rows = [tf.concat(parts, 0) for parts in zip(rows, more_rows, strict=True)]
+        return segments, tallies, rows
 
-    def _compute_loss_last(self, compute: Compute, index: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _compute_loss_last(self, compute: Compute, index: int) -> Sums:
         """Computes a microbatch; what is in no stage, such as the loss, runs on the last stage's device."""
         with tf.device(self.devices[-1]):
             return compute(index)

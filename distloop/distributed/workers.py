@@ -35,6 +35,11 @@ def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
     return strategy.num_replicas_in_sync // num_workers(strategy)
 
 
+def first_replica(strategy: tf.distribute.Strategy) -> int:
+    """Returns the index, among all replicas, of this worker's first one."""
+    return worker_index(strategy) * num_local_replicas(strategy)
+
+
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Returns True on the worker that writes the files of the run."""
     return worker_index(strategy) == 0

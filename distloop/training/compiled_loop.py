@@ -153,7 +153,7 @@ class CompiledLoop:
                 "step_starts": self._step_starts.read_value(),
                 "failed": failed,
                 "diagnosis": diagnosis,
-                "keras_metrics": {name: metric.result() for name, metric in self._state.train_metrics.items()},
+                "keras_metrics": self._state.keras_metrics.results(),
             }
 
     def _pack(self, layout: Layout, done: tf.Tensor, sums: tf.Tensor) -> tf.Tensor:

@@ -225,7 +225,7 @@ def _find_origin(
 
     def compute(batch: Batch, examples: tf.Tensor) -> Any:
         rows, row_weights = shards.take_shard(batch, layout, train_step.microbatches, microbatch)
-        segments, tallies, _ = update.compute(rows, row_weights, update.loss_factor(examples))
+        segments, tallies, *_ = update.compute(rows, row_weights, update.loss_factor(examples))
         return segments, tallies
 
     @tf.function(autograph=False)

@@ -18,6 +18,7 @@ from distloop.errors import as_user_error
 from distloop.training import metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.forward_backward import tally_outputs
+from distloop.training.metric_state import check_arguments
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import restored_writes
 
@@ -52,12 +53,28 @@ class EvalStep:
                 prefix = f"{update.name}/" if update.name else ""
                 with gathering.shard(row_weights):
                     outputs = update.loss_fn(rows, False)
-                tallies = tally_outputs(outputs, rows, row_weights, state.eval_metrics)
+                tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
+                state.keras_metrics.update_gathered(*metric_rows)
                 named.update({prefix + name: tally for name, tally in tallies.items()})
                 fed.update(outputs)
-        metrics.check_fed(state.eval_metrics, fed)
+        metrics.check_fed(state.keras_metrics, fed)
         self.names = list(named)
         return metrics.flatten(named.values())
+
+    def feed(self, layout: Layout, batch: Batch) -> dict[str, Any]:
+        """Returns the arguments that each update's `loss_fn` returns for Keras metrics, by its name; on a replica."""
+        rows, row_weights = shards.take_shard(batch, layout)
+        fed = {}
+        for update in self._state.spec.updates:
+            with gathering.shard(row_weights):
+                outputs = update.loss_fn(rows, False)
+            metrics.check_names(outputs, self._state.keras_metrics)
+            fed[update.name] = {
+                name: check_arguments(name, value, None)
+                for name, value in outputs.items()
+                if name in self._state.keras_metrics
+            }
+        return fed
 
 
 class EvalLoop:
@@ -66,8 +83,36 @@ class EvalLoop:
     def __init__(self, state: TrainState, *, eager: bool = False):
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
+        self._eager = eager
         self._step = EvalStep(state)
         self._run = compiled(self._pass, eager)
+
+    def build_metrics(self, source: Source) -> None:
+        """Builds the Keras metrics that are not built yet, from a trace of each `loss_fn`, which runs nothing.
+
+        Args:
+            source: data to train or evaluate on.
+
+        Raises:
+            ValueError: if `loss_fn` or a metric breaks a rule.
+        """
+        if self._state.keras_metrics.is_built:
+            return
+        fed: dict[str, Any] = {}
+
+        def on_replica(batch: Batch) -> None:
+            fed.update(self._step.feed(source.layout, batch))  # the same on each replica
+
+        def trace(rows: Any) -> None:
+            batch = shards.pad(rows, source.info.min_rows) if source.layout.is_padded else Batch(rows, None)
+            replica_fn = gathering.with_max_rows(on_replica, source.layout.max_replica_rows)
+            self._state.strategy.run(replica_fn, args=(batch,))
+
+        if self._eager:
+            trace(source.first_rows())
+        else:
+            tf.function(trace, autograph=False).get_concrete_function(source.info.element_spec)
+        self._state.keras_metrics.build(fed, eager=self._eager)
 
     def evaluate(self, source: Source, limit: int = 0) -> dict[str, float]:
         """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.
@@ -83,9 +128,8 @@ class EvalLoop:
             ValueError: if the data is empty.
         """
         workers.report_phase(self._state.strategy, "evaluating")
-        for metric in self._state.eval_metrics.values():
-            metric.reset_state()
-        with self._state.averaged(), self._state.random_streams.preserved():
+        state = self._state
+        with state.averaged(), state.random_streams.preserved(), state.keras_metrics.preserved():
             try:
                 max_batches = tf.constant(limit or tf.int64.max, tf.int64)
                 result = self._run(source.new_iterator(), source.layout, max_batches)
@@ -125,5 +169,4 @@ class EvalLoop:
             )
         if workers.num_workers(self._state.strategy) > 1:  # one sum over workers for the whole pass
             tallies = workers.sum_over_workers(self._state.strategy, tallies)
-        results = {name: metric.result() for name, metric in self._state.eval_metrics.items()}
-        return {"batches": batches, "tallies": tallies, "keras_metrics": results}
+        return {"batches": batches, "tallies": tallies, "keras_metrics": self._state.keras_metrics.results()}

@@ -24,6 +24,7 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.placement import Placement
 from distloop.optimizers.gradients import Packing
 from distloop.training import metrics, variable_writes
+from distloop.training.metric_state import Join, KerasMetrics, Rows, check_arguments, take_rows
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
@@ -40,12 +41,14 @@ class Trace:
         outputs: the names that `loss_fn` returned, those of Keras metrics included.
         reached: by variable, whether the loss depends on it.
         written: the variables that the forward pass writes.
+        join: puts together the arguments of the Keras metrics that are updated with the rows of all replicas.
     """
 
     names: list[str]
     outputs: set[str]
     reached: list[bool]
     written: list[Any]
+    join: Join
 
 
 class Local(NamedTuple):
@@ -84,7 +87,7 @@ class ForwardBackward:
         self._microbatches = microbatches
         self._jit_compile = jit_compile
         self._trace: Trace | None = None
-        self._metric_variables = list(state.metric_variables().values())
+        self._metric_variables = list(state.keras_metrics.variables().values())
         self._writable = [*state.untrained_variables, *self._metric_variables]  # what a forward pass may write
 
     @property
@@ -130,21 +133,25 @@ class ForwardBackward:
         traces: list[Trace] = []
 
         def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
-            segments, tallies, trace = self.compute(rows, row_weights, factor)
+            *sums, trace = self.compute(rows, row_weights, factor)
             traces.append(trace)
-            return segments, tallies
+            return tuple(sums)
 
         if self._jit_compile:
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
             compute = tf.function(compute, autograph=False, jit_compile=True)
 
-        def microbatch(index: tf.Tensor | int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        def microbatch(index: tf.Tensor | int) -> Any:
             return compute(*shards.take_shard(batch, layout, self._microbatches, index), factor)
 
+        row_specs = self._state.keras_metrics.row_specs.get(self.name, ())
         with _explain_merge_call_error(self._microbatches, self._jit_compile):
-            segments, tallies = self._state.placement.sum_microbatches(self.packing, self._microbatches, microbatch)
+            segments, tallies, metric_rows = self._state.placement.sum_microbatches(
+                self.packing, self._microbatches, microbatch, row_specs
+            )
         self._set_trace(traces)
+        self._state.keras_metrics.update_gathered(metric_rows, self.trace.join)
         tallies.set_shape([2 * len(self.trace.names)])
         written = self.trace.written
         after = {id(v): tf.identity(v) for v in written}
@@ -189,7 +196,7 @@ class ForwardBackward:
 
     def compute(
         self, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None
-    ) -> tuple[list[tf.Tensor], tf.Tensor, Trace]:
+    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], Trace]:
         """Runs forward and backward over some rows of a replica; call in replica context.
 
         Args:
@@ -199,13 +206,13 @@ class ForwardBackward:
 
         Returns:
             Packed gradients of `factor * sum(w * loss)`; the tallies of all values that `loss_fn` returned, `[2 * m]`;
-            and what tracing revealed.
+            the rows for Keras metrics that take those of all replicas; and what tracing revealed.
 
         Raises:
             ValueError: if the loss depends on no variable.
         """
         with variable_writes.recorded_writes(self._writable) as written:
-            outputs, gradients, tallies = self._differentiate(rows, row_weights, factor)
+            outputs, gradients, tallies, metric_rows = self._differentiate(rows, row_weights, factor)
         reached = [gradient is not None for gradient in gradients]
         if not any(reached):
             raise ValueError(
@@ -217,7 +224,8 @@ class ForwardBackward:
         ]
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in names])
-        return self.packing.pack(filled), flat_tallies, Trace(names, outputs, reached, written)
+        trace = Trace(names, outputs, reached, written, metric_rows.join)
+        return self.packing.pack(filled), flat_tallies, metric_rows.tensors, trace
 
     def gradients_of(
         self, rows: Any, examples: tf.Tensor, *, training: bool
@@ -234,7 +242,7 @@ class ForwardBackward:
             of each value except Keras metrics.
         """
         factor = self.loss_factor(tf.cast(examples, tf.float32))
-        _, gradients, tallies = self._differentiate(rows, None, factor, training=training, has_metrics=False)
+        _, gradients, tallies, _ = self._differentiate(rows, None, factor, training=training, has_metrics=False)
         by_path = {
             self._state.paths[id(v)]: None
             if g is None
@@ -251,8 +259,8 @@ class ForwardBackward:
         *,
         training: bool = True,
         has_metrics: bool = True,
-    ) -> tuple[set[str], list[tf.Tensor | None], dict[str, metrics.Tally]]:
-        """Returns the names that `loss_fn` returned, the gradients and the tallies; updates Keras metrics if wanted."""
+    ) -> tuple[set[str], list[tf.Tensor | None], dict[str, metrics.Tally], Rows]:
+        """Returns the names that `loss_fn` returned, gradients, and the results of `tally_outputs`."""
         state = self._state
         tensors = [tensorflow_variable(v) for v in self.variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -261,8 +269,8 @@ class ForwardBackward:
             with gathering.shard(row_weights, self._microbatches):
                 outputs = self.update.loss_fn(rows, training)
             if not has_metrics and isinstance(outputs, Mapping):
-                outputs = {name: value for name, value in outputs.items() if name not in state.train_metrics}
-            tallies = tally_outputs(outputs, rows, row_weights, state.train_metrics)
+                outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
+            tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
             loss = tallies["loss"]
             objective = loss.total
             regularization = _sum_regularization(state.layers_of_update[self.update.name], state.placement)
@@ -272,7 +280,7 @@ class ForwardBackward:
                 objective += tallies[REGULARIZATION].total
             if factor is not None:
                 objective *= factor
-        return set(outputs), state.placement.differentiate(tape, objective, tensors), tallies
+        return set(outputs), state.placement.differentiate(tape, objective, tensors), tallies, metric_rows
 
     def _set_trace(self, traces: Sequence[Trace]) -> None:
         """Sets `trace` from the traces of all microbatches; nothing else sets it."""
@@ -284,36 +292,44 @@ class ForwardBackward:
                 )
             self._trace = trace
         are_written = {id(v) for trace in traces for v in trace.written}
+        are_written |= {id(v) for v in self._state.keras_metrics.gathered_variables(self.trace.outputs)}
         self._trace = replace(self.trace, written=[v for v in self._writable if id(v) in are_written])
 
 
 def tally_outputs(
-    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: Mapping[str, Any]
-) -> dict[str, metrics.Tally]:
-    """Returns the weighted sums of what `loss_fn` returned, by name, and updates Keras metrics.
+    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: KerasMetrics
+) -> tuple[dict[str, metrics.Tally], Rows]:
+    """Returns the weighted sums of what `loss_fn` returned, by name, and updates Keras metrics whose state is a sum.
 
     Args:
         outputs: of `loss_fn`.
         rows: its batch.
         row_weights: `[b]`, 0 for padding; None: all rows count.
-        keras_metrics: name -> metric.
+        keras_metrics: those that `loss_fn` may return arguments for.
+
+    Returns:
+        Name -> sums, and the rows for the other Keras metrics, which `KerasMetrics.update_gathered` takes.
 
     Raises:
         ValueError: if `loss_fn` returned a value that is not per example, or updated no metric that was declared.
     """
     metrics.check_names(outputs, keras_metrics)
     size = shards.batch_size(rows)
-    tallies = {}
+    tallies, gathered = {}, {}
     for name, value in outputs.items():
-        if name in keras_metrics:
-            metrics.update_keras_metric(name, keras_metrics[name], value, row_weights)
-        else:
+        if name not in keras_metrics:
             tallies[name] = metrics.weigh(name, value, size, row_weights)
+            continue
+        arguments = check_arguments(name, value, row_weights)
+        if name in keras_metrics.gathered:
+            gathered[name] = arguments
+        else:
+            keras_metrics.update(name, arguments)
     if checks := [check for tally in tallies.values() for check in tally.checks]:
         # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
         failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
         tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
-    return tallies
+    return tallies, take_rows(gathered)
 
 
 @contextlib.contextmanager

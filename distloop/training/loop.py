@@ -170,7 +170,7 @@ class TrainLoop:
         everys, log_every, logs = [action.every for action in actions], self._log_every, 1
         if (
             log_every
-            and not self._state.train_metrics
+            and not self._state.keras_metrics
             and all(a.every is not None or member(a, "only_writes") for a in actions)
         ):
             if secs := self._window.secs_per_log:
@@ -194,8 +194,7 @@ class TrainLoop:
 
     def _open_window(self) -> None:
         self._window = Window(secs_per_log=self._window.seconds)
-        for metric in self._state.train_metrics.values():
-            metric.reset_state()
+        self._state.keras_metrics.reset()
 
     def _explain_failure(self, source: Source, step: int, diagnosis: np.ndarray) -> Diverged:
         batch = self._compiled.last_batch()

@@ -3,13 +3,12 @@
     metric = sum(w * v) / sum(w)
 
 over all replicas, workers, microbatches and steps that took part. A `Tally` holds both sides of the division until
-then. Keras metrics, for metrics that are no mean, are updated here too. It does not know which value is minimized.
+then. It does not know which value is minimized.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -84,28 +83,6 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     weights = tf.broadcast_to(weights, tf.shape(values))
     # A row of weight 0 does not count, even if its value is NaN.
     return Tally(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights), checks)
-
-
-def update_keras_metric(name: str, metric: keras.metrics.Metric, arguments: Any, row_weights: tf.Tensor | None) -> None:
-    """Updates a Keras metric with the arguments that `loss_fn` returned under its name, without padding rows.
-
-    Args:
-        name: the metric's name, for messages.
-        metric: the metric, created in the strategy's scope.
-        arguments: the tuple of arguments for `update_state`, tensors `[B, ...]`.
-        row_weights: as for `weigh`.
-
-    Raises:
-        ValueError: if `arguments` is no tuple.
-    """
-    if not isinstance(arguments, (tuple, list)) or isinstance(arguments, Weighted):
-        raise ValueError(
-            f'loss_fn returned a {type(arguments).__name__} under "{name}", which is a Keras metric; '
-            "distloop needs the tuple of arguments for its update_state, such as (labels, predictions)."
-        )
-    if row_weights is not None:
-        arguments = [tf.boolean_mask(argument, row_weights > 0) for argument in arguments]
-    metric.update_state(*arguments)
 
 
 def flatten(tallies: Iterable[Tally]) -> tf.Tensor:

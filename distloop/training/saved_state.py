@@ -23,6 +23,7 @@ from distloop.variables import tensorflow_variable
 
 # Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.
 _CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
+_METRICS = "metrics/"
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
 _CHECKED_PREFIXES = ("model/", "optimizer/", "average/")
 
@@ -38,23 +39,19 @@ class SavedState:
         """
         self._state = state
         self._strategy = state.strategy
-        self._gather_metrics = tf.function(lambda: self._strategy.run(self._all_gather_metrics), autograph=False)
 
     def snapshot(self) -> dict[str, tf.Tensor]:
         """Returns a copy of everything that training changes.
 
         Returns:
-            The values of `TrainState.all_variables`, `metrics/<name>/<i>` with a value per replica, and
+            The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them, and
             `optimizer/class` and `optimizer/initial_learning_rate`. Random streams have the value of the first replica;
             those of the others are `SEED_STRIDE` apart.
         """
         state = self._state
         with tf.device(HOST):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in state.all_variables().items()}
-            for name, variable in state.metric_variables().items():
-                values[name] = tf.stack([tf.identity(part) for part in state.replica_variables(variable)])
-            if state.train_metrics and workers.num_workers(self._strategy) > 1:
-                values |= self._strategy.experimental_local_results(self._gather_metrics())[0]
+            values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
             return values | self._optimizer_facts()
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
@@ -101,24 +98,12 @@ class SavedState:
                     self._restore_seed(variable, values[name])
                 else:
                     tensorflow_variable(variable).assign(values[name])
-            for name, variable in self._state.metric_variables().items():
-                self._restore_metric(variable, values.get(name))
+            of_metrics = {n.removeprefix(_METRICS): v for n, v in values.items() if n.startswith(_METRICS)}
+            self._state.keras_metrics.restore(of_metrics)
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
-        for replica, part in enumerate(self._state.replica_variables(variable), self._first_replica):
+        for replica, part in enumerate(self._state.replica_variables(variable), workers.first_replica(self._strategy)):
             part.assign(value + tf.constant([replica * SEED_STRIDE, 0], part.dtype))
-
-    def _restore_metric(self, variable: Any, value: tf.Tensor | None) -> None:
-        """Sets a metric's variable on each replica; with another number of replicas, the first gets the sum."""
-        replicas = self._strategy.num_replicas_in_sync
-        if value is None:
-            value = tf.zeros([1, *variable.shape], variable.dtype)
-        if len(value) != replicas:
-            total = tf.reduce_sum(value, 0)
-            value = tf.stack([total, *[tf.zeros_like(total)] * (replicas - 1)])
-        local_values = tf.unstack(value)[self._first_replica :]
-        for part, local_value in zip(self._state.replica_variables(variable), local_values, strict=False):
-            part.assign(local_value)
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
         """Returns what an optimizer's variables do not show: its class, and the learning rate that it was given."""
@@ -129,17 +114,6 @@ class SavedState:
                 rate = self._state.initial_learning_rates[name]
                 facts[optimizer_prefix(name) + _INITIAL_RATE] = tf.constant(rate)
         return facts
-
-    def _all_gather_metrics(self) -> dict[str, tf.Tensor]:
-        """Returns each metric variable of all replicas of all workers, `[R, ...]`; in a replica's context."""
-        context = tf.distribute.get_replica_context()
-        variables = self._state.metric_variables().items()
-        return {name: context.all_gather(tf.identity(variable)[None], axis=0) for name, variable in variables}
-
-    @property
-    def _first_replica(self) -> int:
-        """The index, among all replicas, of this worker's first one."""
-        return workers.worker_index(self._strategy) * workers.num_local_replicas(self._strategy)
 
 
 def _spell(tensor: Any) -> str:

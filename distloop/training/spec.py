@@ -150,7 +150,7 @@ class ModelSpec:
         predict_fn: `batch -> outputs`, leading axis B; or a dict of such functions by name: `predict` calls the first
             unless told otherwise, and `export` writes all.
         metrics: name -> `keras.metrics.Metric` for metrics that are no mean; `loss_fn` returns the arguments of its
-            `update_state` under that name, as a tuple.
+            `update_state` under that name, as a tuple of tensors `[B, ...]`.
         trainable: a regular expression; variables with a matching path are trained. None: all trainable variables.
         batch_fn: `(batch, training) -> batch`: changes a replica's shard, on its device, before each `loss_fn` gets it,
             in training and evaluation; the number of rows stays. `predict_fn` gets batches unchanged, and may call it.

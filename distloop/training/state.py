@@ -20,6 +20,7 @@ from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.training.loss_spikes import LossWatch
+from distloop.training.metric_state import KerasMetrics
 from distloop.training.random_streams import RandomStreams
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.training.variable_creation import explain_new_variable, recorded, refusing_new_variables
@@ -46,8 +47,7 @@ class TrainState(tf.Module):
         plain_optimizers: by name of the update, the Keras optimizers.
         loss_scalers: by name of the update, those of the optimizers that scale the loss.
         initial_learning_rates: by name of the update, the constant learning rates that `model_fn` gave.
-        train_metrics: the Keras metrics that training updates, by name.
-        eval_metrics: the Keras metrics that evaluation updates, by name.
+        keras_metrics: the Keras metrics, by name.
         loss_watch: statistics of the updates' losses, for the detection of spikes.
         average: the moving average of the weights, or None.
 
@@ -82,9 +82,8 @@ class TrainState(tf.Module):
         self.initial_learning_rates: dict[str, float] = {}
         self.is_built = False
         self.placement = make_placement(spec.model)
-        self.train_metrics = dict(spec.metrics or {})
+        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy)
         with strategy.scope(), recorded(created):
-            self.eval_metrics = {name: _clone_metric(name, metric) for name, metric in self.train_metrics.items()}
             self.optimizers = {
                 update.name: LossScaleOptimizer(update.optimizer)
                 if is_loss_scaled and not isinstance(update.optimizer, LossScaleOptimizer)
@@ -239,14 +238,6 @@ class TrainState(tf.Module):
         counts = {"step": self.step, "skipped_steps": self.skipped_steps}
         return variables | counts | {"loss_statistics": self.loss_watch.statistics}
 
-    def metric_variables(self) -> dict[str, Any]:
-        """Returns the variables of the Keras metrics that training updates, by `metrics/<name>/<i>`."""
-        return {
-            f"metrics/{name}/{i}": variable
-            for name, metric in self.train_metrics.items()
-            for i, variable in enumerate(metric.variables)
-        }
-
     def replica_variables(self, variable: Any) -> tuple[Any, ...]:
         """Returns the TensorFlow variable of each replica of this worker."""
         parts: tuple[Any, ...] = self.strategy.experimental_local_results(tensorflow_variable(variable))
@@ -286,14 +277,3 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
     for top in top_layers(model, in_parts=True):
         yield top
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
-
-
-def _clone_metric(name: str, metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """Returns a new metric with the same settings, for evaluation, which must not touch the one of training."""
-    try:
-        return type(metric).from_config(metric.get_config())
-    except TypeError as error:
-        raise ValueError(
-            f'The metric under "{name}", a {type(metric).__name__}, cannot be made again from its get_config() '
-            f"({error}); evaluation needs one of its own: let get_config return every argument of __init__."
-        ) from None

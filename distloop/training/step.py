@@ -152,7 +152,7 @@ class TrainStep:
             self._settle(update, forward, finite)
             self._record_gradients(update, forward)
             attempts.append(self._apply(update, forward, finite, attempts))
-        metrics.check_fed(self.state.train_metrics, {name for u in self.updates for name in u.trace.outputs})
+        metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
         failed = self._rescale(attempts, finite)
         if self.loss_jump is not None:
             failed |= self._has_diverged(attempts, self.loss_jump)

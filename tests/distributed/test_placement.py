@@ -61,17 +61,19 @@ def test_gradients_and_tallies_are_summed_over_microbatches(kind, count, is_eage
 
     def compute(index):
         value = tf.cast(index + 1, tf.float32)
-        return packing.pack([value * tf.constant([1.0, 2.0])]), tf.stack([value, 1.0])
+        rows = tf.fill([index, 2], value)  # the first microbatch has none
+        return packing.pack([value * tf.constant([1.0, 2.0])]), tf.stack([value, 1.0]), [rows]
 
     made = placement(kind)
 
     def sums():
-        return made.sum_microbatches(packing, count, compute)
+        return made.sum_microbatches(packing, count, compute, [tf.TensorSpec([None, 2])])
 
-    (segment,), tallies = sums() if is_eager else tf.function(sums, autograph=False)()
+    (segment,), tallies, (rows,) = sums() if is_eager else tf.function(sums, autograph=False)()
     total = count * (count + 1) / 2
     assert segment.numpy().tolist() == [total, 2 * total]
     assert tallies.numpy().tolist() == [total, count]
+    assert rows.numpy().tolist() == [[i + 1, i + 1] for i in range(count) for _ in range(i)]
 
 
 @PLACEMENTS

@@ -78,7 +78,7 @@ def test_other_names_than_before_are_refused():
 
 
 def test_padding_counts_in_no_tally():
-    tallies = tally_outputs({"loss": tf.constant([1.0, np.nan])}, tf.zeros([2]), tf.constant([1.0, 0.0]), {})
+    tallies, _ = tally_outputs({"loss": tf.constant([1.0, np.nan])}, tf.zeros([2]), tf.constant([1.0, 0.0]), {})
     assert [float(t) for t in tallies["loss"][:2]] == [1.0, 1.0]
 
 

@@ -1,6 +1,5 @@
 """Weighted sums: what weighs what, what takes no part, and what is refused."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -187,37 +186,6 @@ def test_the_mean_of_nothing_is_nan():
 def test_means_are_plain_floats_divided_in_float64():
     mean = metrics.means(["loss"], np.array([1.0, 3.0], np.float32))["loss"]
     assert type(mean) is float and mean == 1 / 3
-
-
-def test_a_keras_metric_is_fed_its_arguments():
-    metric = keras.metrics.Mean()
-    metrics.update_keras_metric("m", metric, (tf.constant([1.0, 2.0]),), None)
-    metrics.update_keras_metric("m", metric, (tf.constant([6.0]),), None)
-    assert float(metric.result()) == 3.0
-
-
-def test_a_keras_metric_is_not_fed_padding():
-    metric = keras.metrics.AUC()
-    labels, scores = tf.constant([0, 1, 0, 1]), tf.constant([0.1, 0.9, 0.99, 0.01])
-    metrics.update_keras_metric("auc", metric, (labels, scores), tf.constant([1.0, 1.0, 0.0, 0.0]))
-    assert float(metric.result()) == 1.0
-
-
-def test_a_keras_metric_takes_sample_weights_as_its_third_argument():
-    metric = keras.metrics.MeanSquaredError()
-    arguments = (tf.zeros([3, 1]), tf.constant([[1.0], [2.0], [9.0]]), tf.constant([3.0, 1.0, 1.0]))
-    metrics.update_keras_metric("mse", metric, arguments, tf.constant([1.0, 1.0, 0.0]))
-    assert float(metric.result()) == pytest.approx((3 * 1.0 + 1 * 4.0) / 4)
-
-
-def test_a_keras_metric_that_is_fed_values_is_refused():
-    with pytest.raises(ValueError, match='under "auc", which is a Keras metric; .* arguments for its update_state'):
-        metrics.update_keras_metric("auc", keras.metrics.AUC(), tf.ones([2]), None)
-
-
-def test_a_keras_metric_that_is_fed_weighted_values_is_refused():
-    with pytest.raises(ValueError, match='a Weighted under "auc", which is a Keras metric'):
-        metrics.update_keras_metric("auc", keras.metrics.AUC(), metrics.weighted(tf.ones([2]), tf.ones([2])), None)
 
 
 def test_a_dict_with_a_loss_passes():

@@ -319,24 +319,6 @@ def test_building_from_rows_updates_no_statistics():
 # Metrics.
 
 
-def test_evaluation_has_metrics_of_its_own():
-    made = TrainState.make(lambda: spec_of(two_layers(), metrics={"auc": keras.metrics.AUC(num_thresholds=7)}), ONE)
-    assert made.eval_metrics["auc"] is not made.train_metrics["auc"]
-    assert made.eval_metrics["auc"].num_thresholds == 7
-
-
-def test_a_metric_that_cannot_be_made_again_is_refused():
-    class Scaled(keras.metrics.Mean):
-        def __init__(self, factor, name="scaled"):
-            super().__init__(name=name)
-            self.factor = factor
-
-    with pytest.raises(
-        ValueError, match='The metric under "scaled", a Scaled, cannot be made again .*: let get_config'
-    ):
-        TrainState.make(lambda: spec_of(two_layers(), metrics={"scaled": Scaled(2.0)}), ONE)
-
-
 def test_what_is_no_metric_is_refused():
     with pytest.raises(ValueError, match=r'holds a function under "f1"; it takes .*: return means'):
         spec_of(two_layers(), metrics={"f1": keras.metrics.binary_accuracy})
