@@ -151,6 +151,75 @@ def two_updates():
     )
 
 
+def critic_and_generator():
+    """Three critic steps with one Adam, each on fresh rows, and one step of the generator."""
+    critic = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)], name="critic")
+    generator = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, "tanh")], name="generator")
+
+    def critic_loss(i):
+        def loss_fn(batch, training):
+            x = batch["x"][:, i]  # [B, 8]
+            loss = tf.cast(tf.reduce_sum(critic(x) ** 2 - critic(generator(x)), 1), tf.float32)
+            return {"loss": tf.where(batch["bad"] == i, np.float32(np.nan), loss)}
+
+        return loss_fn
+
+    def generator_loss(batch, training):
+        return {"loss": tf.reduce_sum(critic(generator(batch["x"][:, 3])), 1)}
+
+    shared = keras.optimizers.Adam(0.1)
+    updates = [distloop.Update(f"critic_{i}", critic_loss(i), shared, "^critic/") for i in range(3)]
+    updates.append(distloop.Update("generator", generator_loss, keras.optimizers.SGD(0.1), "^generator/"))
+    return distloop.ModelSpec({"critic": critic, "generator": generator}, updates=updates)
+
+
+def rows_of_four(bad=()):
+    """Returns batches of 6 rows; `bad` lists (step, i): that update's loss is NaN in one row."""
+    rows = {"x": np.random.default_rng(0).normal(size=(24, 4, 8)).astype(np.float32), "bad": np.full(24, -1)}
+    for step, i in bad:
+        rows["bad"][6 * step + 4] = i
+    return distloop.make_dataset(rows, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", fast(2, 1, 3))
+def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it(replicas):
+    data = rows_of_four()
+    trainer = train(critic_and_generator, on(replicas), data, steps=3)
+    keras.utils.set_random_seed(0)
+    spec = critic_and_generator()
+    for update in spec.updates:
+        variables = spec.model[update.name.partition("_")[0]].trainable_variables
+        if not update.optimizer.built:
+            update.optimizer.build(variables)
+    for rows in data.take(3):
+        for update in spec.updates:
+            variables = spec.model[update.name.partition("_")[0]].trainable_variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(update.loss_fn(rows, True)["loss"])
+            update.optimizer.apply(tape.gradient(loss, variables), variables)
+    for name, model in spec.model.items():
+        for found, expected in zip(trainer.model[name].variables, model.variables, strict=True):
+            np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+    assert trainer.optimizer["critic_0"] is trainer.optimizer["critic_2"]
+    assert trainer.optimizer["critic_0"].iterations.numpy() == 9
+    slots = [name for name in trainer.state.all_variables() if name.startswith("optimizer/critic")]
+    assert slots and all(name.startswith("optimizer/critic_0/") for name in slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finite(precision):
+    config = on(2, on_nonfinite="skip", average_decay=0.9, precision=precision)
+    trainer = distloop.Trainer(critic_and_generator, config)
+    seen = after_each_step(trainer, rows_of_four(bad=[(1, 2), (2, 1)]), 4)
+    for before, after in ((seen[0], seen[1]), (seen[1], seen[2])):
+        assert_skipped(before, after, [f"critic_{i}" for i in range(3)])
+    assert int(trainer.state.skipped_steps) == 2
+    assert trainer.optimizer["critic_1"].iterations.numpy() == 6
+    assert not any(np.array_equal(seen[2][path], seen[3][path]) for path in seen[3] if "kernel" in path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", fast(2, 1, 4))
 def test_rows_of_nested_ragged_data_train_the_same(replicas):

@@ -108,7 +108,8 @@ class SavedState:
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
         """Returns what an optimizer's variables do not show: its class, and the learning rate that it was given."""
         facts = {}
-        for name, optimizer in self._state.plain_optimizers.items():
+        for name in (update.name for update in self._state.optimizer_updates):
+            optimizer = self._state.plain_optimizers[name]
             facts[optimizer_prefix(name) + _CLASS] = tf.constant(type(optimizer).__name__)
             if name in self._state.initial_learning_rates:
                 rate = self._state.initial_learning_rates[name]

@@ -8,6 +8,7 @@ It does not know how a step goes or which variables exist.
 """
 
 import copy
+import itertools
 import math
 import numbers
 import re
@@ -42,7 +43,8 @@ class Update:
     Attributes:
         name: prefix of the reported values, as in `discriminator/loss`.
         loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`; `"loss"` is minimized.
-        optimizer: a plain Keras optimizer that no other update has, or a `LossScaleOptimizer` around one.
+        optimizer: a plain Keras optimizer, or a `LossScaleOptimizer` around one. Updates that train the same variables
+            may share one: several steps of it within one train step.
         variables: the variables to train: a list, or a regular expression that is searched in their paths; None: all
             trainable variables.
         gradient_fn: `gradients -> gradients`, both by path, called between clipping and the optimizer. The gradients
@@ -237,8 +239,22 @@ class ModelSpec:
         names = [update.name for update in self.updates]
         if len(set(names)) < len(names) or not all(names):
             raise ValueError(f"Updates named {names} were given; each needs a name of its own.")
-        if len({id(plain_optimizer(update.optimizer)) for update in self.updates}) < len(names):
-            raise ValueError("Two updates share one optimizer, whose slots and step count are one update's: make two.")
+        for a, b in itertools.combinations(self.updates, 2):
+            is_shared = plain_optimizer(a.optimizer) is plain_optimizer(b.optimizer)
+            if is_shared and _optimizer_settings(a) != _optimizer_settings(b):
+                raise ValueError(
+                    f"The updates {a.name!r} and {b.name!r} share one optimizer, whose slots belong to the same "
+                    "variables with the same rules: give both the same optimizer object, variables, learning_rates and "
+                    "no_decay, or make two optimizers."
+                )
+
+
+def _optimizer_settings(update: Update) -> tuple[Any, ...]:
+    """Returns what updates that share an optimizer have in common."""
+    variables = update.variables
+    if variables is not None and not isinstance(variables, str):
+        variables = [id(tensorflow_variable(variable)) for variable in variables]
+    return id(update.optimizer), variables, dict(update.learning_rates or {}), update.no_decay
 
 
 def _is_factor(value: Any) -> bool:

@@ -84,12 +84,13 @@ class TrainState(tf.Module):
         self.placement = make_placement(spec.model)
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy)
         with strategy.scope(), recorded(created):
-            self.optimizers = {
-                update.name: LossScaleOptimizer(update.optimizer)
-                if is_loss_scaled and not isinstance(update.optimizer, LossScaleOptimizer)
-                else update.optimizer
-                for update in spec.updates
-            }
+            optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
+            if is_loss_scaled:
+                optimizers = {
+                    key: optimizer if isinstance(optimizer, LossScaleOptimizer) else LossScaleOptimizer(optimizer)
+                    for key, optimizer in optimizers.items()
+                }
+            self.optimizers = {update.name: optimizers[id(update.optimizer)] for update in spec.updates}
             self.loss_scalers = {n: o for n, o in self.optimizers.items() if isinstance(o, LossScaleOptimizer)}
             self.plain_optimizers = {name: plain_optimizer(optimizer) for name, optimizer in self.optimizers.items()}
             if all(layer.built for layer in _layers_with_variables(spec.model)):
@@ -172,7 +173,7 @@ class TrainState(tf.Module):
         self._require_created_here(named.items(), "model")
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
-        for update in self.spec.updates:
+        for update in self.optimizer_updates:
             self._build_optimizer(update)
         layers = list(top_layers(self.spec.model, in_parts=True))
         self.layers_of_update = {
@@ -208,6 +209,14 @@ class TrainState(tf.Module):
         if isinstance(rate := plain._learning_rate, keras.Variable):
             self.initial_learning_rates[update.name] = float(rate.numpy())
 
+    @property
+    def optimizer_updates(self) -> list[Update]:
+        """The first update of each optimizer, after which checkpoints name it; updates may share one."""
+        first: dict[int, Update] = {}
+        for update in self.spec.updates:
+            first.setdefault(id(self.optimizers[update.name]), update)
+        return list(first.values())
+
     def _require_created_here(self, variables: Iterable[tuple[str, Any]], owner: str) -> None:
         for path, variable in variables:
             if id(tensorflow_variable(variable)) not in self._created:
@@ -226,7 +235,7 @@ class TrainState(tf.Module):
         by_name = portable_names(self.spec.model)
         names = {id(variable): name for name, variable in by_name.items()}
         variables = {f"model/{name}": variable for name, variable in by_name.items()}
-        for update in self.spec.updates:
+        for update in self.optimizer_updates:
             prefix = optimizer_prefix(update.name)
             trained = self.variables_of_update[update.name]
             slots = slot_names(self.plain_optimizers[update.name], trained, [names[id(v)] for v in trained])

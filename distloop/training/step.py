@@ -27,7 +27,7 @@ from distloop.distributed import gathering, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Packing
-from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
+from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training import metrics, variable_writes
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.spec import GradientFn
@@ -249,7 +249,7 @@ class TrainStep:
             return tf.identity(tallies)
 
         def undone() -> tf.Tensor:
-            for attempt in earlier:
+            for attempt in reversed(earlier):  # the first one's values are the oldest
                 self._undo(attempt)
             return tf.zeros_like(tallies)
 
@@ -279,11 +279,11 @@ class TrainStep:
     def _rescale(self, attempts: Sequence[_Attempt], finite: tf.Tensor) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
         failed = tf.constant(False)
-        for update, forward, *_ in attempts:
-            is_finite = self._first(forward.finite)
-            if update.loss_scaler is not None:
-                update.loss_scaler.update_scale(is_finite, finite)
-                failed |= tf.convert_to_tensor(update.loss_scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
+        for scaler, forwards in _by_loss_scaler(attempts):
+            is_finite = functools.reduce(tf.logical_and, [self._first(forward.finite) for forward in forwards])
+            if scaler is not None:
+                scaler.update_scale(is_finite, finite)
+                failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
             elif not self.skip_nonfinite:
                 failed |= ~is_finite
         return failed
@@ -317,6 +317,15 @@ class TrainStep:
     def _sum_secs(self, attempts: Sequence[_Attempt]) -> tf.Tensor | None:
         secs = [self._first(attempt.forward.secs) for attempt in attempts if attempt.forward.secs is not None]
         return tf.add_n(secs) if secs else None
+
+
+def _by_loss_scaler(attempts: Sequence[_Attempt]) -> list[tuple[LossScaleOptimizer | None, list[_Forward]]]:
+    """Returns each loss scaler, None for those without one, with the forward passes whose loss it scales."""
+    groups: dict[int, tuple[LossScaleOptimizer | None, list[_Forward]]] = {}
+    for attempt in attempts:
+        scaler = attempt.update.loss_scaler
+        groups.setdefault(id(scaler), (scaler, []))[1].append(attempt.forward)
+    return list(groups.values())
 
 
 def _transform(gradient_fn: GradientFn, by_path: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

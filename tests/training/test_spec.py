@@ -118,10 +118,12 @@ def test_updates_without_names_of_their_own_are_refused(names):
         ModelSpec(two_layers(), updates=updates)
 
 
-def test_updates_that_share_an_optimizer_are_refused():
-    optimizer = keras.optimizers.SGD()
-    with pytest.raises(ValueError, match="share one optimizer, .*: make two"):
-        ModelSpec(None, updates=[Update(name, lambda batch, training: {}, optimizer) for name in "ab"])
+@pytest.mark.parametrize("rule", [{"variables": "^b/"}, {"learning_rates": {"^b/": 0.1}}, {"no_decay": "bias"}])
+def test_updates_that_share_an_optimizer_for_other_variables_are_refused(rule):
+    optimizer = keras.optimizers.AdamW()
+    updates = [Update("a", lambda batch, training: {}, optimizer)]
+    with pytest.raises(ValueError, match="'a' and 'b' share one optimizer, .*, or make two optimizers"):
+        ModelSpec(None, updates=[*updates, Update("b", lambda batch, training: {}, optimizer, **rule)])
 
 
 # What an update trains, and how.
