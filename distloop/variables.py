@@ -98,10 +98,24 @@ def _walk_variables(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             for variable in leaf.variables:
                 name = f"seeds/{next(numbers)}" if is_seed(variable) else variable.path
                 yield f"{path}/{name}" if path else name, variable
+            for _, variable in recurrent_states(leaf):
+                yield f"{path}/{variable.path}" if path else variable.path, variable
         elif isinstance(leaf, keras.random.SeedGenerator):
             yield path, leaf.state
         elif isinstance(leaf, (keras.Variable, tf.Variable)):
             yield path, leaf
+
+
+def recurrent_states(layer: keras.Layer) -> Iterator[tuple[keras.layers.RNN, Any]]:
+    """Yields the states that stateful recurrent layers below a layer keep; `layer.variables` has none of them.
+
+    Yields:
+        The recurrent layer, and one of its states: a variable `[B, ...]` of its last batch's rows.
+    """
+    for part in layer._flatten_layers():
+        if isinstance(part, keras.layers.RNN) and part.stateful:
+            for state in keras.tree.flatten(part.states or []):
+                yield part, state
 
 
 def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
@@ -154,7 +168,7 @@ def count_parameters(model: Any) -> dict[str, int]:
     for name, part in [*parts, (getattr(model, "name", "others"), model)]:
         for variable in named_variables(part).values():
             plain = tensorflow_variable(variable)
-            if id(plain) not in seen and not is_seed(variable):
+            if id(plain) not in seen and _is_parameter(variable):
                 counts[name] = counts.get(name, 0) + int(tf.TensorShape(plain.shape).num_elements() or 0)
             seen.add(id(plain))
     return counts
@@ -167,13 +181,13 @@ def summarize(model: Any) -> str:
         model: as for `named_variables`, such as `trainer.model`.
 
     Returns:
-        One line per variable, columns two or more spaces apart, and a line of sums. States of random streams are left
-        out.
+        One line per variable, columns two or more spaces apart, and a line of sums. States of random streams and of
+        recurrent layers are left out.
     """
     rows = [("variable", "shape", "dtype", "trainable", "parameters")]
     total = trainable = 0
     for path, variable in named_variables(model).items():
-        if is_seed(variable):
+        if not _is_parameter(variable):
             continue
         plain = tensorflow_variable(variable)
         count = int(tf.TensorShape(plain.shape).num_elements() or 0)
@@ -205,7 +219,7 @@ def portable_names(model: Any) -> dict[str, Any]:
         scope = ""
         for part in path.split("/"):
             kind = re.sub(r"_\d+$", "", part)
-            if kind in numbered:
+            if re.sub("^(forward|backward)_", "", kind) in numbered:  # the prefixes are those of Bidirectional
                 known = counted[scope, kind]
                 part = known.setdefault(part, f"{kind}_{len(known)}" if known else kind)
             scope = f"{scope}/{part}" if scope else part
@@ -249,6 +263,11 @@ def tensorflow_variable(variable: Any) -> Any:
 def is_seed(variable: Any) -> bool:
     """Returns whether a variable is the state of a random stream."""
     return "seed_generator_state" in getattr(variable, "path", "") and tuple(variable.shape) == (2,)
+
+
+def _is_parameter(variable: Any) -> bool:
+    """Returns whether a variable belongs to the model's size: it is no state of a random stream or recurrent layer."""
+    return not is_seed(variable) and not getattr(variable, "path", "").endswith("/rnn_state")
 
 
 def _snake_case(name: str) -> str:

@@ -809,7 +809,7 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
 def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
     data = batches(10, 30)
     expected = None
-    for replicas in (1, 2, 3, 4):
+    for replicas, microbatches in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2)):
         # The layer stands first, so what it sees does not depend on weights that train.
         def model_fn():
             model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -819,7 +819,7 @@ def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
 
             return distloop.ModelSpec(model, keras.optimizers.SGD(0.0), loss_fn)
 
-        trainer = train(model_fn, on(replicas), data, steps=3)
+        trainer = train(model_fn, on(replicas, microbatches=microbatches), data, steps=3)
         mean = trainer.model.layers[0].moving_mean.numpy()
         expected = mean if expected is None else expected
         np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)  # means of 10 rows, of parts in another order

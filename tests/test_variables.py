@@ -130,6 +130,18 @@ def test_random_streams_are_named_by_their_order():
     assert list(named_variables(module)) == ["draws"]
 
 
+def test_recurrent_states_and_the_layers_of_bidirectional_ones_have_portable_names():
+    def make_model():
+        layer = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
+        return keras.Sequential([keras.Input(batch_shape=(4, 3, 5)), layer])
+
+    first, second = make_model(), make_model()
+    names = list(portable_names(first))
+    assert names == list(portable_names(second))
+    assert sum("forward_simple_rnn/" in name for name in names) == 4  # two kernels, a bias and a state
+    assert "rnn_state" not in summarize(first) and sum(count_parameters(first).values()) == first.count_params()
+
+
 def test_portable_names_are_the_same_for_a_model_made_again():
     first, second = make_model(), make_model()
     assert list(named_variables(first)) != list(named_variables(second))

@@ -37,7 +37,7 @@ from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.variable_creation import VariableCreatedError
-from distloop.training.variable_writes import READS
+from distloop.training.variable_writes import written_resources
 from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one
@@ -174,22 +174,15 @@ class Probe:
         known = {
             id(part.handle) for variable in _variables_of(self.state) for part in self.state.replica_variables(variable)
         }
-        captures = {
-            id(outer): inner
-            for outer, inner in self.trace.run.graph.captures
+        captured = {
+            id(outer)
+            for outer, _ in self.trace.run.graph.captures
             if outer.dtype == tf.resource and id(outer) not in known
         }
-        objects = gc.get_objects() if captures else []  # millions in some processes
-        foreign = {id(v.handle): v for v in objects if _is_variable(v) and id(v.handle) in captures}
-        written = {
-            id(tensor)
-            for operations in self.trace.calls
-            for op in operations
-            if op.type not in READS
-            for tensor in op.inputs
-            if tensor.dtype == tf.resource
-        }
-        return [(variable, id(captures[handle]) in written) for handle, variable in foreign.items()]
+        objects = gc.get_objects() if captured else []  # millions in some processes
+        foreign = {id(v.handle): v for v in objects if _is_variable(v) and id(v.handle) in captured}
+        written = written_resources(op for operations in self.trace.calls for op in operations)
+        return [(variable, handle in written) for handle, variable in foreign.items()]
 
     @functools.cached_property
     def draws(self) -> list[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:

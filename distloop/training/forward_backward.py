@@ -27,6 +27,7 @@ from distloop.training import metrics, variable_writes
 from distloop.training.metric_state import Join, KerasMetrics, Rows, check_arguments, take_rows
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
+from distloop.training.written_values import WrittenValues
 from distloop.variables import tensorflow_variable
 
 REGULARIZATION = "regularization"
@@ -57,7 +58,7 @@ class Local(NamedTuple):
     segments: list[tf.Tensor]  # packed gradients of the scaled sum(w * loss)
     sums: dict[str, Any]  # what is summed over the replicas along with them, by name
     before: list[tf.Tensor]  # the values of the written variables before the forward pass
-    after: list[tf.Tensor]  # and after it
+    after: list[tf.Tensor]  # and after it, those with a mean apart
 
 
 class ForwardBackward:
@@ -66,6 +67,9 @@ class ForwardBackward:
     Attributes:
         update: the user's `loss_fn` and optimizer.
         variables: the variables to differentiate by.
+        overwritten: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
+            summed nor scaled, they get the maximum over microbatches and replicas.
+        written_values: what becomes of the values that the forward pass writes.
         packing: the layout of their gradients.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
     """
@@ -80,15 +84,21 @@ class ForwardBackward:
             jit_compile: whether XLA compiles the pass.
         """
         self.update = update
-        self.variables = list(state.variables_of_update[update.name])
+        variables = state.variables_of_update[update.name]
+        self.overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
+        self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = Packing(self.variables, state.placement.gradient_devices(self.variables))
         self._state = state
         self._microbatches = microbatches
         self._jit_compile = jit_compile
         self._trace: Trace | None = None
-        self._metric_variables = list(state.keras_metrics.variables().values())
-        self._writable = [*state.untrained_variables, *self._metric_variables]  # what a forward pass may write
+        self._writable = [
+            *state.untrained_variables,
+            *state.keras_metrics.variables().values(),
+            *state.trained_variables,
+        ]
+        self.written_values = WrittenValues(state, microbatches=microbatches, overwritten=self.overwritten)
 
     @property
     def name(self) -> str:
@@ -110,9 +120,16 @@ class ForwardBackward:
 
         Args:
             examples: in the global batch, a float32 scalar. The loss scale applies to the mean over them, so a larger
-                batch has no larger gradients in float16.
+                batch has no larger gradients in float16; layers that round gradients, to float8, see those of the mean.
         """
-        return None if self.loss_scaler is None else self.loss_scaler.scale_loss(1.0) / examples
+        if self.loss_scaler is None:
+            return 1.0 / examples if self.overwritten else None
+        return self.loss_scaler.scale_loss(1.0) / examples
+
+    @property
+    def is_loss_scaled(self) -> bool:
+        """Whether `loss_factor` returns a factor."""
+        return self.loss_scaler is not None or bool(self.overwritten)
 
     def __call__(self, batch: Batch, layout: Layout, factor: tf.Tensor | None) -> Local:
         """Computes gradients and tallies of a replica's shard, and sets `trace`; call in replica context.
@@ -124,8 +141,8 @@ class ForwardBackward:
 
         Returns:
             Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`; with several replicas also
-            "secs", `[R]`, the seconds that each replica took; where statistics are averaged over the replicas, "rows",
-            a scalar, and "statistics", each times the rows.
+            "secs", `[R]`, the seconds that each replica took; where values that parts of the batch write are merged,
+            "writes", `[F]`.
         """
         replicas = self._state.strategy.num_replicas_in_sync
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if replicas > 1 else None
@@ -133,9 +150,9 @@ class ForwardBackward:
         traces: list[Trace] = []
 
         def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
-            *sums, trace = self.compute(rows, row_weights, factor)
+            *results, trace = self.compute(rows, row_weights, factor)
             traces.append(trace)
-            return tuple(sums)
+            return tuple(results)
 
         if self._jit_compile:
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
@@ -143,60 +160,41 @@ class ForwardBackward:
             compute = tf.function(compute, autograph=False, jit_compile=True)
 
         def microbatch(index: tf.Tensor | int) -> Any:
-            return compute(*shards.take_shard(batch, layout, self._microbatches, index), factor)
+            rows, row_weights = shards.take_shard(batch, layout, self._microbatches, index)
+            segments, tallies, metric_rows, new_values = compute(rows, row_weights, factor)
+            written = traces[-1].written
+            count = shards.batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
+            flat = self.written_values.flatten(written, new_values, count, index)
+            self.written_values.rewind(written, before, index)
+            return segments, tallies if flat is None else tf.concat([tallies, flat], 0), metric_rows
 
         row_specs = self._state.keras_metrics.row_specs.get(self.name, ())
         with _explain_merge_call_error(self._microbatches, self._jit_compile):
-            segments, tallies, metric_rows = self._state.placement.sum_microbatches(
+            segments, vector, metric_rows = self._state.placement.sum_microbatches(
                 self.packing, self._microbatches, microbatch, row_specs
             )
         self._set_trace(traces)
         self._state.keras_metrics.update_gathered(metric_rows, self.trace.join)
-        tallies.set_shape([2 * len(self.trace.names)])
-        written = self.trace.written
-        after = {id(v): tf.identity(v) for v in written}
-        sums: dict[str, Any] = {"tallies": tallies}
-        if replicas > 1 and (averaged := self.averaged_variables()):
-            # The mean of a statistic is weighted with each replica's rows, and divided once, like every other value.
-            sums["rows"] = tf.cast(shards.shard_size(batch, layout), tf.float32)
-            sums["statistics"] = [tf.cast(after[id(v)], tf.float32) * sums["rows"] for v in averaged]
+        size, written = 2 * len(self.trace.names), self.trace.written
+        has_writes = vector.shape[0] > size
+        sums = {"tallies": vector[:size], "writes": vector[size:]} if has_writes else {"tallies": vector}
         if started is not None:
             with tf.device(HOST):  # a copy: a mere dependency on a GPU's tensor is met before that is computed
                 last = tf.identity(segments[-1][:1])
             secs = tf.cast(_time_after([*segments, last]) - started, tf.float32)
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             sums["secs"] = tf.one_hot(replica, replicas) * secs
-        return Local(segments, sums, [before[id(v)] for v in written], [after[id(v)] for v in written])
-
-    def averaged_variables(self) -> list[Any]:
-        """Returns the written variables to average over the replicas: floats, but for RNG state and Keras metrics."""
-        excluded = {id(v) for v in [*self._state.seeds, *self._metric_variables]}
-        return [v for v in self.trace.written if id(v) not in excluded and tf.as_dtype(v.dtype).is_floating]
+        return Local(segments, sums, [before[id(v)] for v in written], [tf.identity(v) for v in written])
 
     def unsynchronized_variables(self) -> list[Any]:
         """Returns the written variables that have no mean, and of which each replica keeps a value of its own."""
-        kept_equal = {id(v) for v in [*self.averaged_variables(), *self._state.seeds, *self._metric_variables]}
+        kept_equal = {id(v) for v in self.written_values.with_mean(self.trace.written)} | self.written_values.carried
         none = tf.VariableAggregation.NONE
         return [v for v in self.trace.written if id(v) not in kept_equal and tensorflow_variable(v).aggregation == none]
 
-    def average_statistics(self, after: Sequence[tf.Tensor], sums: Mapping[str, Any]) -> list[tf.Tensor]:
-        """Returns the final values of the written variables: reduced statistics as means, others as they are.
-
-        Args:
-            after: the values after the forward pass, `Local.after`.
-            sums: `Local.sums`, reduced.
-        """
-        if "statistics" not in sums:
-            return list(after)
-        means = {
-            id(v): tf.cast(tf.math.divide_no_nan(total, sums["rows"]), v.dtype)
-            for v, total in zip(self.averaged_variables(), sums["statistics"], strict=True)
-        }
-        return [means.get(id(v), value) for v, value in zip(self.trace.written, after, strict=True)]
-
     def compute(
         self, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None
-    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], Trace]:
+    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor], Trace]:
         """Runs forward and backward over some rows of a replica; call in replica context.
 
         Args:
@@ -206,13 +204,14 @@ class ForwardBackward:
 
         Returns:
             Packed gradients of `factor * sum(w * loss)`; the tallies of all values that `loss_fn` returned, `[2 * m]`;
-            the rows for Keras metrics that take those of all replicas; and what tracing revealed.
+            the rows for Keras metrics that take those of all replicas; the new values of the overwritten variables; and
+            what tracing revealed.
 
         Raises:
             ValueError: if the loss depends on no variable.
         """
         with variable_writes.recorded_writes(self._writable) as written:
-            outputs, gradients, tallies, metric_rows = self._differentiate(rows, row_weights, factor)
+            outputs, gradients, new_values, tallies, metric_rows = self._differentiate(rows, row_weights, factor)
         reached = [gradient is not None for gradient in gradients]
         if not any(reached):
             raise ValueError(
@@ -225,7 +224,7 @@ class ForwardBackward:
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in names])
         trace = Trace(names, outputs, reached, written, metric_rows.join)
-        return self.packing.pack(filled), flat_tallies, metric_rows.tensors, trace
+        return self.packing.pack(filled), flat_tallies, metric_rows.tensors, new_values, trace
 
     def gradients_of(
         self, rows: Any, examples: tf.Tensor, *, training: bool
@@ -242,7 +241,7 @@ class ForwardBackward:
             of each value except Keras metrics.
         """
         factor = self.loss_factor(tf.cast(examples, tf.float32))
-        _, gradients, tallies, _ = self._differentiate(rows, None, factor, training=training, has_metrics=False)
+        _, gradients, _, tallies, _ = self._differentiate(rows, None, factor, training=training, has_metrics=False)
         by_path = {
             self._state.paths[id(v)]: None
             if g is None
@@ -259,10 +258,10 @@ class ForwardBackward:
         *,
         training: bool = True,
         has_metrics: bool = True,
-    ) -> tuple[set[str], list[tf.Tensor | None], dict[str, metrics.Tally], Rows]:
-        """Returns the names that `loss_fn` returned, gradients, and the results of `tally_outputs`."""
+    ) -> tuple[set[str], list[tf.Tensor | None], list[tf.Tensor], dict[str, metrics.Tally], Rows]:
+        """Returns the names that `loss_fn` returned, gradients, new values, and the results of `tally_outputs`."""
         state = self._state
-        tensors = [tensorflow_variable(v) for v in self.variables]
+        tensors = [tensorflow_variable(v) for v in (*self.variables, *self.overwritten)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for tensor in tensors:
                 tape.watch(tensor)
@@ -280,7 +279,12 @@ class ForwardBackward:
                 objective += tallies[REGULARIZATION].total
             if factor is not None:
                 objective *= factor
-        return set(outputs), state.placement.differentiate(tape, objective, tensors), tallies, metric_rows
+        gradients = state.placement.differentiate(tape, objective, tensors)
+        new_values = [
+            tf.convert_to_tensor(variable if gradient is None else gradient)
+            for variable, gradient in zip(self.overwritten, gradients[len(self.variables) :], strict=True)
+        ]
+        return set(outputs), gradients[: len(self.variables)], new_values, tallies, metric_rows
 
     def _set_trace(self, traces: Sequence[Trace]) -> None:
         """Sets `trace` from the traces of all microbatches; nothing else sets it."""

@@ -4,8 +4,8 @@
     with streams.preserved():                        # their states are restored on exit
         predict()
 
-The replicas' streams of one generator start `SEED_STRIDE` apart and advance together. It does not know who draws from
-them.
+The replicas' streams of one generator start `SEED_STRIDE` apart and advance together. The states of recurrent layers go
+on from batch to batch as they do, and are read and written along with them. It does not know who draws the numbers.
 """
 
 import contextlib
@@ -25,14 +25,16 @@ class RandomStreams:
         seeds: the variables with their states, `[2]` each: key and counter.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, seeds: Sequence[Any]):
+    def __init__(self, strategy: tf.distribute.Strategy, seeds: Sequence[Any], recurrent_states: Sequence[Any] = ()):
         """Moves the replicas' streams apart: Keras starts them all alike, with equal dropout masks.
 
         Args:
             strategy: the strategy in whose scope the variables were created.
             seeds: as the attribute.
+            recurrent_states: of a model on one replica.
         """
         self.seeds = list(seeds)
+        self._variables = [*seeds, *recurrent_states]
 
         def separate() -> None:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -41,11 +43,11 @@ class RandomStreams:
                 seed.assign(tf.convert_to_tensor(seed) + offset)
 
         def read() -> list[tf.Tensor]:
-            return [tf.identity(seed) for seed in self.seeds]
+            return [tf.identity(variable) for variable in self._variables]
 
         def write(values: list[tf.Tensor]) -> None:
-            for seed, value in zip(self.seeds, values, strict=True):
-                seed.assign(value)
+            for variable, value in zip(self._variables, values, strict=True):
+                variable.assign(value)
 
         if self.seeds and strategy.num_replicas_in_sync > 1:
             tf.function(lambda: strategy.run(separate), autograph=False)()
@@ -54,11 +56,11 @@ class RandomStreams:
 
     def read(self) -> Any:
         """Returns the states, a value per replica."""
-        return self._read() if self.seeds else []
+        return self._read() if self._variables else []
 
     def write(self, states: Any) -> None:
         """Sets the states to a result of `read`."""
-        if self.seeds:
+        if self._variables:
             self._write(states)
 
     @contextlib.contextmanager

@@ -28,6 +28,7 @@ from distloop.variables import (
     is_seed,
     named_variables,
     portable_names,
+    recurrent_states,
     slot_names,
     tensorflow_variable,
     top_layers,
@@ -55,9 +56,11 @@ class TrainState(tf.Module):
         paths: paths of the model's variables by `id`.
         variables_of_update: by name of the update, the variables that it trains.
         layers_of_update: by name of the update, the top-level layers with variables that it trains.
-        untrained_variables: variables of the model that no update trains.
+        trained_variables: variables of the model that any update trains, each once.
+        untrained_variables: the others.
         seeds: those of them that are states of random streams.
-        random_streams: the random streams on all replicas.
+        recurrent_states: those of stateful recurrent layers.
+        random_streams: the random streams on all replicas, and the recurrent states.
     """
 
     def __init__(
@@ -180,12 +183,14 @@ class TrainState(tf.Module):
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
             for name, variables in self.variables_of_update.items()
         }
-        trained = {id(v): v for v in self._trained_variables()}
+        trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
+        self.trained_variables = list(trained.values())
         self.untrained_variables = [variable for variable in named.values() if id(variable) not in trained]
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
-            self.average = MovingAverage(list(trained.values()), self._average_decay)
-        self.random_streams = RandomStreams(self.strategy, self.seeds)
+            self.average = MovingAverage(self.trained_variables, self._average_decay)
+        self.recurrent_states = _find_recurrent_states(layers, self.strategy.num_replicas_in_sync)
+        self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states)
         self.spec = self.spec.with_functions(refusing_new_variables)
         self.is_built = True
 
@@ -269,11 +274,7 @@ class TrainState(tf.Module):
 
     def num_parameters(self) -> int:
         """Returns the number of trained parameters."""
-        return sum(int(tf.TensorShape(v.shape).num_elements()) for v in self._trained_variables())
-
-    def _trained_variables(self) -> list[Any]:
-        """Returns the variables that any update trains, each once."""
-        return list({id(v): v for variables in self.variables_of_update.values() for v in variables}.values())
+        return sum(int(tf.TensorShape(v.shape).num_elements()) for v in self.trained_variables)
 
 
 def optimizer_prefix(update_name: str) -> str:
@@ -286,3 +287,14 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
     for top in top_layers(model, in_parts=True):
         yield top
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
+
+
+def _find_recurrent_states(layers: Iterable[keras.Layer], replicas: int) -> list[Any]:
+    """Returns the states of stateful recurrent layers, each once; they belong to the rows of one replica."""
+    states = [pair for layer in layers for pair in recurrent_states(layer)]
+    if states and replicas > 1:
+        raise ValueError(
+            f"The layer {states[0][0].name!r} is stateful, so its states belong to the rows of one replica, and there "
+            f"are {replicas}: give num_devices=1 and one worker, or stateful=False."
+        )
+    return list({id(state): state for _, state in states}.values())

@@ -64,6 +64,7 @@ class _Forward(NamedTuple):
     scale: tf.Tensor  # []: the factor that divides, unscales and clips them; 0 if they are not finite
     tallies: tf.Tensor  # [2 * m]
     finite: tf.Tensor  # []
+    new_values: list[tf.Tensor]  # of the overwritten variables, if the step counts
     before: list[tf.Tensor]  # the written variables' values before the forward pass
     after: list[tf.Tensor]  # their values after the step, if it counts
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
@@ -168,7 +169,7 @@ class TrainStep:
         """Takes one update, finite or not, for a second look at a step that failed."""
         forward = self._forward(update, batch, layout, self.count_examples(batch, layout))
         self._settle(update, forward, tf.constant(True))
-        self._run(self._apply_on_replica, update, forward.segments, forward.scale)
+        self._run(self._apply_on_replica, update, forward.segments, forward.scale, forward.new_values)
 
     def _run(self, fn: Any, update: ForwardBackward, *args: Any) -> Any:
         """Returns the values per replica of a replica's function of an update."""
@@ -182,7 +183,7 @@ class TrainStep:
         """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one."""
         examples = tf.cast(shards.count_examples(batch, self._strategy), tf.float32)
         is_local = (layout.is_sharded or layout.is_split) and workers.num_workers(self._strategy) > 1
-        if is_local and self.state.loss_scalers:  # a loss is scaled alike on all workers
+        if is_local and any(update.is_loss_scaled for update in self.updates):  # alike on all workers
             return workers.sum_over_workers(self._strategy, examples)
         return examples
 
@@ -203,7 +204,10 @@ class TrainStep:
         tallies = sums["tallies"]
         weight = tallies[1] if factor is None else tallies[1] * factor
         squares, norm, scale = gradients.norm_and_scale(segments, weight, self._clip_norm)
+        after, new_values = update.written_values.merge(update.trace.written, local.after, sums.get("writes"))
         finite = tf.math.is_finite(norm + tallies[0])
+        for value in new_values:
+            finite &= tf.reduce_all(tf.math.is_finite(value))
         own_tallies = [norm, 1.0]
         if self._clip_norm:
             own_tallies += [tf.cast(norm > self._clip_norm, tf.float32), 1.0]
@@ -213,8 +217,9 @@ class TrainStep:
             tf.where(finite, scale, 0.0),
             tf.concat([tallies, own_tallies], 0),
             finite,
+            [tf.where(finite, new, v) for new, v in zip(new_values, update.overwritten, strict=True)],
             local.before,
-            update.average_statistics(local.after, sums),
+            after,
             sums.get("secs"),
         )
 
@@ -238,14 +243,14 @@ class TrainStep:
         """Applies an update if all is finite so far, else undoes the earlier ones."""
         tallies = self._first(forward.tallies)
         if not self.may_skip:
-            self._run(self._apply_on_replica, update, forward.segments, forward.scale)
+            self._run(self._apply_on_replica, update, forward.segments, forward.scale, forward.new_values)
             return _Attempt(update, forward, tallies, None)
         is_last = update is self.updates[-1]  # a later update may still fail, and take this one with it
         changed = self.state.changed_by(update.update)
         before = None if is_last else self._strategy.run(functools.partial(variable_writes.read, changed))
 
         def applied() -> tf.Tensor:
-            self._run(self._apply_on_replica, update, forward.segments, forward.scale)
+            self._run(self._apply_on_replica, update, forward.segments, forward.scale, forward.new_values)
             return tf.identity(tallies)
 
         def undone() -> tf.Tensor:
@@ -256,13 +261,15 @@ class TrainStep:
         return _Attempt(update, forward, tf.cond(finite, applied, undone), before)
 
     def _undo(self, attempt: _Attempt) -> None:
-        """Restores the variables that an update's forward pass wrote, and those that applying it changed."""
+        """Restores the variables that applying an update changed, and then those that its forward pass wrote."""
         update = attempt.update
         changed = self.state.changed_by(update.update)
-        for variables, values in ((update.trace.written, attempt.forward.before), (changed, attempt.before)):
+        for variables, values in ((changed, attempt.before), (update.trace.written, attempt.forward.before)):
             self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
 
-    def _apply_on_replica(self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor) -> None:
+    def _apply_on_replica(
+        self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor, new_values: list[tf.Tensor]
+    ) -> None:
         """Changes weights, slots and averages; in replica context, where all of them are equal on all replicas."""
         pairs = zip(update.packing.unpack(segments, scale), update.variables, strict=True)
         reached = [pair for pair, is_reached in zip(pairs, update.trace.reached, strict=True) if is_reached]
@@ -271,10 +278,11 @@ class TrainStep:
         if update.update.gradient_fn is not None:
             gradients_by_path = _transform(update.update.gradient_fn, gradients_by_path)
         optimizer = self.state.plain_optimizers[update.name]
-        gradients.apply(optimizer, list(gradients_by_path.values()), variables)
+        # Keras assigns a variable's new value where it would apply a gradient.
+        gradients.apply(optimizer, [*gradients_by_path.values(), *new_values], [*variables, *update.overwritten])
         if self.state.average is not None:
             applied_steps = tf.convert_to_tensor(optimizer.iterations)
-            self.state.average.update(update.variables, applied_steps)
+            self.state.average.update([*update.variables, *update.overwritten], applied_steps)
 
     def _rescale(self, attempts: Sequence[_Attempt], finite: tf.Tensor) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""

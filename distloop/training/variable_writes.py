@@ -8,7 +8,7 @@ It does not know what writes the variables, or why they are restored.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,9 @@ import tensorflow as tf
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
 
-READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+# TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
+_READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 def read(variables: Sequence[Any]) -> list[tf.Tensor]:
@@ -34,37 +36,66 @@ def assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
 def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
     """Records which variables the operations traced in this block may write; call in replica context.
 
-    Eagerly, a step's writes are unknown before it runs, and all replicas must treat the same variables alike: every
-    candidate counts as written.
+    Eagerly, all replicas must treat the same variables alike, and a step's writes are unknown before it runs: each
+    candidate that is not trainable counts as written, and a trainable one if its value changed on any replica.
 
     Args:
         candidates: the variables to look for.
 
     Yields:
-        A list, filled on exit: the candidates whose resource is an input of any operation but a read.
+        A list, filled on exit with the candidates that are written.
     """
     written: list[Any] = []
+    if tf.executing_eagerly():
+        before = read(candidates)
+        yield written
+        are_changed = _are_changed(candidates, before)
+        written += [v for v, is_changed in zip(candidates, are_changed, strict=True) if is_changed or not v.trainable]
+        return
     graph = tf.compat.v1.get_default_graph()
     num_ops = len(graph.get_operations())
     yield written
-    if tf.executing_eagerly():
-        written += candidates
-        return
-    resources = {
-        id(outermost(tensor))
-        for op in graph.get_operations()[num_ops:]
-        if op.type not in READS
-        for tensor in op.inputs
-        if tensor.dtype == tf.resource
-    }
+    resources = written_resources(graph.get_operations()[num_ops:])
     written += [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
+
+
+def _are_changed(variables: Sequence[Any], before: Sequence[tf.Tensor]) -> list[bool]:
+    """Returns whether each variable has another value than before on any replica; eagerly, in replica context."""
+    changes = [
+        float(value.numpy().tobytes() != old.numpy().tobytes())
+        for value, old in zip(read(variables), before, strict=True)
+    ]
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync > 1:
+        changes = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(changes)).numpy()
+    return [bool(change) for change in changes]
+
+
+def written_resources(operations: Iterable[tf.Operation]) -> set[int]:
+    """Returns the identities of the resources, such as the handles of variables, that operations may write."""
+    return {id(outermost(tensor)) for op in operations for tensor in _written_inputs(op)}
+
+
+def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the inputs of an operation that are resources which it may write."""
+    resources = {i: tensor for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource}
+    if not resources or op.type in _READS:
+        return []
+    try:
+        read_only = op.get_attr(_READ_ONLY_INPUTS)
+    except ValueError:  # the operation calls no function
+        read_only = []
+    return [tensor for i, tensor in resources.items() if i not in read_only]
 
 
 @contextlib.contextmanager
 def restored_writes(state: TrainState) -> Iterator[None]:
-    """Restores non-trainable variables on exit, except RNG state, which the loop restores; call in replica context."""
-    seeds = {id(v) for v in state.seeds}
-    candidates = [v for v in state.untrained_variables if id(v) not in seeds]
+    """Restores the model's variables on exit; call in replica context.
+
+    Random streams and states of recurrent layers go on from batch to batch; the loop restores them.
+    """
+    going_on = {id(v) for v in (*state.seeds, *state.recurrent_states)}
+    candidates = [v for v in (*state.untrained_variables, *state.trained_variables) if id(v) not in going_on]
     before = read(candidates)
     with recorded_writes(candidates) as written:
         yield

@@ -1,0 +1,129 @@
+"""Written values: one value of each variable from those that the parts of a batch write.
+
+A part is a microbatch of a replica. Each part starts from the values that the variables have when the step begins.
+
+    written_values = WrittenValues(state, microbatches=4, overwritten=[])
+    flat = written_values.flatten(written, [], rows, microbatch)          # summed over all parts by the caller
+    written_values.rewind(written, before, microbatch)
+    values, _ = written_values.merge(written, after, flat)
+
+A float gets the mean over the rows, any other variable the value of its replica's last microbatch. Random streams and
+Keras metrics go on from one microbatch to the next. This module does not know what writes the variables.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.training.state import TrainState
+
+
+class WrittenValues:
+    """One value of each variable from those that the parts of a batch write; call in replica context.
+
+    Attributes:
+        carried: identities of the variables that go on from one microbatch to the next.
+    """
+
+    def __init__(self, state: TrainState, *, microbatches: int, overwritten: Sequence[Any]):
+        """Prepares.
+
+        Args:
+            state: what is trained.
+            microbatches: of each replica.
+            overwritten: variables that get the maximum of new values; together N elements.
+
+        Raises:
+            ValueError: if the model has states of a whole batch's rows, and there are several microbatches.
+        """
+        if microbatches > 1 and state.recurrent_states:
+            raise ValueError(
+                f"{microbatches=} was given with a stateful recurrent layer, whose states belong to the rows of a "
+                "whole batch: give microbatches=1, or stateful=False."
+            )
+        self.carried = {id(v) for v in (*state.seeds, *state.keras_metrics.variables().values())}
+        self._microbatches = microbatches
+        self._num_parts = state.strategy.num_replicas_in_sync * microbatches
+        self._overwritten = list(overwritten)
+
+    def with_mean(self, written: Sequence[Any]) -> list[Any]:
+        """Returns the variables that get the mean over the rows."""
+        return [v for v in written if id(v) not in self.carried and tf.as_dtype(v.dtype).is_floating]
+
+    def flatten(
+        self, written: Sequence[Any], new_values: Sequence[tf.Tensor], rows: tf.Tensor, microbatch: tf.Tensor | int
+    ) -> tf.Tensor | None:
+        """Returns what to sum over the parts, after one of them ran.
+
+        Args:
+            written: the variables that it wrote.
+            new_values: for the overwritten variables.
+            rows: their number in the part, without padding.
+            microbatch: the number of the part in its replica.
+
+        Returns:
+            `[F]`: the rows, each value times the rows, and `[P, N]` zeros but for the new values at the part's place.
+            None: there is nothing to sum.
+        """
+        pieces = []
+        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+            rows = tf.cast(rows, tf.float32)
+            pieces += [rows, *(tf.cast(v, tf.float32) * rows for v in averaged)]
+        if new_values:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            is_here = tf.equal(tf.range(self._num_parts), replica * self._microbatches + microbatch)  # [P]
+            pieces.append(tf.where(is_here[:, tf.newaxis], _join(new_values), 0.0))
+        return _join(pieces) if pieces else None
+
+    def rewind(self, written: Sequence[Any], before: Mapping[int, tf.Tensor], microbatch: tf.Tensor | int) -> None:
+        """Restores what a microbatch wrote, for the next one.
+
+        Args:
+            written: the variables that it wrote.
+            before: the values at the beginning of the step, by the variables' `id`.
+            microbatch: its number; after the last one, nothing is restored.
+        """
+        if self._microbatches == 1:
+            return
+        is_last = tf.equal(microbatch, self._microbatches - 1)
+        for variable in written:
+            if id(variable) not in self.carried:
+                variable.assign(tf.where(is_last, tf.convert_to_tensor(variable), before[id(variable)]))
+
+    def merge(
+        self, written: Sequence[Any], after: Sequence[tf.Tensor], flat: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the values that the written and the overwritten variables get.
+
+        Args:
+            written: the variables that any part wrote.
+            after: their values on this replica.
+            flat: the sum of `flatten` over all parts; None: there was nothing to sum.
+        """
+        if flat is None:
+            return list(after), []
+        values = {id(v): value for v, value in zip(written, after, strict=True)}
+        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+            rows = flat[0]
+            totals, flat = _cut(flat[1:], averaged)
+            for variable, total in zip(averaged, totals, strict=True):
+                values[id(variable)] = tf.cast(tf.math.divide_no_nan(total, rows), variable.dtype)
+        new_values: list[tf.Tensor] = []
+        if self._overwritten:
+            new_values, _ = _cut(tf.reduce_max(tf.reshape(flat, [self._num_parts, -1]), 0), self._overwritten)
+        return list(values.values()), new_values
+
+
+def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the elements of all tensors in one vector, float32."""
+    flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+    return tf.concat(flat, 0) if len(flat) > 1 else flat[0]
+
+
+def _cut(flat: tf.Tensor, variables: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Returns the first elements of a vector in the variables' shapes, and the others."""
+    shapes = [tf.TensorShape(variable.shape) for variable in variables]
+    sizes = [shape.num_elements() for shape in shapes]
+    *pieces, rest = tf.split(flat, [*sizes, flat.shape[0] - sum(sizes)])
+    return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)], rest
