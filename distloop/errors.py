@@ -1,6 +1,6 @@
 """Errors for users: one sentence, carried through a failed operation of TensorFlow.
 
-require(tf.equal(rows, batch_size), 'loss_fn returned "loss" with another number of rows than its batch; ...')
+require(tf.equal(rows, batch_size), 'The value "loss" has another number of rows than its batch; ...')
 except tf.errors.OpError as error:
 raise as_user_error(error) or error
 """

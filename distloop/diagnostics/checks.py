@@ -59,7 +59,7 @@ def foreign_variables(probe: Probe) -> Iterator[Finding]:
             yield Finding(
                 "state in no checkpoint",
                 f"{', '.join(variables[:3])}{more}",
-                f"loss_fn {verb} a variable outside ModelSpec's model, which a resumed run starts anew: put it, or "
+                f"the loss {verb} a variable outside ModelSpec's model, which a resumed run starts anew: put it, or "
                 "the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
             )
 
@@ -83,8 +83,8 @@ def python_values(probe: Probe) -> Iterator[Finding]:
             yield Finding(
                 "Python value that changes",
                 nonfinite.user_line(one.traceback) or one.name,
-                "loss_fn is traced once, so a Python counter or random number keeps its first value: use a tf.Variable "
-                "in the model, such as the optimizer's iterations, or keras.random",
+                "the loss is traced once, so a Python counter or random number keeps its first value: use a "
+                "tf.Variable in the model, such as the optimizer's iterations, or keras.random",
             )
             return
 

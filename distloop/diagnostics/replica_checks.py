@@ -33,7 +33,7 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
             (whole,), collectives_of_whole = probe.measure(update, [probe.rows], training=False)
             halves, collectives_of_halves = probe.measure(update, probe.halves, training=False)
             if reason := _incomparable(collectives_of_whole | collectives_of_halves, whole.is_random):
-                yield Unchecked(f"loss and gradients{_of(update)} on several replicas, because loss_fn {reason}")
+                yield Unchecked(f"loss and gradients{_of(update)} on several replicas, because the loss {reason}")
                 continue
         yield from _values_and_gradients(probe, update, whole, halves, training)
 

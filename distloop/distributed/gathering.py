@@ -68,8 +68,8 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:
         raise ValueError(
-            f"loss_fn calls gather_rows, and {microbatches=} was given, each of which would see its own rows alone: "
-            "use microbatches=1."
+            f"The loss compares all rows of a batch (gather_rows), and {microbatches=} was given, each of which would "
+            "see its own rows alone: use microbatches=1."
         )
     values = tf.convert_to_tensor(values)
     row_weights = getattr(_current, "row_weights", None)
@@ -80,7 +80,7 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         rows, first = values[:count], 0
     else:
         counts = all_gather(count[tf.newaxis])  # [R]
-        rows = _all_gather_unequal(values[:count], counts, context.strategy, "loss_fn calls gather_rows")
+        rows = _all_gather_unequal(values[:count], counts, context.strategy, "The loss calls gather_rows")
         first = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
     return rows, tf.minimum(first + tf.range(size), tf.shape(rows)[0] - 1)
 

@@ -162,8 +162,8 @@ def guess_cause(step: int, report: UpdateReport) -> str:
     if report.is_loss_finite:
         return "every gradient is finite, but not the norm of all, so the loss or its weights are huge"
     if step == 1:
-        return "in a first step often the data holds such numbers or is not scaled, or loss_fn divides by 0"
-    return "often the weights grew too large, or this batch holds such numbers, or loss_fn takes a log of 0"
+        return "in a first step often the data holds such numbers or is not scaled, or the loss divides by 0"
+    return "often the weights grew too large, or this batch holds such numbers, or the loss takes a log of 0"
 
 
 def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> ValueError | None:
@@ -262,7 +262,7 @@ def _path_of(train_step: TrainStep, resource: tf.Tensor) -> str:
         for local in train_step.state.strategy.experimental_local_results(tensorflow_variable(variable)):
             if local.handle is handle:
                 return path
-    return "that loss_fn reads"
+    return "that the loss reads"
 
 
 def _layers(train_step: TrainStep, update: ForwardBackward) -> list[Any]:

@@ -216,7 +216,7 @@ class ForwardBackward:
         if not any(reached):
             raise ValueError(
                 f"The loss{' of update ' + repr(self.update.name) if self.update.name else ''} does not depend on "
-                "any variable that is to be trained: compute it from the model's outputs inside loss_fn."
+                "any variable that is to be trained: compute it from the model's outputs."
             )
         filled = [
             tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(gradients, self.variables, strict=True)

@@ -69,6 +69,8 @@ def resolve_loss(identifier: Any, target: tf.Tensor, output: tf.Tensor) -> keras
     loss = keras.losses.get(identifier)
     if not isinstance(loss, keras.losses.Loss):
         loss = _FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
+    if all(getattr(type(loss), method) is getattr(keras.losses.Loss, method) for method in ("call", "__call__")):
+        raise ValueError(f"The loss {loss.name!r} has no call(y_true, y_pred): define it in {type(loss).__name__}.")
     if getattr(loss, "reduction", None) == "sum":
         raise ValueError(
             f"The loss {loss.name!r} has reduction='sum', which makes the step's size depend on the batch's; "
@@ -114,6 +116,8 @@ def per_example(owner: str, values: Any, rows: int | None) -> tf.Tensor:
     Raises:
         ValueError: if there is not one value per example.
     """
+    if values is None:
+        raise ValueError(f"The {owner} returns None; distloop needs one value per example, [B] or [B, ...]: return it.")
     values = tf.cast(values, tf.float32)
     if not values.shape.rank or values.shape[0] not in (None, rows):
         size = "B" if rows is None else rows

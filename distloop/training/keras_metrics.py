@@ -17,6 +17,7 @@ import tensorflow as tf
 from distloop.training.keras_losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
 from distloop.training.keras_outputs import spread
 from distloop.training.metrics import RESERVED_NAMES
+from distloop.variables import tensorflow_variable
 
 Place = str | tuple[int, int] | None  # an output: its name; its position in a list of so many; None: the only one
 
@@ -155,10 +156,10 @@ def _mean_function(metric: keras.metrics.MeanMetricWrapper) -> Callable[[Any, An
 
 
 def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """Returns a new metric with the same settings, made in the strategy's scope.
+    """Returns a new metric with the same settings, made in the strategy's scope; the same if it has no whole config.
 
     Raises:
-        ValueError: if its config does not hold all settings.
+        ValueError: if it has no whole config, and was made in another scope.
     """
     kind = type(metric)
     try:
@@ -169,12 +170,15 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
         missing, reason = [""], f"{error or type(error).__name__}"
     else:
         reason = f"it lacks {', '.join(missing)}"
-    if missing:
-        raise ValueError(
-            f"The metric {metric.name!r}, a {kind.__name__}, cannot be made again from its get_config() ({reason}), "
-            "and every run needs one of its own: let get_config return every argument of __init__."
-        )
-    return again
+    if not missing:
+        return again
+    in_scope = tf.distribute.get_strategy().extended.variable_created_in_scope
+    if all(in_scope(tensorflow_variable(v)) for v in metric.variables):
+        return metric
+    raise ValueError(
+        f"The metric {metric.name!r}, a {kind.__name__}, cannot be made again from its get_config() ({reason}) for "
+        "several replicas: let get_config return every argument of __init__, or make the metric inside model_fn."
+    )
 
 
 def _own_settings(metric: keras.metrics.Metric) -> list[str]:

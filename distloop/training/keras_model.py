@@ -94,7 +94,7 @@ def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
     if not needs_targets and not isinstance(batch, (tuple, list)):
         batch = (batch,)
     if not isinstance(batch, (tuple, list)) or not 2 - (not needs_targets) <= len(batch) <= 3:
-        length = f" and length {len(batch)}" if hasattr(batch, "__len__") else ""
+        length = f" and length {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else ""
         raise ValueError(
             f"A batch of type {type(batch).__name__}{length} was given; supervised training takes (x, y) or "
             "(x, y, sample_weight): map the dataset to such tuples."

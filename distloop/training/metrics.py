@@ -177,7 +177,7 @@ def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> t
     if rows is not None:
         return ()
     wrong = (
-        f'loss_fn returned "{name}" with another number of rows than its batch; distloop needs one value per example, '
+        f'The value "{name}" has another number of rows than its batch; distloop needs one value per example, '
         "[B] or [B, ...]: keep the batch as the first axis."
     )
     num_rows = values.nrows(tf.int32) if isinstance(values, tf.RaggedTensor) else tf.shape(values)[0]
@@ -188,7 +188,7 @@ def _check_weights(name: str, weights: tf.Tensor, values: tf.Tensor) -> tuple[tf
     """Refuses weights that do not match the leading axes of the values; returns a check for dynamic sizes."""
     rank = weights.shape.rank
     wrong = (
-        f'loss_fn returned "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)}; '
+        f'The value "{name}" of shape {list(values.shape)} with weights of shape {list(weights.shape)} was returned; '
         "distloop needs one weight per example, [B], or per value: give weights that match the leading axes."
     )
     if rank == 0 or rank > values.shape.rank:

@@ -161,13 +161,13 @@ class TrainState(tf.Module):
             unbuilt = [layer.name for layer in top_layers(self.spec.model, in_parts=True) if not layer.built]
             if unbuilt:
                 raise ValueError(
-                    f"Layers {unbuilt[:3]} of the model are not built and loss_fn does not call them, so their "
-                    "variables are unknown: call them in loss_fn, or build them in model_fn."
+                    f"Layers {unbuilt[:3]} of the model are not built and nothing calls them, so their variables "
+                    "are unknown: call them, or build them in model_fn."
                 )
             in_model = {id(tensorflow_variable(v)) for v in named_variables(self.spec.model).values()}
             outside = [variable.name for i, variable in self._created.items() if i not in known | in_model]
             if outside:
-                raise ValueError(explain_new_variable("loss_fn", outside[0]))
+                raise ValueError(explain_new_variable("The loss", outside[0]))
             self._finish()
 
     def _finish(self) -> None:

@@ -43,7 +43,7 @@ def recorded(created: dict[int, Any]) -> contextlib.AbstractContextManager[None]
     return scope
 
 
-def refusing_new_variables(fn: Callable[..., Any], name: str = "loss_fn") -> Callable[..., Any]:
+def refusing_new_variables(fn: Callable[..., Any], name: str = "The loss") -> Callable[..., Any]:
     """Returns a function that raises VariableCreatedError where `fn` creates a variable.
 
     Args:
@@ -66,7 +66,7 @@ def refusing_new_variables(fn: Callable[..., Any], name: str = "loss_fn") -> Cal
 
 
 def explain_new_variable(function: str, variable: str) -> str:
-    """Returns the message about a variable that a step's function, `loss_fn` or `predict_fn`, created."""
+    """Returns the message about a variable that a step's function created."""
     advice = (
         "give keras.random functions and layers a keras.random.SeedGenerator that is an attribute of the model"
         if "seed_generator_state" in variable

@@ -155,6 +155,13 @@ def test_a_loss_that_reduces_over_the_batch_is_refused(loss, target, output):
         mean_of(loss, tf.constant(target), tf.constant(output))
 
 
+def test_a_loss_that_computes_nothing_is_refused():
+    with pytest.raises(ValueError, match="The loss 'empty' has no call.*: define it in Empty"):
+        mean_of(type("Empty", (L.Loss,), {})(name="empty"), *map(tf.constant, NUMBERS))
+    with pytest.raises(ValueError, match="The loss '<lambda>' returns None; .* one value per example"):
+        mean_of(lambda y_true, y_pred: None, *map(tf.constant, NUMBERS))
+
+
 @pytest.mark.parametrize("shape", [(ROWS, 5), (ROWS, 5, 1), (ROWS, 1), (ROWS,)])
 def test_sample_weights_may_have_an_axis_of_size_one_too_many(shape):
     weight = RNG.uniform(size=shape).astype(np.float32)

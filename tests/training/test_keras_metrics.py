@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from distloop.training.keras_metrics import make_measures
 from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net
+from tests.problems import mirrored
 
 M = keras.metrics
 TOKENS = np.random.default_rng(3).integers(0, 4, size=(32, 5))
@@ -100,10 +102,17 @@ def test_a_loss_is_a_metric_too():
     assert_measures_as_keras_does(model, X, ONE_HOT)
 
 
-@pytest.mark.parametrize("metric", [Above(0.7), NeedsArgument(0.7), NoConfig()], ids=["lost", "needed", "raises"])
-def test_a_metric_that_cannot_be_made_again_is_refused(metric):
-    with pytest.raises(ValueError, match="metric 'above', .* cannot be made again .*: let get_config return every"):
-        measured(compiled(net(), metrics=[metric]), X, Y)
+@pytest.mark.parametrize(
+    "make_metric", [lambda: Above(0.7), lambda: NeedsArgument(0.7), NoConfig], ids=["lost", "needed", "raises"]
+)
+def test_a_metric_without_a_whole_config_is_made_where_it_is_used(make_metric):
+    metric = make_metric()
+    assert_measures_as_keras_does(compiled(net(), metrics=[metric]), X, Y)
+    with mirrored(2).scope():
+        with pytest.raises(ValueError, match="metric 'above', .* cannot be made again .* inside model_fn"):
+            make_measures([metric], None, [])
+        metric = make_metric()
+        assert make_measures([metric], None, [])[0].metric is metric
 
 
 def test_a_metric_that_is_no_value_per_example_is_refused():

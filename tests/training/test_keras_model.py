@@ -373,6 +373,8 @@ def test_other_reductions_all_mean_the_mean(reduction):
 def test_batches_that_are_no_pairs_are_refused():
     with pytest.raises(ValueError, match=r"type dict and length 2 was given; .*takes \(x, y\) or .*: map the dataset"):
         fit(data=tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8))
+    with pytest.raises(ValueError, match=r"type SymbolicTensor was given; .*takes \(x, y\)"):
+        fit(data=tf.data.Dataset.from_tensor_slices(X).batch(8))
     with pytest.raises(ValueError, match=r"type tuple and length 1 was given; .*takes \(x, y\)"):
         fit(data=tf.data.Dataset.from_tensor_slices((X,)).batch(8))
 
