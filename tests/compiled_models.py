@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
-from distloop.training.forward_backward import tally_outputs
+from distloop.training.metrics import weigh
 from tests.problems import on
 
 RNG = np.random.default_rng(0)
@@ -72,10 +72,16 @@ def evaluated(model, data, replicas=1):
 
 def values_of(spec, *batch):
     """Computes what a spec reports of one batch, outside any step."""
-    rows = tf.nest.map_structure(tf.convert_to_tensor, batch)
-    tallies = tally_outputs(spec.updates[0].loss_fn(rows, False), rows, None, spec.metrics)
-    means = {name: float(tally.total / tally.weight) for name, tally in tallies.items()}
-    return means | {name: float(metric.result()) for name, metric in spec.metrics.items()}
+    outputs = spec.updates[0].loss_fn(tf.nest.map_structure(tf.convert_to_tensor, batch), False)
+    values = {}
+    for name, value in outputs.items():
+        if name in spec.metrics:
+            spec.metrics[name].update_state(*value)
+            values[name] = float(spec.metrics[name].result())
+        else:
+            tally = weigh(name, value, len(batch[0]), None)
+            values[name] = float(tally.total / tally.weight)
+    return values
 
 
 def measured(model, *batch):
