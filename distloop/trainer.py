@@ -7,6 +7,7 @@ outputs = trainer.predict(test_dataset)
 
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import tensorflow as tf
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluate
 from distloop.checkpoints import sidecar
+from distloop.checkpoints.adapters import write_trained_weights
 from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.saved_model import write_saved_model
@@ -206,7 +208,7 @@ class Trainer:
         """Restores a checkpoint: weights, optimizer, averages, counters, and for the next `fit` the place in the data.
 
         Args:
-            path: directory of a checkpoint, or a workdir, of which the newest is restored; None: this run's workdir.
+            path: directory of a checkpoint, a workdir (its newest), or an `.npz` file of `export`; None: this workdir.
 
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
@@ -315,15 +317,15 @@ class Trainer:
         return self._predictor.stream(source, signature, keep_dtypes)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
-        """Writes the model for serving without distloop, with the averaged weights if there are any.
+        """Writes the model for use without distloop, with the averaged weights if there are any.
 
-        `path/model.keras` becomes a Keras file: layers and weights, without optimizer and losses. Any other path
-        becomes a SavedModel: one signature for each function of `predict_fn`, the first as `serving_default`, too. A
-        signature takes the batch entries that the function reads, by name, with a free batch dimension, and returns its
-        outputs by name (`output` for a single tensor).
+        `model.keras` becomes a Keras file: layers and weights, without optimizer and losses. `adapters.npz` gets only
+        weights that training changes. Any other path becomes a SavedModel: a signature for each function of
+        `predict_fn`, the first as `serving_default`, too. It takes the batch entries that the function reads, by name,
+        with a free batch dimension, and returns its outputs by name (`output` for a single tensor).
 
         Args:
-            path: a file if it ends with `.keras`, else a directory; the complete export replaces an older one.
+            path: a file if it ends with `.keras` or `.npz`, else a directory; replaces an older one when complete.
             keep_dtypes: as for `predict`; a Keras file returns what the layers return.
 
         Raises:
@@ -334,9 +336,8 @@ class Trainer:
         path = os.fspath(path)
         if self.config.fast_dev_run and (path := dry_run.export_path(given := path, self.config.workdir)) != given:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
-        if os.path.normpath(path).endswith(".keras"):
-            write_keras_file(self.state, path)
-            return
+        if write := {".keras": write_keras_file, ".npz": write_trained_weights}.get(pathlib.Path(path).suffix):
+            return write(self.state, path)
         predict_fns = self._predictor.predict_fns
         if self._element_spec is None:
             raise ValueError(

@@ -19,6 +19,7 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report, member
 from distloop.checkpoints.rollback import Rollback
 from distloop.checkpoints.store import Checkpoints, Saved, in_workdir, is_checkpoint, load
+from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
@@ -82,6 +83,9 @@ class RunCheckpoints:
             ValueError: as for `Trainer.restore`.
         """
         path = os.fspath(path) if path is not None else self._config.workdir
+        if path.endswith(".npz"):
+            warm_start(self._state, path)
+            return
         if is_checkpoint(path):
             saved: Saved | None = load(path)
         else:

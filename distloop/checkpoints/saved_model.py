@@ -2,7 +2,8 @@
 
     write_saved_model(state, {"serving_default": predict_fn}, element_spec, "model")
 
-The SavedModel is written with the averaged weights if there are any, read back and compared before it takes its name.
+The SavedModel is written with the averaged weights if there are any and with LoRA adapters merged, read back and
+compared before it takes its name.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.checkpoints import signatures
+from distloop.checkpoints.adapters import merged
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
@@ -52,10 +54,15 @@ def write_saved_model(
     functions.setdefault(DEFAULT_SIGNATURE, functions[first])
     specs_read.setdefault(DEFAULT_SIGNATURE, specs_read[first])
     module = tf.Module()
-    module.variables_served = [*state.model_variables()]
     module.tables_served = lookup_tables(state.model)
-    # The server has other devices.
-    with state.placement.unplaced(), writing(path, state.strategy) as temporary, state.averaged(), quiet_logging():
+    with (
+        state.placement.unplaced(),  # the server has other devices
+        writing(path, state.strategy) as temporary,
+        state.averaged(),
+        merged(state.model) as left_out,
+        quiet_logging(),
+    ):
+        module.variables_served = [v for v in state.model_variables() if id(v) not in left_out]
         tf.saved_model.save(module, temporary, signatures=functions)
         served = tf.saved_model.load(temporary).signatures
         for name, function in functions.items():

@@ -9,10 +9,12 @@ variables fit. This module does not know how a run resumes.
 
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from distloop.checkpoints.store import first_line, in_workdir, is_checkpoint, load
@@ -27,8 +29,8 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
 
     Args:
         state: of a built model.
-        path: a workdir or a checkpoint of distloop, a `.keras` file, a `.weights.h5` file of a Keras model like this
-            one, or the prefix of a TensorFlow checkpoint.
+        path: a workdir or a checkpoint of distloop, an `.npz` file of `Trainer.export`, a `.keras` file, a
+            `.weights.h5` file of a Keras model like this one, or the prefix of a TensorFlow checkpoint.
         rename: `PATTERN=>REPLACEMENT`: takes the variables whose names match the regular expression, and replaces the
             match; empty: takes all variables under their own names.
 
@@ -36,7 +38,8 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
         A summary: how many variables were set, which the file lacks, and which of the file's were not used.
 
     Raises:
-        ValueError: if the file cannot be read, a name occurs twice after renaming, nothing matches, or shapes differ.
+        ValueError: if the file cannot be read, a name occurs twice after renaming, nothing matches, shapes differ, or
+            the model lacks a variable of an `.npz` file.
     """
     variables = {name: v for name, v in portable_names(state.model).items() if not is_seed(v)}
     seeds = portable_names(state.model).keys() - variables.keys()  # each replica's random stream goes on from its place
@@ -58,13 +61,18 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
             f"init_from={path!r} has other shapes ({'; '.join(different[:3])}{more}) and nothing was taken: leave "
             "those names out with init_rename, or make the model as it was."
         )
+    missing, unused = [n for n in variables if n not in values], [n for n in values if n not in variables]
+    if unused and path.endswith(".npz"):  # a model without its adapters would be the frozen one
+        raise ValueError(
+            f"{path!r} holds {_some(unused)}, which the model lacks, and nothing was taken: make the model as in the "
+            "run that wrote the file, enable_lora included, or select names with init_rename."
+        )
     with state.strategy.scope():
         for name in matched:
             variable = tensorflow_variable(variables[name])
             variable.assign(tf.cast(values[name], variable.dtype))
         if state.average is not None:
             state.average.start()
-    missing, unused = [n for n in variables if n not in values], [n for n in values if n not in variables]
     summary = f"{len(matched)} of {len(variables)} variables start from {path}"
     summary += f"; it lacks {_some(missing)}" if missing else ""
     return summary + (f"; not used of it: {_some(unused)}" if unused else "")
@@ -77,15 +85,18 @@ def _read(path: str, model: Any) -> Mapping[str, Any]:
             return _read_keras_file(path, model)
         if path.endswith(".weights.h5"):
             return _read_weights_file(path, model)
+        if path.endswith(".npz"):
+            with np.load(path) as file:
+                return dict(file)
         if os.path.isdir(path):
             return _read_checkpoint(path)
         reader = tf.train.load_checkpoint(path)
         names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
         return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in sorted(names)}
-    except (OSError, ValueError, TypeError, tf.errors.OpError) as error:
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile, tf.errors.OpError) as error:
         raise ValueError(
             f"init_from={path!r} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
-            ".keras or .weights.h5 file, or the prefix of a TensorFlow checkpoint."
+            ".keras, .weights.h5 or .npz file, or the prefix of a TensorFlow checkpoint."
         ) from error
 
 

@@ -1,0 +1,74 @@
+"""The schedule: trials in processes of their own, each with a time limit; a JSON line for each cell that is done.
+
+    run(["ResNet50"], ["one_replica", "replicas_2"], "runs/public_models", limit_secs=600)
+
+A trial whose cells are in the file already is not run again, so the same command goes on where it was stopped.
+"""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.public_models import trials
+
+_FORKS = multiprocessing.get_context(
+    "forkserver"
+)  # forks of a process that has imported TensorFlow, and not started it
+
+
+def read(directory: str) -> list[dict[str, Any]]:
+    """Returns the cells that are done."""
+    path = pathlib.Path(directory, "cells.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(models: Sequence[str], names: Sequence[str], directory: str, limit_secs: float) -> None:
+    """Runs trials of models, those that are done left out, and appends their cells to `cells.jsonl`."""
+    _FORKS.set_forkserver_preload(["experiments.public_models.trials"])
+    os.makedirs(directory, exist_ok=True)
+    done = {(cell["model"], cell["trial"]) for cell in read(directory)}
+    for trial in names:
+        for model in models:
+            if (model, trial) in done or not _is_wanted(model, trial, directory):
+                continue
+            begun = time.monotonic()
+            cells = _in_a_process(model, trial, os.path.join(directory, model), limit_secs)
+            with open(os.path.join(directory, "cells.jsonl"), "a") as file:
+                file.writelines(json.dumps({**cell, "secs": round(time.monotonic() - begun)}) + "\n" for cell in cells)
+            print(f"{model} {trial}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def _is_wanted(model: str, trial: str, directory: str) -> bool:
+    """Returns whether a trial can run, and has a question: float64 only where float32 leaves one open."""
+    cells = [cell for cell in read(directory) if cell["model"] == model]
+    if trial == "one_replica":
+        return True
+    if trial == "float64":
+        return any(trials.is_open(cell) for cell in cells)
+    return any(cell["cell"] == "keras" for cell in cells)  # there is something to compare with
+
+
+def _in_a_process(model: str, trial: str, directory: str, limit_secs: float) -> list[dict[str, Any]]:
+    receiver, sender = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=_send, args=(sender, model, trial, directory))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(limit_secs):
+            return receiver.recv()
+        reason = {"unfinished": f"it had not ended after {limit_secs:.0f} s"}
+    except EOFError:
+        process.join()
+        reason = {"error": f"the process ended with exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+    return [{"model": model, "trial": trial, "cell": trial, **reason}]
+
+
+def _send(sender: Any, model: str, trial: str, directory: str) -> None:
+    sender.send(trials.run(model, trial, directory))

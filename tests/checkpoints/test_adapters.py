@@ -1,0 +1,114 @@
+"""Adapters: LoRA trains a few weights, which are saved and read alone, and merged when the model is exported."""
+
+import functools
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.checkpoints.warm_start import warm_start
+
+ROWS = 8
+TOKENS = np.random.default_rng(0).integers(0, 20, (ROWS, 6)).astype("int32")
+LABELS = TOKENS[:, 0] % 3
+DATA = TOKENS, LABELS
+
+
+def model_fn(rank=1):
+    """Returns the spec of a network whose three large layers have adapters of a rank, and whose head trains."""
+    keras.utils.set_random_seed(1)  # the "pretrained" weights
+    body = [
+        keras.layers.Embedding(20, 32),
+        keras.layers.EinsumDense("abc,cd->abd", (None, 64)),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(64, activation="relu", use_bias=False),
+    ]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *body, keras.layers.Dense(3)])
+    for layer in body:
+        if rank and hasattr(layer, "enable_lora"):
+            layer.enable_lora(rank)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return distloop.supervised(model, loss, keras.optimizers.Adam(0.05))
+
+
+def make_trainer(model_fn=model_fn):
+    config = distloop.Config(device="cpu", num_devices=1, batch_size=ROWS, console="quiet")
+    return distloop.Trainer(model_fn, config)
+
+
+@functools.cache
+def trained():
+    trainer = make_trainer()
+    trainer.fit(DATA, steps=5)
+    return trainer
+
+
+def frozen_weights(trainer):
+    return [w.numpy() for w in trainer.model.weights if not w.trainable]
+
+
+def test_training_changes_adapters_and_head_alone():
+    changed, fresh = trained(), make_trainer()
+    for now, before in zip(frozen_weights(changed), frozen_weights(fresh), strict=True):
+        np.testing.assert_array_equal(now, before)
+    assert np.abs(changed.predict(DATA) - fresh.predict(DATA)).max() > 0.1
+
+
+def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path):
+    trained().export(path := str(tmp_path / "adapters.npz"))
+    with np.load(path) as file:
+        assert "sequential/dense/lora_kernel_a" in file and "sequential/dense/kernel" not in file
+        assert len(file) == 2 * 3 + 2
+    trainer = make_trainer()
+    trainer.restore(path)
+    np.testing.assert_array_equal(trainer.predict(DATA), trained().predict(DATA))
+    assert warm_start(make_trainer().state, path).startswith("8 of 11 variables start from")  # as init_from does
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    trained().export(path := str(tmp_path / "adapters.npz"))
+    with pytest.raises(ValueError, match="lora_embeddings_a.*, which the model lacks, and nothing was taken"):
+        make_trainer(functools.partial(model_fn, rank=0)).restore(path)
+    with pytest.raises(ValueError, match="other shapes"):
+        make_trainer(functools.partial(model_fn, rank=2)).restore(path)
+
+
+def test_a_keras_file_has_the_adapters_merged(tmp_path):
+    before = [w.numpy() for w in trained().model.weights]
+    trained().export(path := str(tmp_path / "model.keras"))
+    model = keras.models.load_model(path)
+    assert not [w.path for w in model.weights if "lora" in w.path]
+    np.testing.assert_allclose(model.predict(TOKENS, verbose=0), trained().predict(DATA), rtol=1e-5, atol=1e-6)
+    for weight, value in zip(trained().model.weights, before, strict=True):  # the model itself goes on as it was
+        np.testing.assert_array_equal(weight.numpy(), value)
+    assert all(layer.lora_rank == 1 for layer in trained().model.layers if getattr(layer, "lora_enabled", False))
+
+
+def test_a_saved_model_has_the_adapters_merged(tmp_path):
+    trained().export(path := str(tmp_path / "model"))
+    served = tf.saved_model.load(path)
+    (logits,) = served.signatures["serving_default"](tf.constant(TOKENS)).values()
+    np.testing.assert_allclose(logits, trained().predict(DATA), rtol=1e-5, atol=1e-6)
+    names = [name for name, _ in tf.train.list_variables(os.path.join(path, "variables", "variables"))]
+    assert len([name for name in names if name.startswith("variables_served")]) == 5  # three matrices and the head
+
+
+def test_statistics_that_training_moves_are_written_too(tmp_path):
+    def norm_fn():
+        layers = [keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        return distloop.supervised(keras.Sequential(layers), "mse", keras.optimizers.SGD(0.1))
+
+    trainer = distloop.Trainer(norm_fn, distloop.Config(device="cpu", num_devices=1))
+    trainer.export(path := str(tmp_path / "head.npz"))
+    with np.load(path) as file:
+        names = {name.rpartition("/")[2] for name in file}
+    assert names == {"gamma", "beta", "moving_mean", "moving_variance", "kernel", "bias"}
+
+
+def test_a_file_that_is_no_archive_is_refused(tmp_path):
+    (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(ValueError, match="torn.npz' cannot be read"):
+        make_trainer().restore(str(tmp_path / "torn.npz"))
