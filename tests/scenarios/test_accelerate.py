@@ -62,9 +62,7 @@ def by_hand(batch_size, steps):
 # test_sync.py -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "replicas,microbatches,batch_size", [(1, 1, 16), (2, 1, 16), (2, 2, 32), (1, 2, 32), (3, 2, 32)]
-)
+@pytest.mark.parametrize("replicas,microbatches,batch_size", [(2, 1, 16), (2, 2, 32), (1, 2, 32), (3, 2, 32)])
 def test_every_step_is_in_sync_with_the_formula_and_the_schedule(replicas, microbatches, batch_size):
     """Two accumulated batches of 16 are a batch of 32 in two microbatches; the last of 80 rows are half as many."""
     rows = []
@@ -117,7 +115,7 @@ def sums(numbers, count):
     return [round(count * numbers[name], 3) for name in ("loss", "square")]
 
 
-@pytest.mark.parametrize("count,batch_size", [(3, 2), (7, 4), (22, 8), (3, 1)])
+@pytest.mark.parametrize("count,batch_size", [(3, 1), (7, 4), (22, 8)])
 def test_an_epoch_and_a_pass_see_every_element_once(count, batch_size):
     expected = [sum(range(count)), sum(i * i for i in range(count))]
     trainer = distloop.Trainer(counter, on(2))
