@@ -54,7 +54,8 @@ class EvalStep:
                 with gathering.shard(row_weights):
                     outputs = update.loss_fn(rows, False)
                 tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
-                state.keras_metrics.update_gathered(*metric_rows)
+                arguments = metric_rows.join(metric_rows.tensors)
+                state.keras_metrics.update_gathered(*state.keras_metrics.add(arguments, row_weights))
                 named.update({prefix + name: tally for name, tally in tallies.items()})
                 fed.update(outputs)
         metrics.check_fed(state.keras_metrics, fed)
@@ -70,7 +71,7 @@ class EvalStep:
                 outputs = update.loss_fn(rows, False)
             metrics.check_names(outputs, self._state.keras_metrics)
             fed[update.name] = {
-                name: check_arguments(name, value, None)
+                name: check_arguments(name, value)
                 for name, value in outputs.items()
                 if name in self._state.keras_metrics
             }

@@ -42,7 +42,7 @@ class Trace:
         outputs: the names that `loss_fn` returned, those of Keras metrics included.
         reached: by variable, whether the loss depends on it.
         written: the variables that the forward pass writes.
-        join: puts together the arguments of the Keras metrics that are updated with the rows of all replicas.
+        join: puts together the arguments of the Keras metrics.
     """
 
     names: list[str]
@@ -147,6 +147,7 @@ class ForwardBackward:
         replicas = self._state.strategy.num_replicas_in_sync
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if replicas > 1 else None
         before = {id(v): tf.identity(v) for v in self._writable}  # TensorFlow prunes the values that nobody needs
+        keras_metrics, joins = self._state.keras_metrics, list[Join]()
         traces: list[Trace] = []
 
         def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
@@ -161,20 +162,22 @@ class ForwardBackward:
 
         def microbatch(index: tf.Tensor | int) -> Any:
             rows, row_weights = shards.take_shard(batch, layout, self._microbatches, index)
-            segments, tallies, metric_rows, new_values = compute(rows, row_weights, factor)
+            segments, tallies, fed, new_values = compute(rows, row_weights, factor)
+            metric_rows = keras_metrics.add(traces[-1].join(fed), row_weights)
+            joins.append(metric_rows.join)
             written = traces[-1].written
             count = shards.batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
             flat = self.written_values.flatten(written, new_values, count, index)
             self.written_values.rewind(written, before, index)
-            return segments, tallies if flat is None else tf.concat([tallies, flat], 0), metric_rows
+            return segments, tallies if flat is None else tf.concat([tallies, flat], 0), metric_rows.tensors
 
-        row_specs = self._state.keras_metrics.row_specs.get(self.name, ())
+        row_specs = keras_metrics.row_specs.get(self.name, ())
         with _explain_merge_call_error(self._microbatches, self._jit_compile):
             segments, vector, metric_rows = self._state.placement.sum_microbatches(
                 self.packing, self._microbatches, microbatch, row_specs
             )
         self._set_trace(traces)
-        self._state.keras_metrics.update_gathered(metric_rows, self.trace.join)
+        keras_metrics.update_gathered(metric_rows, joins[-1])
         size, written = 2 * len(self.trace.names), self.trace.written
         has_writes = vector.shape[0] > size
         sums = {"tallies": vector[:size], "writes": vector[size:]} if has_writes else {"tallies": vector}
@@ -204,7 +207,7 @@ class ForwardBackward:
 
         Returns:
             Packed gradients of `factor * sum(w * loss)`; the tallies of all values that `loss_fn` returned, `[2 * m]`;
-            the rows for Keras metrics that take those of all replicas; the new values of the overwritten variables; and
+            the rows for Keras metrics; the new values of the overwritten variables; and
             what tracing revealed.
 
         Raises:
@@ -296,14 +299,14 @@ class ForwardBackward:
                 )
             self._trace = trace
         are_written = {id(v) for trace in traces for v in trace.written}
-        are_written |= {id(v) for v in self._state.keras_metrics.gathered_variables(self.trace.outputs)}
+        are_written |= {id(v) for v in self._state.keras_metrics.variables_of(self.trace.outputs)}
         self._trace = replace(self.trace, written=[v for v in self._writable if id(v) in are_written])
 
 
 def tally_outputs(
     outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: KerasMetrics
 ) -> tuple[dict[str, metrics.Tally], Rows]:
-    """Returns the weighted sums of what `loss_fn` returned, by name, and updates Keras metrics whose state is a sum.
+    """Returns the weighted sums of what `loss_fn` returned, by name, and the arguments of Keras metrics.
 
     Args:
         outputs: of `loss_fn`.
@@ -312,28 +315,24 @@ def tally_outputs(
         keras_metrics: those that `loss_fn` may return arguments for.
 
     Returns:
-        Name -> sums, and the rows for the other Keras metrics, which `KerasMetrics.update_gathered` takes.
+        Name -> sums, and the rows for Keras metrics, with padding.
 
     Raises:
-        ValueError: if `loss_fn` returned a value that is not per example, or updated no metric that was declared.
+        ValueError: if `loss_fn` returned a value that is not per example.
     """
     metrics.check_names(outputs, keras_metrics)
     size = shards.batch_size(rows)
-    tallies, gathered = {}, {}
+    tallies, fed = {}, {}
     for name, value in outputs.items():
-        if name not in keras_metrics:
-            tallies[name] = metrics.weigh(name, value, size, row_weights)
-            continue
-        arguments = check_arguments(name, value, row_weights)
-        if name in keras_metrics.gathered:
-            gathered[name] = arguments
+        if name in keras_metrics:
+            fed[name] = check_arguments(name, value)
         else:
-            keras_metrics.update(name, arguments)
+            tallies[name] = metrics.weigh(name, value, size, row_weights)
     if checks := [check for tally in tallies.values() for check in tally.checks]:
         # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
         failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
         tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
-    return tallies, take_rows(gathered)
+    return tallies, take_rows(fed)
 
 
 @contextlib.contextmanager

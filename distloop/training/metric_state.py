@@ -1,7 +1,7 @@
 """State of Keras metrics, for what is no mean of values per example: updated on replicas, read, reset and saved.
 
     keras_metrics = KerasMetrics({"auc": keras.metrics.AUC()}, strategy)
-    keras_metrics.update("auc", (labels, probabilities))                     # in replica context
+    keras_metrics.add({"auc": (labels, probabilities)}, row_weights)         # in replica context
     keras_metrics.results()                                                  # outside: {"auc": ...}
 
 The state of Keras's own metrics is a sum over examples: each replica adds up its rows, and TensorFlow adds up the
@@ -88,9 +88,31 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             self.restore(self._restored)
             self._restored = None
 
-    def update(self, name: str, arguments: Sequence[Any]) -> None:
-        """Updates a metric that is not in `gathered` with the rows of a replica; in replica context."""
-        self._metrics[name].update_state(*arguments)
+    def add(self, arguments: Arguments, row_weights: tf.Tensor | None) -> Rows:
+        """Updates the metrics whose state is a sum with rows of a replica, padding apart; in replica context.
+
+        Call it outside what XLA compiles, which cannot leave out rows.
+
+        Args:
+            arguments: of any metrics, as `check_arguments` returns them.
+            row_weights: `[b]`, 1 for examples that count and 0 for padding; None: every row counts.
+
+        Returns:
+            The rows for the metrics of `gathered`, without padding.
+
+        Raises:
+            ValueError: if arguments of such a metric are ragged.
+        """
+        kept = {name: _drop_padding(value, row_weights) for name, value in arguments.items()}
+        for name, value in kept.items():
+            if name not in self.gathered:
+                self._metrics[name].update_state(*value)
+            elif any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(value)):
+                raise ValueError(
+                    f'loss_fn returned a ragged tensor for the metric under "{name}"; metrics other than Keras\'s own '
+                    "take dense ones: call to_tensor() on it, and give weights for the padding."
+                )
+        return take_rows({name: kept[name] for name in self.gathered if name in kept})
 
     def update_gathered(self, tensors: Sequence[tf.Tensor], join: Join) -> None:
         """Updates metrics of `gathered` with the rows of all replicas; in replica context, on each of them.
@@ -142,9 +164,9 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             for i, variable in enumerate(metric.variables)
         }
 
-    def gathered_variables(self, names: Collection[str]) -> list[Any]:
-        """Returns the variables of those metrics of `gathered` that are among some names."""
-        return [v for name in self.gathered if name in names for v in self._metrics[name].variables]
+    def variables_of(self, names: Collection[str]) -> list[Any]:
+        """Returns the variables of the metrics that are among some names."""
+        return [v for name, metric in self._metrics.items() if name in names for v in metric.variables]
 
     def snapshot(self) -> dict[str, tf.Tensor]:
         """Returns a copy of the state, the names of `variables` -> `[R, ...]` for a sum, else `[1, ...]`."""
@@ -234,17 +256,8 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
 
 
 def take_rows(arguments: Arguments) -> Rows:
-    """Takes the arguments of metrics apart into tensors with rows and what puts them together again.
-
-    Raises:
-        ValueError: if an argument is ragged.
-    """
+    """Takes the arguments of metrics apart into tensors with rows and what puts them together again."""
     leaves = tf.nest.flatten(arguments)
-    if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
-        raise ValueError(
-            f"loss_fn returned ragged tensors under one of {sorted(arguments)}; metrics other than Keras's own take "
-            "dense ones: call to_tensor() on them, and give weights for the padding."
-        )
     are_tensors = [tf.is_tensor(leaf) for leaf in leaves]
     are_masked = [_mask_of(leaf) is not None for leaf in leaves]
     tensors = [leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True) if is_tensor]
@@ -262,13 +275,12 @@ def take_rows(arguments: Arguments) -> Rows:
     return Rows([*tensors, *masks], join)
 
 
-def check_arguments(name: str, arguments: Any, row_weights: tf.Tensor | None) -> tuple[Any, ...]:
-    """Returns the arguments for a metric's `update_state`, without padding.
+def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:
+    """Returns the arguments for a metric's `update_state`.
 
     Args:
         name: the metric's name, for messages.
         arguments: what `loss_fn` returned under the name: a tuple of tensors `[b, ...]`.
-        row_weights: `[b]`, 1 for examples that count and 0 for padding; None: every row counts.
 
     Raises:
         ValueError: if they are no tuple, or a tensor among them has no rows.
@@ -283,11 +295,16 @@ def check_arguments(name: str, arguments: Any, row_weights: tf.Tensor | None) ->
             f'loss_fn returned a tensor of shape [] for the Keras metric under "{name}"; distloop needs a row for each '
             "example, [B, ...], in all arguments of update_state: drop the reduction over the batch."
         )
+    return tuple(arguments)
+
+
+def _drop_padding(arguments: tuple[Any, ...], row_weights: tf.Tensor | None) -> tuple[Any, ...]:
+    """Returns arguments and their masks without the rows of weight 0."""
     if row_weights is None:
-        return tuple(arguments)
+        return arguments
     are_examples = row_weights > 0
 
-    def drop_padding(leaf: Any) -> Any:
+    def drop(leaf: Any) -> Any:
         if not tf.is_tensor(leaf):
             return leaf
         is_ragged = isinstance(leaf, tf.RaggedTensor)
@@ -296,7 +313,7 @@ def check_arguments(name: str, arguments: Any, row_weights: tf.Tensor | None) ->
             kept._keras_mask = tf.boolean_mask(mask, are_examples)
         return kept
 
-    return tuple(tf.nest.map_structure(drop_padding, list(arguments)))
+    return tuple(tf.nest.map_structure(drop, list(arguments)))
 
 
 def _is_sum(metric: keras.metrics.Metric) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.metric_state import KerasMetrics, check_arguments, take_rows
+from distloop.training.metric_state import KerasMetrics, check_arguments
 from distloop.training.metrics import flatten_results
 from tests.problems import mirrored, on, refused
 
@@ -106,10 +106,7 @@ def fed(metrics, strategy, rows=slice(None)):
     metrics.reset()
 
     def update():
-        for name in metrics:
-            if name not in metrics.gathered:
-                metrics.update(name, arguments[name])
-        metrics.update_gathered(*take_rows({name: arguments[name] for name in metrics.gathered}))
+        metrics.update_gathered(*metrics.add(arguments, None))
 
     tf.function(lambda: strategy.run(update), autograph=False)()
     return metrics
@@ -185,29 +182,45 @@ def test_a_step_that_is_skipped_counts_in_no_metric():
 
 @pytest.mark.parametrize("name", ["mean", "largest"])
 def test_padding_counts_in_no_metric_and_masks_are_kept(name):
+    metrics, batches = made(ONE, {name: MAKERS[name]}), []
+    metrics[name].update_state = lambda *arguments: batches.append(arguments)
     labels, scores = tf.zeros([3, 2]), tf.constant([[1.0, 5.0], [2.0, 6.0], [9.0, 9.0]])
     scores._keras_mask = tf.constant([[True, False], [True, True], [True, True]])
-    arguments = check_arguments(name, (labels, scores, None), tf.constant([1.0, 1.0, 0.0]))
-    rows = take_rows({name: arguments})
-    _, kept, none = rows.join(rows.tensors)[name]
+    metrics.update_gathered(*metrics.add({name: (labels, scores, None)}, tf.constant([1.0, 1.0, 0.0])))
+    ((_, kept, none),) = batches
     assert kept.numpy().tolist() == [[1.0, 5.0], [2.0, 6.0]] and none is None
     assert kept._keras_mask.numpy().tolist() == [[True, False], [True, True]]
 
 
-def test_ragged_rows_without_padding_remain():
-    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
-    (kept,) = check_arguments("mean", (ragged,), tf.constant([1.0, 1.0, 0.0]))
+def test_ragged_rows_are_for_metrics_that_add_up():
+    metrics = made(ONE, {"mean": keras.metrics.Mean, "best": MAKERS["best"]})
+    ragged, batches = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]]), []
+    metrics["mean"].update_state = lambda *arguments: batches.append(arguments)
+    metrics.add({"mean": (ragged,)}, tf.constant([1.0, 1.0, 0.0]))
+    ((kept,),) = batches
     assert kept.to_list() == [[1.0], [2.0, 3.0]]
-    refused(lambda: take_rows({"best": (ragged,)}), "ragged tensors", "'best'", "to_tensor()")
+    refused(lambda: metrics.add({"best": (ragged,)}, None), "ragged tensor", '"best"', "to_tensor()")
+
+
+@pytest.mark.slow
+def test_xla_counts_no_padding():
+    makers = {"auc": lambda: keras.metrics.AUC(num_thresholds=20), "best": MAKERS["best"]}
+    settings = {"log_every": 4, "microbatches": 2, "jit_compile": True}
+    reported = distloop.Trainer(lambda: model_fn(makers), on(2, **settings)).fit(
+        distloop.make_dataset(ROWS, 5),
+        steps=4,  # the last batch has 2 rows for 4 parts
+    )
+    for name, value in of_one_device(5, makers).items():
+        assert reported[name] == pytest.approx(value, rel=1e-6), name
 
 
 @pytest.mark.parametrize("value", [tf.ones([2]), distloop.weighted(tf.ones([2]), tf.ones([2]))])
 def test_values_in_place_of_arguments_are_refused(value):
-    refused(lambda: check_arguments("auc", value, None), 'under "auc", which is a Keras metric', "tuple of arguments")
+    refused(lambda: check_arguments("auc", value), 'under "auc", which is a Keras metric', "tuple of arguments")
 
 
 def test_a_number_of_a_whole_batch_is_refused():
-    refused(lambda: check_arguments("best", (tf.constant(1.0),), None), 'shape [] for the Keras metric under "best"')
+    refused(lambda: check_arguments("best", (tf.constant(1.0),)), 'shape [] for the Keras metric under "best"')
 
 
 class Hidden(Best):
