@@ -100,7 +100,7 @@ def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
             "(x, y, sample_weight): map the dataset to such tuples."
         )
     for role, part in zip(("x", "y", "sample_weight"), batch, strict=False):
-        if any(tensor.shape.rank is None for tensor in tf.nest.flatten(part)):
+        if any(tensor is not None and tensor.shape.rank is None for tensor in tf.nest.flatten(part)):
             raise ValueError(
                 f"The dataset does not tell the number of axes of {role}, which losses and metrics depend on: set it, "
                 "as in dataset.map(lambda x, y: (x, tf.ensure_shape(y, [None, 10])))."

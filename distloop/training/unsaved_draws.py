@@ -99,7 +99,8 @@ def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any
     for function in value if isinstance(value, (list, tuple)) else [value]:
         if function.name not in seen:
             seen.add(function.name)
-            # TensorFlow shows the graph of a called function, with the lines of its code, by this method alone.
-            called = op.graph._get_function(function.name)
-            if called is not None and called.graph is not None:
-                yield called.graph
+            # TensorFlow shows the graph of a called function, with the lines of its code, by this method alone. The
+            # functions of TensorFlow 1, as in its CTC loss, have none.
+            graph = getattr(op.graph._get_function(function.name), "graph", None)
+            if graph is not None:
+                yield graph

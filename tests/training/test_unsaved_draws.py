@@ -36,6 +36,9 @@ DRAWS = {
 KEEPS_ITS_STATE = {
     "nothing": lambda x: x,
     "stateless": lambda x: x + tf.random.stateless_normal([2], [1, 2]),
+    "a function without a graph": lambda x: tf.nn.ctc_loss(
+        [[1]], x[tf.newaxis, tf.newaxis, :], [1], [1], False, blank_index=0
+    ),
     "a tf.function": lambda x: tf.function(lambda x: x + tf.random.stateless_uniform([2], [1, 2]))(x),
 }
 
