@@ -7,7 +7,6 @@ The originals stay as they are. This module does not know what trains the copies
 """
 
 import contextlib
-import inspect
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +26,8 @@ def copy_model(model: keras.Model) -> keras.Model:
         ValueError: if the model cannot be made again from its config.
     """
     try:
-        classes = {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
+        kinds = {type(layer) for layer in model._flatten_layers()}
+        classes = {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("keras.")}
         # A compiled model's losses and metrics would be rebuilt too, and Keras finds functions and classes by name.
         with _uncompiled(model), keras.saving.custom_object_scope(classes):
             copy = keras.models.clone_model(model)
@@ -66,7 +66,8 @@ def copy_optimizer(
             f"get_config() ({error}): let get_config return every argument of __init__, or give from_keras a function "
             "that builds and compiles the model."
         ) from error
-    copies = {id(old): new for old, new in zip(model.weights, copy.weights, strict=True)}
+    old_weights, new_weights = zip(*_weight_pairs(model, copy), strict=True)
+    copies = {id(old): new for old, new in zip(old_weights, new_weights, strict=True)}
     # Private: Keras keeps no list of these variables, only their ids and patterns of their names.
     not_decayed = [copies[id(v)] for v in model.trainable_weights if not optimizer._use_weight_decay(v)]
     if not_decayed:
@@ -74,8 +75,8 @@ def copy_optimizer(
     if optimizer.built:
         new.build(copy.trainable_weights)
         # Private: the variables that the optimizer was built with, which may be others than those that train now.
-        old_slots = slot_names(optimizer, *_named(optimizer._trainable_variables, model.weights))
-        for name, slot in slot_names(new, *_named(copy.trainable_weights, copy.weights)).items():
+        old_slots = slot_names(optimizer, *_named(optimizer._trainable_variables, old_weights))
+        for name, slot in slot_names(new, *_named(copy.trainable_weights, new_weights)).items():
             if name in old_slots:
                 slot.assign(old_slots[name])
     return new
@@ -93,23 +94,62 @@ def _uncompiled(model: keras.Model) -> Iterator[None]:
 
 def _require_methods(model: keras.Model, copy: keras.Model) -> None:
     """Refuses a copy without methods of the model: Keras makes plain Sequentials and Functionals of subclasses."""
-    ignored = {"get_config", "from_config"}
-    for name in dir(keras.Model):
-        method, copied = (inspect.getattr_static(type(m), name, None) for m in (model, copy))
-        if method is not copied and callable(method) and name not in ignored and not name.startswith("__"):
+    for name in ("call", "compute_mask", "compute_loss"):
+        method = getattr(type(model), name)
+        if method is not getattr(type(copy), name) and not method.__module__.startswith("keras."):
             raise ValueError(f"Keras makes a {type(copy).__name__} of it, without its {name}")
+
+
+def _layer_pairs(model: keras.Model, copy: keras.Model) -> Iterator[tuple[keras.Layer, keras.Layer]]:
+    """Yields each layer of a model, at all depths, with its copy; first those at the top.
+
+    Children of two layers belong together by name, or by order if Keras has numbered them anew.
+
+    Raises:
+        ValueError: if a copy holds other layers.
+    """
+    waiting, seen = [(model, copy)], {id(model)}
+    while waiting:
+        yield (pair := waiting.pop(0))
+        # Private: the layers directly inside. Their order is that of attributes, which Keras's copies may lack.
+        old_layers, new_layers = (list({id(part): part for part in layer._layers}.values()) for layer in pair)
+        by_name = {old.name: old for old in old_layers}
+        if len(by_name) == len(old_layers) and all(new.name in by_name for new in new_layers):
+            old_layers = [by_name[new.name] for new in new_layers]
+        if [type(old) for old in old_layers] != [type(new) for new in new_layers]:
+            raise ValueError(f"its {type(pair[0]).__name__} {pair[0].name!r} holds other layers than its copy")
+        children = [(old, new) for old, new in zip(old_layers, new_layers, strict=True) if id(old) not in seen]
+        seen |= {id(old) for old, _ in children}
+        waiting += children
+
+
+def _weight_pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
+    """Returns the variables of a model, without states of random streams, each with its copy."""
+    pairs: dict[int, tuple[Any, Any]] = {}
+    for layers in _layer_pairs(model, copy):
+        # Private: the variables of a layer without those of its parts.
+        old_weights, new_weights = (layer._trainable_variables + layer._non_trainable_variables for layer in layers)
+        if len(old_weights) != len(new_weights):
+            raise ValueError(
+                f"its layer {layers[0].name!r} has {len(old_weights)} variables, and now {len(new_weights)}"
+            )
+        pairs |= {id(old): (old, new) for old, new in zip(old_weights, new_weights, strict=True)}
+    if lost := [old.path for old in model.weights if id(old) not in pairs]:
+        raise ValueError(f"its variables {lost[:3]} have no copy")
+    if {id(new) for new in copy.weights} - {id(new) for _, new in pairs.values()}:
+        raise ValueError("its layers share a variable, and those of the copy would not")
+    return list(pairs.values())
 
 
 def _copy_layers(model: keras.Model, copy: keras.Model) -> None:
     """Copies what layers keep beside their config, as Keras does when it writes and reads a file."""
-    # Private: all layers at all depths, in an order that is the same for both.
-    for old, new in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
-        if type(old) is not type(new) and old is not model:
-            raise ValueError(f"its {type(old).__name__} {old.name!r} becomes a {type(new).__name__}")
+    for old, new in _layer_pairs(model, copy):
         if new.dtype_policy != old.dtype_policy:
             new.dtype_policy = old.dtype_policy
         if new.trainable != old.trainable:
             new.trainable = old.trainable  # of all layers below, too, whose turn comes later
+        if new.weights and not old.built:
+            raise ValueError(f"its layer {old.name!r} has no weights yet; call the model on an example")
         values: dict[str, Any] = {}
         old.save_own_variables(values)
         new.load_own_variables({key: keras.ops.convert_to_numpy(value) for key, value in values.items()})
@@ -122,8 +162,8 @@ def _copy_layers(model: keras.Model, copy: keras.Model) -> None:
 def _copy_weights(model: keras.Model, copy: keras.Model) -> None:
     """Copies values and attributes of the variables, as layers may have stored them in another form."""
     trained = {id(v) for v in model.trainable_weights}
-    for old, new in zip(model.weights, copy.weights, strict=True):
-        if (old.name, tuple(old.shape), old.dtype) != (new.name, tuple(new.shape), new.dtype):
+    for old, new in _weight_pairs(model, copy):
+        if (tuple(old.shape), old.dtype) != (tuple(new.shape), new.dtype):
             raise ValueError(
                 f"its variable {old.path!r}, {old.dtype}{list(old.shape)}, becomes {new.path!r}, "
                 f"{new.dtype}{list(new.shape)}"

@@ -202,16 +202,16 @@ class ModelSpec:
         """Returns this spec with other functions.
 
         Args:
-            change: `(function, name for messages)` -> the function in place of a `loss_fn` or `predict_fn`.
+            change: returns the function in place of a `loss_fn` or `predict_fn`.
         """
         spec = copy.copy(self)  # `replace` would call batch_fn twice
-        updates = [replace(update, loss_fn=change(update.loss_fn, "The loss")) for update in self.updates]
+        updates = [replace(update, loss_fn=change(update.loss_fn)) for update in self.updates]
         object.__setattr__(spec, "updates", tuple(updates))
         if isinstance(self.predict_fn, Mapping):
-            functions = {name: change(function, "predict_fn") for name, function in self.predict_fn.items()}
+            functions = {name: change(function) for name, function in self.predict_fn.items()}
             object.__setattr__(spec, "predict_fn", functions)
         elif self.predict_fn is not None:
-            object.__setattr__(spec, "predict_fn", change(self.predict_fn, "predict_fn"))
+            object.__setattr__(spec, "predict_fn", change(self.predict_fn))
         return spec
 
     def _single_update(self) -> Update:

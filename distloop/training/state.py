@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from distloop.distributed.placement import make_placement
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
+from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
 from distloop.training.random_streams import RandomStreams
@@ -167,7 +169,7 @@ class TrainState(tf.Module):
             in_model = {id(tensorflow_variable(v)) for v in named_variables(self.spec.model).values()}
             outside = [variable.name for i, variable in self._created.items() if i not in known | in_model]
             if outside:
-                raise ValueError(explain_new_variable("The loss", outside[0]))
+                raise ValueError(explain_new_variable(outside[0]))
             self._finish()
 
     def _finish(self) -> None:
@@ -192,6 +194,10 @@ class TrainState(tf.Module):
         self.recurrent_states = _find_recurrent_states(layers, self.strategy.num_replicas_in_sync)
         self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states)
         self.spec = self.spec.with_functions(refusing_new_variables)
+        if sizes := fixed_sizes(self.spec.model):
+            replicas = self.strategy.num_replicas_in_sync
+            explaining = functools.partial(explaining_fixed_sizes, sizes=sizes, replicas=replicas)
+            self.spec = self.spec.with_functions(explaining)
         self.is_built = True
 
     def _build_optimizer(self, update: Update) -> None:

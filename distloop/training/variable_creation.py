@@ -43,13 +43,8 @@ def recorded(created: dict[int, Any]) -> contextlib.AbstractContextManager[None]
     return scope
 
 
-def refusing_new_variables(fn: Callable[..., Any], name: str = "The loss") -> Callable[..., Any]:
-    """Returns a function that raises VariableCreatedError where `fn` creates a variable.
-
-    Args:
-        fn: what a step calls.
-        name: what the user calls it.
-    """
+def refusing_new_variables(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that raises VariableCreatedError where `fn`, which a step calls, creates a variable."""
 
     @functools.wraps(fn)
     def call(*arguments: Any, **settings: Any) -> Any:
@@ -60,20 +55,20 @@ def refusing_new_variables(fn: Callable[..., Any], name: str = "The loss") -> Ca
         except Exception as error:  # Keras raises others from it, with the arguments of layers
             if not refused:
                 raise
-            raise VariableCreatedError(explain_new_variable(name, refused[0]), refused[0]) from error
+            raise VariableCreatedError(explain_new_variable(refused[0]), refused[0]) from error
 
     return call
 
 
-def explain_new_variable(function: str, variable: str) -> str:
-    """Returns the message about a variable that a step's function created."""
+def explain_new_variable(variable: str) -> str:
+    """Returns the message about a variable that was created too late."""
     advice = (
         "give keras.random functions and layers a keras.random.SeedGenerator that is an attribute of the model"
         if "seed_generator_state" in variable
-        else "create it in model_fn, by a call of the whole model on an example or by the build of its layer, and put "
-        "it into ModelSpec's model"
+        else "create it with the model, by a call of the whole model on an example or by the build of its layer, and "
+        "let it belong to ModelSpec's model"
     )
-    return f"{function} created the variable {variable!r}, which would not be trained or saved: {advice}."
+    return f"The variable {variable!r} was created by a step, so it would not be trained or saved: {advice}."
 
 
 @contextlib.contextmanager

@@ -136,3 +136,47 @@ def assert_trains_on_as_keras_does(model):
     trainer.fit(batches(X, Y), epochs=1)
     model.fit(batches(X, Y), epochs=1, verbose=0)
     assert_same_weights(trainer.model, model)
+
+
+def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order():
+    class Encoder(keras.Model):
+        def __init__(self):
+            inputs = keras.Input((6,))
+            layers = [keras.layers.Dense(6, name=f"dense_{i}") for i in "abc"]
+            outputs = layers[0](layers[1](layers[2](inputs)))
+            super().__init__(inputs, keras.layers.Dense(2)(outputs))
+            self.kept = layers
+
+    model = compiled(Encoder())
+    for i, variable in enumerate(model.weights):
+        variable.assign(tf.fill(variable.shape, 0.01 * i))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    for layer in model.kept:
+        np.testing.assert_array_equal(trainer.model.get_layer(layer.name).kernel, layer.kernel)
+
+
+def test_layers_that_keras_numbers_anew_are_paired_in_order():
+    @keras.saving.register_keras_serializable("tests")
+    class Pair(keras.Model):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.first, self.second = keras.layers.Dense(6), keras.layers.Dense(6)
+
+        def call(self, x):
+            return self.second(self.first(x))[:, :2]
+
+    keras.layers.Dense(1)  # so that the numbers of the copy, which begin anew, are also those of other layers
+    model = compiled(Pair())
+    model(X)
+    keras.backend.clear_session()
+    copy = distloop.Trainer(distloop.from_keras(model), on(1)).model
+    np.testing.assert_array_equal(copy.first.kernel, model.first.kernel)
+    np.testing.assert_array_equal(copy.second.kernel, model.second.kernel)
+
+
+def test_a_model_whose_layers_share_a_variable_is_refused():
+    inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6)])
+    inputs = keras.Input((6,))
+    model = compiled(keras.Model(inputs, inner.layers[0](inner(inputs))))
+    with pytest.raises(ValueError, match="its layers share a variable, and those of the copy would not.: give from_k"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
