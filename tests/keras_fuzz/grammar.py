@@ -210,7 +210,7 @@ LAYERS = {
     "SpatialDropout3D": (("volume",), "{rate}"),
     "SpectralNormalization": (FLOATS, "keras.layers.Dense({units})"),
     "StringLookup": (("strings",), ['vocabulary=["a", "b", "c"]', "output_mode='multi_hot'", "num_oov_indices=2"]),
-    "TextVectorization": (("texts",), ["output_sequence_length=4", 'output_mode="tf_idf"', 'output_mode="count"']),
+    "TextVectorization": (("texts",), "output_sequence_length=4"),  # counts have another symbolic shape
     "TimeDistributed": (("sequence", "image"), "keras.layers.Dense({units}{matrix})"),
     "UnitNormalization": (FLOATS, ""),
     "UpSampling1D": (("sequence",), "2"),
@@ -223,7 +223,7 @@ LAYERS = {
 SYMBOLS["counts"] = ["multi_hot", "count", "one_hot"]
 SYMBOLS["batch_norm"] = ["synchronized=True{norm}"] * 3 + ["momentum=0.5{norm}", "trainable=False"]
 ADAPTED = re.compile(
-    r"Normalization\((axis=None|invert=True|)\)|num_bins=|output_mode=.(multi_hot|tf_idf|count)|num_oov|_sequence_length"
+    r"Normalization\((axis=None|invert=True|)\)|num_bins=|output_mode=.(multi_hot)|num_oov|_sequence_length"
 )
 # Layers of two inputs, which come from two layers after the same tensor: the layer, if any, and how it is called.
 MERGES = {
