@@ -66,7 +66,8 @@ def copy_optimizer(
             f"get_config() ({error}): let get_config return every argument of __init__, or give from_keras a function "
             "that builds and compiles the model."
         ) from error
-    old_weights, new_weights = zip(*_weight_pairs(model, copy), strict=True)
+    pairs = list(_weight_pairs(model, copy))
+    old_weights, new_weights = [old for old, _ in pairs], [new for _, new in pairs]
     copies = {id(old): new for old, new in zip(old_weights, new_weights, strict=True)}
     # Private: Keras keeps no list of these variables, only their ids and patterns of their names.
     not_decayed = [copies[id(v)] for v in model.trainable_weights if not optimizer._use_weight_decay(v)]

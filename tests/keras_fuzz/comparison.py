@@ -332,7 +332,7 @@ def _short(value: np.ndarray) -> str:
 
 def _failure(error: Exception, label: str) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
-    is_refusal = type(error) is ValueError and "/distloop/" in frames[-1].filename and "\n" not in str(error)
+    is_refusal = type(error) is ValueError and "/distloop/" in frames[-1].filename and re.search(r": .*\.$", str(error))
     text = f"{label}: {type(error).__name__}: {str(error)[:1500]}"
     if not is_refusal:
         last = [frame for frame in frames if "/distloop/" in frame.filename][-1:]

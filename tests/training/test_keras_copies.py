@@ -180,3 +180,9 @@ def test_a_model_whose_layers_share_a_variable_is_refused():
     model = compiled(keras.Model(inputs, inner.layers[0](inner(inputs))))
     with pytest.raises(ValueError, match="its layers share a variable, and those of the copy would not.: give from_k"):
         distloop.Trainer(distloop.from_keras(model), on(1))
+
+
+def test_a_model_without_weights_is_refused_in_a_sentence():
+    model = compiled(keras.Sequential([keras.Input((2,)), keras.layers.UnitNormalization()]))
+    with pytest.raises(ValueError, match="There is no trainable variable"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
