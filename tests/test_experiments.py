@@ -55,11 +55,10 @@ def test_an_experiment_runs(name, tmp_path):
 @pytest.mark.parametrize("name", ["contrastive", "gan"])
 def test_an_experiment_trains_the_same_on_any_number_of_replicas(name, tmp_path):
     numbers = {}  # replicas -> losses
-    for replicas in (1, 2, 4):
+    for replicas in (1, 4):
         _, rows = run_few_steps(name, replicas, tmp_path / str(replicas))
         numbers[replicas] = [row[key] for row in rows for key in sorted(row) if key.endswith("loss")]
-    for replicas in (2, 4):
-        assert numbers[replicas] == pytest.approx(numbers[1], rel=1e-4)
+    assert numbers[4] == pytest.approx(numbers[1], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_any_number_of_replicas_trains_to_the_same_weights(case):
     data = batches(settings.pop("size"), settings.pop("rows", 67))
     of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm") if k in settings}
     expected = None
-    for replicas in (1, 2, 3, 4):
+    for replicas in (1, 2, 3, 4) if case == "all together" else (1, 3):
         trainer = train(classifier(**of_model), on(replicas, **settings), data)
         found = weights(trainer)
         if trainer.state.average is not None:
@@ -277,7 +277,7 @@ ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 
 @pytest.mark.parametrize(
     "precision, cut, case",
-    pairwise(list(ROUNDOFF), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 3), (4, 4)], ["plain", "all together"]),
+    pairwise(list(ROUNDOFF), [(2, 1), (4, 1), (1, 3), (2, 3)], ["plain", "all together"]),
 )
 def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision, cut, case):
     replicas, microbatches = cut
@@ -302,8 +302,7 @@ def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 1))
-@pytest.mark.parametrize("scale", fast(2.0**15, 1.0, 2.0**24))
+@pytest.mark.parametrize("replicas, scale", fast((2, 2.0**15), (1, 1.0), (2, 2.0**24)))
 def test_a_loss_scale_changes_nothing_that_float32_can_hold(replicas, scale):
     def model_fn(optimizer):
         return classifier(optimizer=optimizer, is_weighted=True, l2=0.1)
@@ -324,8 +323,7 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold(replicas, scale):
 # microbatches -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", fast(2, 1, 3))
-@pytest.mark.parametrize("microbatches", fast(3, 2, 5))
+@pytest.mark.parametrize("replicas, microbatches", fast((2, 3), (1, 2), (3, 5), (1, 5), (3, 2)))
 def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microbatches):
     model_fn = classifier(is_weighted=True, l2=0.1)
     data = batches(16)
@@ -412,7 +410,7 @@ def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipp
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value, row, cut", pairwise([np.nan, np.inf], [7, 0, 3], [(2, 1), (1, 1), (1, 4), (4, 2)]))
+@pytest.mark.parametrize("value, row, cut", pairwise([np.nan, np.inf], [7, 0], [(2, 1), (1, 1), (1, 4), (4, 2)]))
 def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, cut):
     replicas, microbatches = cut
     rows = classification(16)
@@ -434,8 +432,7 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
     assert all(np.isfinite(value).all() for value in everything(trainer).values())
 
 
-@pytest.mark.parametrize("culprit", fast("second", "first"))
-@pytest.mark.parametrize("replicas", fast(2, 1))
+@pytest.mark.parametrize("culprit, replicas", fast(("second", 2), ("first", 1)))
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
     rows = classification(16)
     rows["label"][13] = -1
@@ -516,7 +513,7 @@ def assert_skipped(before, after, culprits=("",)):
     assert_equal(after, expected)
 
 
-@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 1), (4, 1), (1, 4), (2, 2), (4, 2)))
+@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 1), (1, 4), (4, 2)))
 def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(replicas, microbatches):
     size = max(8, 2 * replicas * microbatches)
     kinds = [(value, row) for value in (np.nan, np.inf, 1e5) for row in range(size)]  # 1e5 is infinite in float16 alone
@@ -540,8 +537,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
     assert trainer.optimizer.iterations.numpy() == len(kinds) + 1
 
 
-@pytest.mark.parametrize("culprits", fast("second", "first", "first second"))
-@pytest.mark.parametrize("replicas", fast(2, 1, 4))
+@pytest.mark.parametrize("culprits, replicas", fast(("second", 2), ("first", 1), ("first second", 4)))
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
     rows = classification(24)
     rows["label"][13] = -1  # in the second batch
@@ -619,9 +615,9 @@ def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(repli
             assert value.tobytes() == before[path].tobytes(), path
 
 
-@EITHER_WAY
-@pytest.mark.parametrize("overflows", fast(9, 1, 0))
-@pytest.mark.parametrize("replicas", fast(2, 1))
+@pytest.mark.parametrize(
+    "on_nonfinite, overflows, replicas", fast(("raise", 9, 2), ("skip", 9, 1), ("skip", 1, 2), ("raise", 0, 1))
+)
 def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replicas, overflows, on_nonfinite):
     trainer, fit = at_the_floor("--" + "-" * overflows, replicas, on_nonfinite=on_nonfinite)
     before = weights(trainer)
@@ -875,8 +871,7 @@ def test_replicas_draw_different_dropout_masks():
 # evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", fast(3, 1, 2, 4))
-@pytest.mark.parametrize("size", fast(5, 1, 16, 100))
+@pytest.mark.parametrize("replicas, size", fast((3, 5), (1, 100), (2, 1), (3, 1), (4, 16), (4, 5)))
 def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, size):
     rows = classification(67)
     trainer = distloop.Trainer(classifier(is_weighted=True, metrics=True), on(replicas))
@@ -939,8 +934,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
 # prediction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", fast(3, 1, 2, 4))
-@pytest.mark.parametrize("size", fast(3, 1, 16, 100))
+@pytest.mark.parametrize("replicas, size", fast((3, 3), (1, 100), (2, 1), (3, 1), (4, 16), (4, 3)))
 def test_predictions_come_in_dataset_order_each_row_once(replicas, size):
     rows = classification(67)
 

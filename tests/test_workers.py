@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
+ON_THREE_WORKERS = ["replicas", "small_batches", "evaluation", "shards"]
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +34,31 @@ def alone(tmp_path_factory):
     return result
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (3, 1)], ids=lambda p: f"{p[0]}x{p[1]}")
-def on_workers(request, tmp_path_factory):
-    """Results of each worker: scenario -> a dict of arrays by worker."""
-    workers, devices = request.param
-    out = tmp_path_factory.mktemp(f"workers-{workers}-{devices}")
-    worker_scenarios.run(half_of_elastic, 1, out)
+def run_on_workers(workers, devices, out, *names):
+    """Runs scenarios on local workers; returns name -> a dict of arrays by worker, and the finished launcher."""
     command = [sys.executable, "-m", "distloop.launch", f"--workers={workers}", "-m", "tests.worker_scenarios"]
-    result = subprocess.run(
-        [*command, str(out), str(devices)], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
-    )
+    command += [str(out), str(devices), *names]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
-    results = {name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in BY_NAME}
-    return results, workers, devices, out, result
+    results = {
+        name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in names or BY_NAME
+    }
+    return results, result
+
+
+@pytest.fixture(scope="module")
+def on_workers(tmp_path_factory):
+    """Results of all scenarios on two workers with two devices each."""
+    out = tmp_path_factory.mktemp("workers-2-2")
+    worker_scenarios.run(half_of_elastic, 1, out)
+    results, launcher = run_on_workers(2, 2, out)
+    return results, out, launcher
+
+
+@pytest.fixture(scope="module")
+def on_three_workers(tmp_path_factory):
+    """Results of some scenarios on three workers with one device each."""
+    return run_on_workers(3, 1, tmp_path_factory.mktemp("workers-3-1"), *ON_THREE_WORKERS)[0]
 
 
 def half_of_elastic(make, workdir):
@@ -55,16 +68,25 @@ def half_of_elastic(make, workdir):
     return {}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_workers_have_the_results_of_one_process(name, on_workers, alone):
-    expected = {key: value for key, value in alone(name).items() if not key.startswith("local/")}
-    for result in on_workers[0][name]:
+def assert_same_results(results, results_alone):
+    expected = {key: value for key, value in results_alone.items() if not key.startswith("local/")}
+    for result in results:
         assert "error" not in result, str(result["error"])
         shared = {key: value for key, value in result.items() if not key.startswith("local/")}
         assert_close(shared, expected)  # floats
         for key, value in expected.items():
             if not np.issubdtype(value.dtype, np.floating):
                 np.testing.assert_array_equal(shared[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_two_workers_of_two_devices_have_the_results_of_one_process(name, on_workers, alone):
+    assert_same_results(on_workers[0][name], alone(name))
+
+
+@pytest.mark.parametrize("name", ON_THREE_WORKERS)
+def test_three_workers_have_the_results_of_one_process(name, on_three_workers, alone):
+    assert_same_results(on_three_workers[name], alone(name))
 
 
 def test_all_workers_end_with_the_same_bits(on_workers):
@@ -83,9 +105,8 @@ def test_statistics_are_equal_on_all_workers(on_workers):
 
 
 def test_workers_draw_different_dropout_masks(on_workers):
-    results, workers, devices, *_ = on_workers
-    keys = {tuple(np.ravel(value)) for result in results["masks"] for value in result.values()}
-    assert len(keys) == workers * devices
+    keys = {tuple(np.ravel(value)) for result in on_workers[0]["masks"] for value in result.values()}
+    assert len(keys) == 4
 
 
 def test_a_run_of_several_workers_resumes_bit_for_bit(on_workers):
@@ -94,7 +115,7 @@ def test_a_run_of_several_workers_resumes_bit_for_bit(on_workers):
 
 
 def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, alone):
-    out = on_workers[3]
+    out = on_workers[1]
 
     def further(make, workdir):
         model_fn = worker_scenarios.classifier(batch_norm="synchronized", l2=0.1, metrics=True)
@@ -108,14 +129,13 @@ def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, 
     )
 
 
-def test_unequal_shards_end_the_epoch_at_the_same_step(on_workers):
-    results, workers, *_ = on_workers
-    longest = {2: 12, 3: 6}[workers]
-    assert [int(result["local/steps"]) for result in results["shards"]] == [longest] * workers
+def test_unequal_shards_end_the_epoch_at_the_same_step(on_workers, on_three_workers):
+    assert [int(result["local/steps"]) for result in on_workers[0]["shards"]] == [12, 12]
+    assert [int(result["local/steps"]) for result in on_three_workers["shards"]] == [6, 6, 6]
 
 
 def test_only_the_chief_writes_files(on_workers):
-    results, _, _, out, _ = on_workers
+    results, out, _ = on_workers
     chief, *others = results["files"]
     assert chief["local/touched"].size
     for other in others:
@@ -139,12 +159,11 @@ def test_steps_leak_no_threads(on_workers):
 
 
 def test_only_the_chief_prints_steps_and_each_worker_prints_its_shard(on_workers):
-    _, workers, _, _, result = on_workers
-    lines = result.stdout.splitlines()
+    lines = on_workers[2].stdout.splitlines()
     assert [line for line in lines if line.startswith("[worker 0] step ")]
     assert not [line for line in lines if line.startswith("[worker 1] step ")]
-    for index in range(workers):
-        assert [line for line in lines if line.startswith(f"[worker {index}] distloop: worker {index} of {workers}")]
+    for index in range(2):
+        assert [line for line in lines if line.startswith(f"[worker {index}] distloop: worker {index} of 2")]
 
 
 WORKER = """
