@@ -34,6 +34,7 @@ from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_
 from distloop.monitoring.console import say
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
+from distloop.training.compiled_model import weights_returned
 from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
@@ -163,7 +164,7 @@ class Trainer:
         source = self._train_source
         until = self.step + 1 if self.config.fast_dev_run else last_step(self.config, source, steps, epochs)
         eval_sources = {name: self._eval_source(data) for name, data in (evals or {}).items()}
-        self._build_with_metrics(source)
+        self._build(source)
         run = Fit(
             state=self.state,
             config=self.config,
@@ -179,10 +180,11 @@ class Trainer:
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        if run.resume().is_over:
-            return {}
-        with run.interruptible():
-            metrics = run.train()
+        with weights_returned(self.state.spec):
+            if run.resume().is_over:
+                return {}
+            with run.interruptible():
+                metrics = run.train()
         if self.config.fast_dev_run:
             another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
             for line in dry_run.check(self, source.data, another_step):
@@ -231,12 +233,10 @@ class Trainer:
             ValueError: on several workers, if the first batch has less than two rows, or `loss_fn` breaks a rule.
         """
         if workers.num_workers(self.strategy) > 1:
-            raise ValueError(
-                "audit was called on several workers; one process shows the same: call it there, without TF_CONFIG."
-            )
+            raise ValueError("audit was called on several workers: call it in one process, without TF_CONFIG.")
         dataset = as_dataset(dataset, self.config.batch_size, self.config.seed)
         source = Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
-        self._build_with_metrics(source)
+        self._build(source)
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
@@ -251,7 +251,7 @@ class Trainer:
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        return self._evaluate(self._build_with_metrics(self._eval_source(dataset)))
+        return self._evaluate(self._build(self._eval_source(dataset)))
 
     def evaluate_checkpoints(
         self, dataset: Data, *, name: str = "test", poll_secs: float = 5.0, timeout_secs: float = 0.0
@@ -276,7 +276,7 @@ class Trainer:
             TimeoutError: if there was no new checkpoint for so long.
         """
         sidecar.check(self.config, self.strategy)
-        evaluate = functools.partial(self._evaluate, self._build_with_metrics(self._eval_source(dataset)))
+        evaluate = functools.partial(self._evaluate, self._build(self._eval_source(dataset)))
         return sidecar.evaluate_checkpoints(
             self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
         )
@@ -295,7 +295,7 @@ class Trainer:
         Raises:
             ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
-        return self._predictor.predict(self._build(self._passes.source(dataset)), signature, keep_dtypes)
+        return self._predictor.predict(self._build(self._passes.source(dataset), metrics=False), signature, keep_dtypes)
 
     def stream_predictions(
         self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False
@@ -313,25 +313,23 @@ class Trainer:
         Raises:
             ValueError: if there is no such `predict_fn`.
         """
-        source = self._build(self._passes.source(dataset, may_be_endless=True))
+        source = self._build(self._passes.source(dataset, may_be_endless=True), metrics=False)
         return self._predictor.stream(source, signature, keep_dtypes)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes the model for use without distloop, with the averaged weights if there are any.
 
-        `model.keras` becomes a Keras file: layers and weights, without optimizer and losses. `adapters.npz` gets only
-        weights that training changes. Any other path becomes a SavedModel: a signature for each function of
-        `predict_fn`, the first as `serving_default`, too. It takes the batch entries that the function reads, by name,
-        with a free batch dimension, and returns its outputs by name (`output` for a single tensor).
+        `model.keras` becomes a Keras file: layers and weights, without optimizer and losses. `adapters.npz` gets the
+        trained weights alone. Any other path becomes a SavedModel: a signature for each function of `predict_fn`, the
+        first as `serving_default`, too; from batch entries by name, with any batch size, to outputs by name.
 
         Args:
             path: a file if it ends with `.keras` or `.npz`, else a directory; replaces an older one when complete.
             keep_dtypes: as for `predict`; a Keras file returns what the layers return.
 
         Raises:
-            ValueError: for a SavedModel, if there is no `predict_fn`, or no dataset was seen yet; for a Keras file, if
-                the model is not a Keras model, not built, or has layers that Keras cannot read back; for both, if
-                something else is at the path, or the export predicts otherwise than the model.
+            ValueError: if something else is at the path, the export predicts otherwise than the model, a SavedModel has
+                no `predict_fn` or no dataset was seen yet, or Keras could not read the Keras file back.
         """
         path = os.fspath(path)
         if self.config.fast_dev_run and (path := dry_run.export_path(given := path, self.config.workdir)) != given:
@@ -354,22 +352,17 @@ class Trainer:
         Raises:
             ValueError: if the data breaks a rule, or a layer stays without variables.
         """
-        self._build_with_metrics(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
+        self._build(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
 
-    def _build(self, source: Source) -> Source:
-        """Builds the model from what the data looks like, if it is not built yet; returns the data."""
+    def _build(self, source: Source, *, metrics: bool = True) -> Source:
+        """Builds the model, and its Keras metrics if asked to, if they are not built yet; returns the data."""
         self._element_spec = source.info.element_spec
-        if not self.state.is_built:
-            with loss_scale.policy(self.config.precision):
-                self.state.build(source.first_rows())
-            self._checkpoints.restore_built_model()
-        return source
-
-    def _build_with_metrics(self, source: Source) -> Source:
-        """Builds the model, and the Keras metrics that learn from `loss_fn` which variables they need."""
-        self._build(source)
         with loss_scale.policy(self.config.precision):
-            self._eval_loop.build_metrics(source)
+            if not self.state.is_built:
+                self.state.build(source.first_rows())
+                self._checkpoints.restore_built_model()
+            if metrics:
+                self._eval_loop.build_metrics(source)
         return source
 
     def _eval_source(self, data: Data) -> Source:

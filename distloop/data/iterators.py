@@ -61,5 +61,5 @@ def _finish() -> None:
     _is_exiting.set()
     deadline = time.monotonic() + _EXIT_SECS
     for thread in threading.enumerate():
-        if thread.name == "distloop-iterator":
+        if thread.name == "distloop-iterator" and thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))

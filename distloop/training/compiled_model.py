@@ -5,13 +5,14 @@
 It does not know how losses and metrics are computed.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.training.keras_copies import copy_model, copy_optimizer
+from distloop.training.keras_copies import copy_model, copy_optimizer, return_weights
 from distloop.training.keras_model import supervised
 from distloop.training.spec import ModelSpec, refuse_tf_keras
 
@@ -21,7 +22,8 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
     Args:
         model: built and compiled; it is rebuilt inside the strategy's scope, with its weights, optimizer settings and
-            slots, and stays as it is. Or a function that builds and compiles one.
+            slots. Whenever `fit` ends, after an error or Ctrl-C too, it gets the trained weights and statistics. Or a
+            function that builds and compiles one.
 
     Returns:
         A `model_fn` for `Trainer`.
@@ -37,7 +39,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
                 f"The model {model.name!r} is not built, so it has no weights to take over: give it an input shape, "
                 "or give from_keras a function that builds and compiles it."
             )
-        return lambda: _spec_of(copy_model(model), model, _optimizer_copy)
+        return lambda: _spec_of(copy_model(model), model, _optimizer_copy).of_copy(model)
     if not callable(model):
         raise ValueError(
             f"from_keras was given {model!r}; it takes a compiled keras.Model or a function that makes one."
@@ -54,6 +56,16 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
         return _spec_of(made, made, lambda old, new: _rescaled(old.optimizer, _unwrapped(old.optimizer)))
 
     return model_fn
+
+
+@contextlib.contextmanager
+def weights_returned(spec: ModelSpec) -> Iterator[None]:
+    """Assigns weights and statistics on exit, after an error too, to the model that `from_keras` was given."""
+    try:
+        yield
+    finally:
+        if spec.original is not None:
+            return_weights(spec.model, spec.original)
 
 
 def _spec_of(model: keras.Model, compiled: keras.Model, optimizer_of: Callable[[Any, Any], Any]) -> ModelSpec:

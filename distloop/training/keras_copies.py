@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from distloop.variables import slot_names
+from distloop.variables import slot_names, tensorflow_variable
 
 
 def copy_model(model: keras.Model) -> keras.Model:
@@ -81,6 +81,17 @@ def copy_optimizer(
             if name in old_slots:
                 slot.assign(old_slots[name])
     return new
+
+
+def return_weights(copy: keras.Model, model: keras.Model) -> None:
+    """Assigns the weights and statistics of a copy to the original model.
+
+    Args:
+        copy: the result of `copy_model`, whose variables may be on several replicas.
+        model: the original.
+    """
+    for old, new in _weight_pairs(model, copy):
+        old.assign(tensorflow_variable(new).numpy())
 
 
 @contextlib.contextmanager

@@ -162,6 +162,7 @@ class ModelSpec:
         no_decay: as for `Update`.
         updates: several updates, which run in this order in one step; instead of `optimizer`, `loss_fn`, `trainable`,
             `gradient_fn`, `learning_rates` and `no_decay`.
+        original: the Keras model of which `model` is a copy, if `from_keras` made the spec; not an argument.
 
     Raises:
         ValueError: if an argument is missing or contradicts another, or an optimizer has settings that belong to
@@ -179,6 +180,7 @@ class ModelSpec:
     learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
     no_decay: str | None = field(default=None, kw_only=True)
     updates: Sequence[Update] = field(default=(), kw_only=True)
+    original: keras.Model | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for model in self.model.values() if isinstance(self.model, Mapping) else tf.nest.flatten([self.model]):
@@ -197,6 +199,12 @@ class ModelSpec:
                     "metrics: return means from loss_fn, as values per example."
                 )
         _check_predict_fn(self.predict_fn)
+
+    def of_copy(self, original: keras.Model) -> "ModelSpec":
+        """Returns this spec for a model that is a copy of another one, which gets the weights whenever `fit` ends."""
+        spec = copy.copy(self)
+        object.__setattr__(spec, "original", original)
+        return spec
 
     def with_functions(self, change: Callable[..., Any]) -> "ModelSpec":
         """Returns this spec with other functions.

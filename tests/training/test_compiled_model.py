@@ -37,15 +37,32 @@ def test_a_function_that_compiles_a_model_is_taken(replicas):
     assert "mean_absolute_error" in numbers or "mae" in numbers
 
 
-def test_the_original_model_stays_as_it_is():
+def test_the_original_model_has_the_trained_weights_when_fit_ends_and_keeps_its_optimizer():
     model = compiled(net())
     model.fit(batches(X, Y), epochs=1, verbose=0)
-    before = [np.copy(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+    before = [np.copy(v.numpy()) for v in model.optimizer.variables]
     trainer = distloop.Trainer(distloop.from_keras(model), on(2))
     trainer.fit(batches(X, Y), epochs=2)
-    for variable, value in zip([*model.variables, *model.optimizer.variables], before, strict=True):
+    for variable, trained in zip(model.weights, trainer.model.weights, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), trained.numpy())
+    for variable, value in zip(model.optimizer.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert trainer.model is not model and trainer.optimizer is not model.optimizer
+
+
+def test_the_original_model_has_weights_and_statistics_after_an_error_too():
+    model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)]))
+
+    def fail(report):
+        raise KeyError("boom")
+
+    fail.every = 3
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    with pytest.raises(KeyError, match="boom"):
+        trainer.fit(batches(X, Y), epochs=2, actions=[fail])
+    for variable, trained in zip(model.weights, trainer.model.weights, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), trained.numpy())
+        assert np.any(variable.numpy())
 
 
 @REPLICAS
