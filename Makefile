@@ -2,6 +2,7 @@
 PYTHON ?= python3
 WORKDIR ?= runs/digits
 FLAGS ?=
+ROWS ?=
 
 VENV := .venv
 READY := $(VENV)/.ready
@@ -13,7 +14,7 @@ SIDE_BY_SIDE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 # TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: train test check lint docs bench
+.PHONY: train test check lint matrix docs bench
 
 # Train the digits on two virtual CPUs: make train WORKDIR=/tmp/digits FLAGS="--steps=500".
 train: $(READY)
@@ -30,6 +31,10 @@ check: lint
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Try other versions of Python, TensorFlow and Keras: make matrix ROWS=3.12.
+matrix:
+	.ci/matrix $(ROWS)
 
 # Write docs/settings.md from the help texts of the settings.
 docs: $(READY)

@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from distloop.versions import require_supported
+
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
 _MODULES = {
@@ -52,6 +54,8 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)
+
+require_supported()
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
     from distloop.actions.action import Action as Action

@@ -28,7 +28,7 @@ ORDER = [
     ["monitoring"],
     ["distributed"],
     ["optimizers"],
-    ["flags", "config", "variables", "errors", "atomic_files", "comparison"],
+    ["flags", "config", "variables", "errors", "atomic_files", "comparison", "versions"],
 ]
 RANKS = {name: rank for rank, names in enumerate(reversed(ORDER)) for name in names}
 
@@ -39,7 +39,7 @@ def module_of(path):
 
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "atomic_files", "actions.schedule"}
+WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "atomic_files", "versions", "actions.schedule"}
 WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("records", "run_files", "console", "curves", "timing")}
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("cores", "environment", "heartbeat", "liveness", "preemption", "processes")
