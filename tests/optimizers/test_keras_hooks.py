@@ -43,7 +43,10 @@ def test_keras_alone_would_move_it_once_a_replica():
     assert moved_by(replicas(2), is_hooked=False) == [2.0, 2.0]  # else skip_reduction is not needed any more
 
 
-@pytest.mark.parametrize("optimizer_class", [keras.optimizers.Adam, keras.optimizers.Lion, keras.optimizers.Muon])
+OPTIMIZERS = [getattr(keras.optimizers, name) for name in ("Adam", "Lion", "Muon") if hasattr(keras.optimizers, name)]
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_every_optimizer_takes_the_hook(optimizer_class):
     once = moved_by(tf.distribute.get_strategy(), is_hooked=False, optimizer_class=optimizer_class)
     assert moved_by(replicas(2), is_hooked=True, optimizer_class=optimizer_class) == once * 2
