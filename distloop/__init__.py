@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from distloop.versions import require_supported
+from distloop import versions
 
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
@@ -38,7 +38,7 @@ _MODULES = {
     "define_flags": "flags",
     "find_learning_rate": "diagnostics.tuning",
     "from_callback": "actions.keras_callback",
-    "from_keras": "training.compiled_model",
+    "from_keras": "keras_models.compiled_model",
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.arrays",
     "make_schedule": "optimizers.learning_rates",
@@ -48,14 +48,14 @@ _MODULES = {
     "split": "distributed.pipeline",
     "stages": "distributed.pipeline",
     "summarize": "variables",
-    "supervised": "training.keras_model",
+    "supervised": "keras_models.supervised",
     "synchronize": "distributed.synchronization",
     "weighted": "training.metrics",
 }
 
 __all__ = sorted(_MODULES)
 
-require_supported()
+versions.require_supported()
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
     from distloop.actions.action import Action as Action
@@ -77,6 +77,8 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.distributed.strategies import prepare as prepare
     from distloop.distributed.synchronization import synchronize as synchronize
     from distloop.flags import define_flags as define_flags
+    from distloop.keras_models.compiled_model import from_keras as from_keras
+    from distloop.keras_models.supervised import supervised as supervised
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
     from distloop.monitoring.media import Histogram as Histogram
@@ -88,8 +90,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
     from distloop.trainer import Trainer as Trainer
-    from distloop.training.compiled_model import from_keras as from_keras
-    from distloop.training.keras_model import supervised as supervised
     from distloop.training.metrics import weighted as weighted
     from distloop.training.spec import ModelSpec as ModelSpec
     from distloop.training.spec import Update as Update

@@ -31,10 +31,10 @@ from distloop.diagnostics.audit import audit, print_and_exit
 from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
+from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.console import say
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
-from distloop.training.compiled_model import weights_returned
 from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass

@@ -22,6 +22,7 @@ ORDER = [
     ["fit"],
     ["diagnostics"],
     ["checkpoints"],
+    ["keras_models"],
     ["training"],
     ["actions"],
     ["data"],

@@ -27,8 +27,8 @@ def prepare_process(config: Config) -> None:
     """Sets up this process: checks Keras, creates virtual CPUs, sets memory growth on GPUs, seeds random generators.
 
     Raises:
-        ValueError: if Keras uses another backend or a `keras.distribution`, if the device does not exist, or if
-            TensorFlow has already started with fewer virtual CPUs or another number of threads.
+        ValueError: if Keras uses another backend or a `keras.distribution`, if functions run eagerly, if the device
+            does not exist, or if TensorFlow has already started with fewer virtual CPUs or another number of threads.
     """
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
@@ -39,6 +39,11 @@ def prepare_process(config: Config) -> None:
         raise ValueError(
             "A keras.distribution is set, which TensorFlow does not follow; distloop distributes by tf.distribute: "
             "call keras.distribution.set_distribution(None)."
+        )
+    if tf.config.functions_run_eagerly():
+        raise ValueError(
+            "tf.config.run_functions_eagerly(True) was called, under which no function is compiled; distloop compiles "
+            "its loops: call it with False, and set Config(eager=True) to run your own code eagerly."
         )
     _set_threads(config)
     if choose_device_type(config) == "CPU":

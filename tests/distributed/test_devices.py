@@ -45,6 +45,12 @@ def draws():
     ]
 
 
+def test_functions_that_run_eagerly_are_refused(monkeypatch):
+    monkeypatch.setattr(tf.config, "functions_run_eagerly", lambda: True)
+    with pytest.raises(ValueError, match=r"run_functions_eagerly\(True\) was called, .* set Config\(eager=True\)"):
+        devices.prepare_process(Config(device="cpu", num_devices=4))
+
+
 def test_prepare_process_may_be_called_again(started):
     for _ in range(2):
         devices.prepare_process(Config(device="cpu", num_devices=4))

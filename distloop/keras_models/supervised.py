@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from distloop.data.shards import batch_size
-from distloop.training.keras_losses import loss_values, per_example, resolve_loss, weigh
-from distloop.training.keras_metrics import Measure, make_measures
-from distloop.training.keras_outputs import (
+from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
+from distloop.keras_models.measures import Measure, make_measures
+from distloop.keras_models.outputs import (
     names_before_call,
     outputs_by_name,
     spread,

@@ -11,9 +11,9 @@ from typing import Any
 
 import keras
 
+from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_weights
+from distloop.keras_models.supervised import supervised
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.training.keras_copies import copy_model, copy_optimizer, return_weights
-from distloop.training.keras_model import supervised
 from distloop.training.spec import ModelSpec, refuse_tf_keras
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.training.keras_metrics import make_measures
+from distloop.keras_models.measures import make_measures
 from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net
 from tests.problems import mirrored
 

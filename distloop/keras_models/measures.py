@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.training.keras_losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
-from distloop.training.keras_outputs import spread
+from distloop.keras_models.losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
+from distloop.keras_models.outputs import spread
 from distloop.training.metrics import RESERVED_NAMES
 from distloop.variables import tensorflow_variable
 
