@@ -64,10 +64,15 @@ def assert_trains_as_keras_does(model, data, replicas, epochs=2):
     return trainer, twin
 
 
+def evaluated_by_keras(model, data):
+    """Evaluates a compiled model with Keras; older versions of it return arrays."""
+    return {name: float(value) for name, value in model.evaluate(data, verbose=0, return_dict=True).items()}
+
+
 def evaluated(model, data, replicas=1):
     """Evaluates a compiled model with distloop and with Keras."""
     trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
-    return trainer.evaluate(data), copy_of(model).evaluate(data, verbose=0, return_dict=True)
+    return trainer.evaluate(data), evaluated_by_keras(copy_of(model), data)
 
 
 def values_of(spec, *batch):
@@ -86,4 +91,5 @@ def values_of(spec, *batch):
 
 def measured(model, *batch):
     """Evaluates a compiled model on one batch, outside any step: with distloop and with Keras."""
-    return values_of(distloop.from_keras(model)(), *batch), model.test_on_batch(*batch, return_dict=True)
+    values = values_of(distloop.from_keras(model)(), *batch)
+    return values, {name: float(value) for name, value in model.test_on_batch(*batch, return_dict=True).items()}

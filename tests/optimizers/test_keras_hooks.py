@@ -43,7 +43,9 @@ def test_keras_alone_would_move_it_once_a_replica():
     assert moved_by(replicas(2), is_hooked=False) == [2.0, 2.0]  # else skip_reduction is not needed any more
 
 
-OPTIMIZERS = [getattr(keras.optimizers, name) for name in ("Adam", "Lion", "Muon") if hasattr(keras.optimizers, name)]
+OPTIMIZERS = [keras.optimizers.Adam, keras.optimizers.Lion]
+if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 13):  # before, Muon knew no variables of tf.distribute
+    OPTIMIZERS.append(keras.optimizers.Muon)
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
