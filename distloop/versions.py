@@ -11,7 +11,7 @@ import re
 import warnings
 
 # The least version, and the first one that was not tried.
-SUPPORTED = {"TensorFlow": ("2.18", "2.23"), "Keras": ("3.10", "3.16")}
+SUPPORTED = {"TensorFlow": ("2.18", "2.23"), "Keras": ("3.12", "3.16")}
 # The distributions of each, the usual one first.
 _DISTRIBUTIONS = {
     "TensorFlow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),

@@ -25,7 +25,7 @@ def install(monkeypatch, **distributions):
 @pytest.mark.parametrize(
     "distributions",
     [
-        {"tensorflow": "2.18.0", "keras": "3.10.0"},
+        {"tensorflow": "2.18.0", "keras": "3.12.0"},
         {"tf-nightly-cpu": "2.22.0.dev20260905", "keras": "3.15.1"},
         {},
     ],
@@ -39,8 +39,8 @@ def test_versions_that_were_tried_pass_without_a_word(distributions, monkeypatch
 
 
 def test_an_old_version_is_refused_in_a_sentence(monkeypatch):
-    install(monkeypatch, tensorflow="2.21.0", keras="3.9.2")
-    with pytest.raises(ImportError, match=r"^Keras 3\.9\.2 is installed, .*: install 'keras>=3\.10,<3\.16'\.$"):
+    install(monkeypatch, tensorflow="2.21.0", keras="3.11.3")
+    with pytest.raises(ImportError, match=r"^Keras 3\.11\.3 is installed, .*: install 'keras>=3\.12,<3\.16'\.$"):
         versions.require_supported()
 
 

@@ -33,7 +33,7 @@ def skip_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     if not hasattr(optimizer, "_all_reduce_sum_gradients"):
         raise RuntimeError(
             f"Keras {keras.__version__} has no Optimizer._all_reduce_sum_gradients, which distloop needs to reduce "
-            "gradients once: install a tested version, keras>=3.10,<3.16."
+            "gradients once: install a tested version, keras>=3.12,<3.16."
         )
     optimizer._all_reduce_sum_gradients = list
 
