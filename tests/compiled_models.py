@@ -64,6 +64,15 @@ def assert_trains_as_keras_does(model, data, replicas, epochs=2):
     return trainer, twin
 
 
+def assert_trains_on_as_keras_does(trainer, model, data):
+    """Trains a compiled model with Keras, its copy with distloop; the model gets the copy's weights at the end."""
+    model.fit(data, epochs=1, verbose=0)
+    expected = model.get_weights()
+    trainer.fit(data, epochs=1)
+    for trained, weights in zip(trainer.model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(trained, weights, rtol=1e-5, atol=1e-5)
+
+
 def evaluated_by_keras(model, data):
     """Evaluates a compiled model with Keras; older versions of it return arrays."""
     return {name: float(value) for name, value in model.evaluate(data, verbose=0, return_dict=True).items()}

@@ -117,7 +117,7 @@ def test_a_value_that_is_reduced_over_the_batch(replicas):
 @REPLICAS
 def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
     fit_refused(
-        'loss_fn returned "error"',
+        'The value "error"',
         "one value per example",
         replicas=replicas,
         in_step=1,
@@ -131,7 +131,7 @@ def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
 @REPLICAS
 def test_weights_that_are_not_per_example(replicas):
     fit_refused(
-        'loss_fn returned "loss" of shape',
+        'The value "loss" of shape',
         "with weights of shape",
         "one weight per example",
         replicas=replicas,

@@ -9,6 +9,7 @@ from tests.compiled_models import (
     X,
     Y,
     assert_same_weights,
+    assert_trains_on_as_keras_does,
     batches,
     compiled,
     net,
@@ -78,9 +79,7 @@ def test_training_goes_on_where_keras_stopped_slots_included(replicas, optimizer
     assert int(trainer.optimizer.iterations.numpy()) == 4
     for new, old in zip(trainer.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(new.numpy(), old.numpy())
-    trainer.fit(batches(X, Y), epochs=1)
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    assert_same_weights(trainer.model, model)
+    assert_trains_on_as_keras_does(trainer, model, batches(X, Y))
 
 
 def test_a_learning_rate_that_was_changed_is_taken_over():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.compiled_models import X, Y, assert_same_weights, batches, compiled, net
+from tests.compiled_models import X, Y, assert_trains_on_as_keras_does, batches, compiled, net
 from tests.problems import on
 
 pytestmark = pytest.mark.slow
@@ -54,9 +54,9 @@ def test_statistics_vocabularies_and_state_of_layers_come_along_to_training_and_
     inputs = {"numbers": tf.constant(X), "words": tf.constant(WORDS)}
     data = batches(inputs, Y)
     trainer = distloop.Trainer(distloop.from_keras(model), on(2))
-    trainer.fit(data, epochs=1)
     model.fit(data, epochs=1, verbose=0)
     expected = model(inputs).numpy()
+    trainer.fit(data, epochs=1)
     np.testing.assert_allclose(trainer.predict(data), expected, rtol=1e-5, atol=1e-5)
     trainer.export(str(tmp_path))
     served = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
@@ -80,7 +80,7 @@ def test_what_was_changed_after_some_training_is_taken_over(change):
     model = compiled(net())
     model.fit(batches(X, Y), epochs=1, verbose=0)
     change(model)
-    assert_trains_on_as_keras_does(model)
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
 
 
 def test_variables_without_weight_decay_are_taken_over():
@@ -88,7 +88,7 @@ def test_variables_without_weight_decay_are_taken_over():
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
     optimizer.exclude_from_weight_decay([model.layers[0].kernel], var_names=["bias"])
     compiled(model, optimizer=optimizer).fit(batches(X, Y), epochs=1, verbose=0)
-    assert_trains_on_as_keras_does(model)
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
 
 
 def test_a_schedule_without_a_config_is_taken_over():
@@ -98,7 +98,7 @@ def test_a_schedule_without_a_config_is_taken_over():
 
     schedule = Falling()
     model = compiled(net(), optimizer=keras.optimizers.Adam(schedule))
-    assert_trains_on_as_keras_does(model)
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
     assert model.optimizer._learning_rate is schedule
 
 
@@ -128,14 +128,8 @@ def test_a_subclass_that_only_builds_its_layers_is_taken():
             inputs = keras.Input((6,))
             super().__init__(inputs, keras.layers.Dense(2)(inputs))
 
-    assert_trains_on_as_keras_does(compiled(Small()))
-
-
-def assert_trains_on_as_keras_does(model):
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
-    trainer.fit(batches(X, Y), epochs=1)
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    assert_same_weights(trainer.model, model)
+    model = compiled(Small())
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
 
 
 def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order():
