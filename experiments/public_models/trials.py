@@ -1,6 +1,6 @@
 """Trials: what one process does with one model, and the cells of the table that come of it.
 
-    cells = run("ResNet50", "replicas_2", "/tmp/public_models/ResNet50")
+    cells = run("ResNet50", "replicas_2", "runs/public_models/ResNet50")
 
 A cell is a dict with `model`, `cell` and either `difference` and `tolerance`, or `refused`: a sentence. Differences are
 relative to how far the weights moved, and of the variable that differs most; see `difference`. The directory holds the
