@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+import distloop
 from experiments.public_models import page, schedule, trials, zoo
 
 HOLDS = {"difference": 1e-6, "tolerance": 1e-4}
@@ -98,3 +99,9 @@ def test_a_trial_that_is_done_is_not_run_again_and_one_that_dies_is_a_cell(tmp_p
     first, second = schedule.read(str(tmp_path))
     assert first["error"] == "the process ended with exit code 3" and second["difference"] == 1e-6
     assert capfd.readouterr().out.count("one_replica:") == 2
+
+
+def test_a_sentence_of_distloop_is_a_refusal_and_any_other_exception_an_error():
+    refusal = trials.attempt(lambda: distloop.synchronize({}))
+    error = trials.attempt(lambda: keras.activations.get("no such activation"))
+    assert refusal["refused"].startswith("synchronize was given") and error["error"].startswith("ValueError: ")

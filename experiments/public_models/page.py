@@ -61,7 +61,8 @@ How to read a cell: a number within its tolerance holds. **A number in bold** is
 replicas, that of 2; for MobileNetV2 one step, with `eager=True`). If that
 holds, float32 is ill-conditioned for this model at this size, and nothing is wrong. In float16 and
 bfloat16, *Keras* is how far Keras's own `fit` in the same precision is from float32. A letter stands for a sentence
-below the table: distloop, Keras or the model refused, or there was an error. *not run* means what it says.
+below the table: distloop *refused* with it, or it is an *error* of Keras, TensorFlow or the model. *not run* means what
+it says.
 
 {count}
 

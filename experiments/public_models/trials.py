@@ -9,6 +9,7 @@ weights before and after the steps of the first trial, `one_replica`, which the 
 
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -254,7 +255,9 @@ def attempt(fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return fn()
     except Exception as error:  # a model's code may raise anything
-        kind = "refused" if isinstance(error, (ValueError, NotImplementedError)) else "error"
+        place = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_refusal = isinstance(error, ValueError) and os.path.dirname(distloop.__file__) in place
+        kind = "refused" if is_refusal else "error"
         return {kind: f"{type(error).__name__}: {error}" if kind == "error" else " ".join(str(error).split())}
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
+import distloop
+
 ROWS, CLASSES, TOKENS, VOCABULARY = 8, 10, 8, 32
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 IMAGE_SIZES = {"InceptionResNetV2": 75, "InceptionV3": 75, "Xception": 71}  # the smallest that they accept
@@ -87,13 +89,11 @@ def make(name: str) -> keras.Model:
         for rate in ("rate", "drop_path_rate"):
             if getattr(layer, rate, 0.0):
                 setattr(layer, rate, 0.0)
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = True
     model.compile(
         keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    return model
+    return distloop.synchronize(model)
 
 
 def batch_for(model: keras.Model) -> tuple[Any, np.ndarray]:

@@ -4,7 +4,8 @@
     python -m tests.keras_fuzz --program=100007            # one program, with its source
 
 Programs are numbered from 100000 times the seed. Each process compares a hundred, as TensorFlow gives little memory
-back, and a process that hangs or crashes is replaced. The last lines count outcomes, refusals and findings.
+back, and a process that crashes, or hangs over one program, is replaced. The last lines count outcomes, refusals and
+findings.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
 PROGRAMS_A_PROCESS = 100
+HANG_SECS = 600.0  # of one program, shrinking included
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def run_processes(seconds: float, number: int) -> None:
         command.append(f"--known={json.dumps(list(signatures))}")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         compared = 0
-        for line in process.stdout:
+        for line in lines_of(process, HANG_SECS):
             if not line.startswith("{"):
                 print(line, end="", flush=True)
                 continue
@@ -64,6 +68,18 @@ def run_processes(seconds: float, number: int) -> None:
     for signature, count in signatures.most_common():
         if not signature.startswith(("equal", "invalid")):
             print(f"{count:5} {signature}")
+
+
+def lines_of(process: subprocess.Popen[str], limit_secs: float) -> Iterator[str]:
+    """Yields the lines of a process; kills it when none has come for a time."""
+    while True:
+        timer = threading.Timer(limit_secs, process.kill)
+        timer.start()
+        line = process.stdout.readline()
+        timer.cancel()
+        if not line:
+            return
+        yield line
 
 
 def compare_some(first: int, seconds: float, known: set[str]) -> None:

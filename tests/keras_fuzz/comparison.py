@@ -258,8 +258,9 @@ def _trained_by_distloop(program: Program, replicas: int, reference: Reference) 
     config = distloop.Config(
         device="cpu", num_devices=replicas, microbatches=program.microbatches, log_every=steps, seed=program.number
     )
+    original = None
     if program.route == "from_keras":
-        model_fn = distloop.from_keras(reference.new_model())
+        model_fn = distloop.from_keras(original := reference.new_model())
     elif program.route == "function":
         model_fn = distloop.from_keras(reference.new_model)
     else:
@@ -268,6 +269,8 @@ def _trained_by_distloop(program: Program, replicas: int, reference: Reference) 
     action = Rows(steps)
     trainer.fit(data, epochs=program.epochs, actions=[action])
     weights = trainer.model.get_weights()
+    if original is not None and not all(map(np.array_equal, original.get_weights(), weights)):
+        raise AssertionError("The model that from_keras was given has other weights than trainer.model.")
     results = {f"weight {i}": w for i, w in enumerate(weights)}
     for epoch, row in enumerate(action.rows):
         results |= {f"epoch {epoch + 1}: {name}": value for name, value in row.items()}
