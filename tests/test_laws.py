@@ -683,8 +683,8 @@ CUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_how_a_run_is_cut_changes_no_bit(replicas):
+@pytest.mark.parametrize(("replicas", "cuts"), [(2, CUTS), (1, CUTS[1:2])])
+def test_how_a_run_is_cut_changes_no_bit(replicas, cuts):
     def run(**cut):
         trainer = distloop.Trainer(
             classifier(dropout=0.5, batch_norm="local", l2=0.1), on(replicas, average_decay=0.9, **cut)
@@ -700,7 +700,7 @@ def test_how_a_run_is_cut_changes_no_bit(replicas):
         return everything(trainer)
 
     expected = run()
-    for cut in CUTS:
+    for cut in cuts:
         assert_equal(run(**cut), expected)
 
 
@@ -749,7 +749,7 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     expected = run()
     assert expected["skipped_steps@0"] > 0  # the scale went up until the gradients overflowed, and down again
     assert expected["loss_scale/@0"] != 2.0**14
-    for cut in CUTS:
+    for cut in CUTS[1:3]:
         assert_equal(run(**cut), expected)
 
 

@@ -170,9 +170,14 @@ def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> t
     # If B is not static, an axis of static size cannot be B.
     if values.shape.rank == 0 or (rows is not None and rows != static):
         of_batch = "B" if static is None else static
+        advice = "keep the batch as the first axis"
+        if values.shape.rank == 0 or rows == 1:
+            advice = "drop the reduce_mean, the division is done here"
+        elif static is None:
+            advice += f"; if the model fixes it at {rows}, batch the dataset with drop_remainder=True"
         raise ValueError(
             f'loss_fn returned "{name}" of shape {list(values.shape)}; distloop needs one value per example, '
-            f"[{of_batch}] or [{of_batch}, ...]: drop the reduce_mean, the division is done here."
+            f"[{of_batch}] or [{of_batch}, ...]: {advice}."
         )
     if rows is not None:
         return ()

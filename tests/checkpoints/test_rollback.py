@@ -1,5 +1,6 @@
 """Rollback: which batches a diverging run leaves out, and that it ends like a run without them."""
 
+import functools
 import json
 import os
 
@@ -97,6 +98,19 @@ def rows_of(workdir):
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 
+@pytest.fixture(scope="module")
+def run_without(tmp_path_factory):
+    """Returns a function that trains without batch 33 and returns workdir, state and metrics; once for each setting."""
+
+    @functools.cache
+    def run(replicas, precision):
+        workdir = tmp_path_factory.mktemp("without")
+        trainer, metrics = fit(workdir, stream(without=[33]), replicas=replicas, precision=precision)
+        return workdir, everything(trainer), metrics
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "kind", "precision"),  # all pairs
@@ -107,17 +121,17 @@ def rows_of(workdir):
         *((2, kind, "float32") for kind in ("inf", "jump")),
     ],
 )
-def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path):
-    expected, metrics = fit(tmp_path / "without", stream(without=[33]), replicas=replicas, precision=precision)
+def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path, run_without):
+    without, expected, metrics = run_without(replicas, precision)
     data = stream(poison=[33], kind=kind)
     trainer, poisoned_metrics = fit(tmp_path / "poisoned", data, replicas=replicas, precision=precision)
-    assert_equal(everything(trainer), everything(expected))
+    assert_equal(everything(trainer), expected)
     assert poisoned_metrics["loss"] == metrics["loss"]
-    assert rows_of(tmp_path / "poisoned") == rows_of(tmp_path / "without")
+    assert rows_of(tmp_path / "poisoned") == rows_of(without)
     [incident] = incidents(tmp_path / "poisoned")
     assert [incident[key] for key in ("step", "batch", "left_out", "checkpoint")] == [34, 33, 33, 30]
     assert incident["action"] == "rollback" and "34" in incident["reason"]
-    assert not incidents(tmp_path / "without")
+    assert not incidents(without)
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ def test_a_batch_of_unknown_size_is_weighed_too():
     [(3.0, r"\[\]"), (np.ones([1, 1], np.float32), r"\[1, 1\]"), (np.ones([3], np.float32), r"\[3\]")],
 )
 def test_a_value_that_is_not_per_example_is_refused(value, shape):
-    with pytest.raises(ValueError, match=rf'"loss" of shape {shape}; .* value per example, \[2\].*: drop the reduce'):
+    advice = "keep the batch as the first axis" if shape == r"\[3\]" else "drop the reduce_mean"
+    with pytest.raises(ValueError, match=rf'"loss" of shape {shape}; .* value per example, \[2\].*: {advice}'):
         sums(tf.constant(value))
 
 
@@ -142,6 +143,15 @@ def test_a_known_axis_is_refused_where_the_batch_size_is_unknown(shape):
 
     with pytest.raises(ValueError, match=r'"accuracy" of shape .*; .* one value per example, \[B\] or \[B, ...\]'):
         weigh(tf.zeros([4]))
+
+
+def test_a_model_of_a_fixed_batch_size_needs_batches_of_that_size():
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def weigh(rows):
+        return metrics.weigh("loss", tf.zeros([16]), tf.shape(rows)[0], None)
+
+    with pytest.raises(ValueError, match="the model fixes it at 16, batch the dataset with drop_remainder=True"):
+        weigh(tf.zeros([16]))
 
 
 @pytest.mark.parametrize("weights", [2.0, np.ones([2, 3, 1])])
