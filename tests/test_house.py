@@ -43,7 +43,8 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "atomic_files", "versions", "actions.schedule"}
 WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("records", "run_files", "console", "curves", "timing")}
 WITHOUT_TENSORFLOW |= {
-    f"distributed.{name}" for name in ("cores", "environment", "heartbeat", "liveness", "preemption", "processes")
+    f"distributed.{name}"
+    for name in ("cores", "environment", "heartbeat", "liveness", "output", "preemption", "processes")
 }
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distloop.distributed import liveness
+from distloop.distributed import liveness, output
 from distloop.distributed.liveness import Beat, Progress, Table, Timeouts
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
@@ -89,7 +89,7 @@ class Heartbeat:
             if now >= deadline:
                 raise ValueError(liveness.explain_unmet(table, timeout_secs, now))
             if now >= next_line:
-                print(f"distloop: waiting for {table.name(unmet)}.", file=sys.stderr, flush=True)
+                output.say(f"distloop: waiting for {table.name(unmet)}.", 0.1)
                 next_line += 30
             time.sleep(0.05)
         with self._table_lock:
@@ -173,9 +173,7 @@ class Heartbeat:
                 self._end(reason)
             time.sleep(0.1)
         others = self._table.describe_others(time.monotonic())
-        print(
-            f"distloop: this error of TensorFlow's is about the other workers: {others}.", file=sys.stderr, flush=True
-        )
+        output.say(f"distloop: this error of TensorFlow's is about the other workers: {others}.")
 
     def _end(self, reason: str, *, with_stacks: bool = False) -> NoReturn:
         """Ends the process at once: the main thread may hang in a collective that never completes."""
@@ -185,15 +183,13 @@ class Heartbeat:
             self._state, self._error = "ended", reason
             self._send_repeatedly()
             line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {place} ends, too."
-            with contextlib.suppress(OSError):  # stderr may be closed
-                print(line, *([_stacks(), line] if with_stacks else []), sep="\n", file=sys.stderr, flush=True)
+            output.say("\n".join([line, *([_stacks(), line] if with_stacks else [])]))
             deadline = time.monotonic() + _SAVE_SECS
             time.sleep(_LAST_MESSAGE_SECS)
             for thread in threading.enumerate():
                 if thread.name.startswith("distloop-") and not thread.daemon:  # a checkpoint is being written
                     thread.join(max(0.0, deadline - time.monotonic()))
-            # If a thread hangs while it prints, flushing hangs, too.
-            threading.Timer(1.0, os._exit, [EXIT_CODE]).start()
+            threading.Timer(1.0, os._exit, [EXIT_CODE]).start()  # flushing waits for a reader
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

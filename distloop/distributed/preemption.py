@@ -5,8 +5,8 @@
             ...                       # a loop; then save, and leave with EXIT_CODE
 
 After the first signal the current loop ends and the run is saved; the second ends the process at once. Signals within a
-second count as one: schedulers signal every process, and a launcher passes its own signal on. It does not know what is
-saved.
+second count as one: schedulers signal every process, and a launcher passes its own signal on. A forked child has the
+handlers that the process had before, and shares nothing with it. It does not know what is saved.
 """
 
 import math
@@ -16,12 +16,17 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
+
+from distloop.distributed import output
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 _ONE_SIGNAL_SECS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_entered: list["StopRequests"] = []  # of this process, the outermost first
+_forking = threading.local()  # the signals that the forking thread blocked before the fork
 
 
 class Interrupted(Exception):
@@ -59,37 +64,59 @@ class StopRequests:
             self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
             self._original_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
             threading.Thread(target=self._watch, args=(self._read_end,), name="distloop-signals", daemon=True).start()
+            _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._original_handlers:
-            for number, handler in self._original_handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._wakeup)
-            os.close(self._write_end)  # ends the thread, which closes the read end
-            self._original_handlers = {}
+        if self in _entered:  # not in a forked child
+            self._restore()  # closing the write end ends the thread, which closes the read end
+
+    def _restore(self) -> None:
+        """Restores the handlers from before, and closes the write end of the pipe."""
+        _entered.remove(self)
+        for number, handler in self._original_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._write_end)
 
     def _watch(self, read_end: int) -> None:
         last_signal_at = -math.inf  # on the monotonic clock
-        with os.fdopen(read_end, "rb", buffering=0) as pipe:
-            while byte := pipe.read(1):
-                if byte[0] not in _SIGNALS:
-                    continue
-                name = signal.Signals(byte[0]).name
-                if self._signal is not None and time.monotonic() - last_signal_at < _ONE_SIGNAL_SECS:
-                    continue
-                last_signal_at = time.monotonic()
-                if self._signal is not None:
-                    print(f"distloop: {name} again, leaving at once.", file=sys.stderr, flush=True)
-                    # If a thread hangs while it prints, flushing hangs, too.
-                    threading.Timer(1.0, os._exit, [128 + byte[0]]).start()
-                    sys.stdout.flush()
-                    os._exit(128 + byte[0])
-                self._signal = f"{name} came"
-                print(
-                    f"distloop: {name}, the run is saved and left when this loop ends; again to leave at once.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        while byte := os.read(read_end, 1):
+            number, now = byte[0], time.monotonic()
+            if number not in _SIGNALS or now - last_signal_at < _ONE_SIGNAL_SECS:
+                continue
+            last_signal_at, name = now, signal.Signals(number).name
+            if self._signal is not None:
+                _leave(name, 128 + number)
+            self._signal = f"{name} came"
+            output.say(f"distloop: {name}, the run is saved and left when this loop ends; again to leave at once.", 0.1)
+        os.close(read_end)
+
+
+def _leave(name: str, code: int) -> NoReturn:
+    """Ends the process within a second, whether somebody reads its output or not."""
+    threading.Timer(1.0, os._exit, [code]).start()
+    output.say(f"distloop: {name} again, leaving at once.")
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _block_signals() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _restore_in_child() -> None:
+    for requests in reversed(_entered):
+        os.close(requests._read_end)  # its thread is not in the child
+        requests._restore()
+    _unblock_signals()
+
+
+# A signal that comes to the child before its handlers are restored waits: it would be written to the parent's pipe.
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)

@@ -11,20 +11,21 @@ It does not know flags, hosts or TF_CONFIG.
 import contextlib
 import math
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import IO, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
+from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 _FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 _FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
-_PROGRESS_SECS = 10  # how often a line is shown that carriage returns overwrite
+_HELD_SECS = 0.1  # after which is looked whether there is room for more output
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -46,20 +47,12 @@ for group in groups:
 
 
 def log(text: str) -> None:
-    """Prints a line of the launcher to stderr."""
-    _write(sys.stderr, f"distloop.launch: {text}\n".encode())
-
-
-def _write(target: TextIO, text: bytes) -> None:
-    try:
-        target.buffer.write(text)
-        target.buffer.flush()
-    except OSError:  # one of _LOST_SIGNALS has come with it, and ends the run
-        os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
+    """Writes a line of the launcher to stderr."""
+    output.console(2).write(f"distloop.launch: {text}\n".encode())
 
 
 class Signals:
-    """The signals to this process, as a pipe for `select`: Python writes the number of each signal to it."""
+    """The signals to this process, as a pipe: Python writes the number of each signal to it."""
 
     def __init__(self) -> None:
         """Catches the signals that stop the launcher, for the rest of the process."""
@@ -72,7 +65,7 @@ class Signals:
                 signal.signal(number, lambda *_: None)
 
     def fileno(self) -> int:
-        """Returns the descriptor that `select` waits for."""
+        """Returns the descriptor to wait for."""
         return self._pipe
 
     def read(self) -> list[signal.Signals]:
@@ -81,6 +74,15 @@ class Signals:
             return [signal.Signals(number) for number in os.read(self._pipe, 1024)]
         except BlockingIOError:
             return []
+
+
+def wait(sources: Sequence[Any], secs: float) -> list[Any]:
+    """Returns the files that can be read, once there is one; [] after `secs`, which may be infinite."""
+    with selectors.PollSelector() as selector:  # `select` knows descriptors up to 1,023 only
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        events = selector.select(None if secs == math.inf else max(0.0, secs))
+    return [key.fileobj for key, _ in events]
 
 
 class Guard:
@@ -107,54 +109,6 @@ class Guard:
             os.write(self._pipe, b"-%d\n" % group)
 
 
-class _Output:
-    """A pipe from a worker, shown in whole lines."""
-
-    def __init__(self, pipe: IO[bytes], prefix: bytes, target: TextIO):
-        os.set_blocking(pipe.fileno(), False)
-        self._pipe, self._prefix, self._target = pipe, prefix, target
-        self._rest = b""
-        self._shown_at = time.monotonic()
-        self.is_open = self.is_shown = True
-
-    def fileno(self) -> int:
-        """Returns the descriptor that `select` waits for."""
-        return self._pipe.fileno()
-
-    def read(self) -> None:
-        """Shows the lines that are in the pipe."""
-        try:
-            chunk = os.read(self.fileno(), 2**20)  # more than a pipe holds
-        except BlockingIOError:
-            return
-        self.is_open = bool(chunk)
-        *lines, rest = (self._rest + chunk).split(b"\n")
-        begin = rest.rfind(b"\r", 0, -1) + 1  # the text before it is overwritten
-        if begin and time.monotonic() > self._shown_at + _PROGRESS_SECS:
-            lines.append(rest[:begin])
-        self._rest = rest[begin:]
-        self._show(lines)
-
-    def finish(self) -> None:
-        """Shows the rest of the pipe, a line without an end too, and nothing from then on."""
-        if self.is_open:
-            self.read()
-        self._show([self._rest] if self._rest else [])
-        self.is_shown = False
-
-    def close(self) -> None:
-        """Shows the rest of the pipe and closes it."""
-        self.finish()
-        self._pipe.close()
-        self.is_open = False
-
-    def _show(self, lines: list[bytes]) -> None:
-        if lines and self.is_shown:
-            self._shown_at = time.monotonic()
-            visible = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # as on a terminal
-            _write(self._target, b"".join(self._prefix + line + b"\n" for line in visible))
-
-
 class Process:
     """A worker in a session of its own: its children end with it, and Ctrl-C reaches it through the launcher only."""
 
@@ -174,7 +128,7 @@ class Process:
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
         self._was_signalled = False
 
-        def set_up() -> None:  # in the new process, before the program; safe, as the launcher has no threads
+        def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
             guard.add(os.getpid())  # a launcher that dies right after the fork leaves no process behind
             if cores:
                 os.sched_setaffinity(0, cores)
@@ -191,8 +145,8 @@ class Process:
         assert self._process.stdout and self._process.stderr
         prefix = f"[worker {index}] ".encode()
         self.outputs = [
-            _Output(self._process.stdout, prefix, sys.stdout),
-            _Output(self._process.stderr, prefix, sys.stderr),
+            output.WorkerPipe(self._process.stdout, prefix, output.console(1)),
+            output.WorkerPipe(self._process.stderr, prefix, output.console(2)),
         ]
 
     def signal_once(self, number: int) -> None:
@@ -222,8 +176,8 @@ class Process:
 
     def finish_output(self) -> None:
         """Shows the output so far, and none from then on."""
-        for output in self.outputs:
-            output.finish()
+        for pipe in self.outputs:
+            pipe.finish()
 
 
 class Outcome(NamedTuple):
@@ -268,18 +222,17 @@ class Group:
 
     def _handle_events(self, running: Sequence[Process]) -> None:
         """Waits for a signal, output or a deadline; shows output and notes processes that ended."""
-        outputs = [output for process in running for output in process.outputs if output.is_open]
-        remaining_secs = min(self._stop_at, self._kill_at) - time.monotonic()
-        timeout = None if remaining_secs == math.inf else max(0.0, remaining_secs)
-        sources: list[Any] = [self._signals, *outputs]
-        ready = select.select(sources, [], [], timeout)[0]
+        pipes = [pipe for process in running for pipe in process.outputs if pipe.is_open]
+        held = [pipe for pipe in pipes if not pipe.has_room()]  # their workers wait for a slow reader, as without us
+        remaining_secs = min(self._stop_at, self._kill_at, time.monotonic() + (_HELD_SECS if held else math.inf))
+        ready = wait([self._signals, *(pipe for pipe in pipes if pipe not in held)], remaining_secs - time.monotonic())
         self._handle_signals()
-        for process in running:  # before the output, which may take long to show, so that the order of ends is right
+        for process in running:  # before the output, so that the order of ends is right
             if process.has_ended():
                 self._handle_end(process)
-        for output in outputs:
-            if output in ready and output.is_open:
-                output.read()
+        for pipe in pipes:
+            if pipe in ready and pipe.is_open:
+                pipe.read()
 
     def _handle_deadlines(self) -> None:
         if time.monotonic() >= self._stop_at:
@@ -318,8 +271,8 @@ class Group:
         if is_crash and not is_follower:
             for other in others:  # their lines from now on follow from the crash
                 other.finish_output()
-        for output in process.outputs:
-            output.close()
+        for pipe in process.outputs:
+            pipe.close()
         if process.code or self._failed or self._is_leaving:
             log(f"worker {process.index} ended {process.describe_end()}.")
         if is_follower:

@@ -182,6 +182,51 @@ def test_a_second_signal_ends_the_process_at_once():
     assert "again to leave at once" in result.stderr and "leaving at once" in result.stderr
 
 
+def run_plain(program, timeout=20):
+    """Runs a program without TensorFlow; returns the completed process."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", 130)])
+def test_a_signal_to_a_forked_child_ends_the_child_alone(number, code):
+    result = run_plain(f"""
+        import os, signal, time
+        from distloop.distributed.preemption import StopRequests
+        number_open = len(os.listdir("/proc/self/fd"))
+        with StopRequests() as outer, StopRequests() as inner:
+            child = os.fork()
+            if not child:
+                try:
+                    print(len(os.listdir("/proc/self/fd")) - number_open, signal.set_wakeup_fd(-1), flush=True)
+                    time.sleep(60)
+                except KeyboardInterrupt:
+                    os._exit(130)
+            time.sleep(0.1)
+            os.kill(child, signal.{number})
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            time.sleep(0.1)
+            print(outer.reason, inner.reason)
+    """)
+    assert result.stdout.splitlines() == ["0 -1", str(code), "None None"], result
+
+
+def test_a_signal_right_after_the_fork_ends_the_child_alone():
+    result = run_plain("""
+        import os, signal, time
+        from distloop.distributed.preemption import StopRequests
+        with StopRequests() as requests:
+            for _ in range(50):
+                if not (child := os.fork()):
+                    time.sleep(60)
+                os.kill(child, signal.SIGTERM)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            time.sleep(0.1)
+            print(requests.reason, signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    """)
+    assert result.stdout == "None set()\n", result
+
+
 def test_max_secs_is_a_request_to_stop():
     assert StopRequests(max_secs=1000).reason is None
     requests = StopRequests(max_secs=0.01)

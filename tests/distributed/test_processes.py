@@ -1,8 +1,10 @@
 """Processes of the launcher, whose workers are plain Python: output, signals, exit codes, restarts, no leftovers."""
 
+import fcntl
 import functools
 import os
 import pathlib
+import resource
 import select
 import signal
 import subprocess
@@ -12,10 +14,9 @@ import time
 
 import pytest
 
-from distloop.distributed import heartbeat
+from distloop import launch as launcher
+from distloop.distributed import heartbeat, output, processes
 from distloop.distributed.preemption import EXIT_CODE
-
-pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.slow
 
@@ -175,10 +176,41 @@ def test_a_progress_bar_is_shown_every_few_seconds(launch, write):
 
 
 def patched(**constants):
-    """Returns the launcher's command with other constants in `processes`."""
-    lines = "".join(f"processes.{name} = {value}; " for name, value in constants.items())
-    imports = "import sys; from distloop import launch; from distloop.distributed import processes; "
-    return [sys.executable, "-c", f"{imports}{lines}sys.exit(launch.main())"]
+    """Returns the launcher's command with other constants in its modules."""
+    lines = ["import sys; from distloop import launch; from distloop.distributed import output, processes"]
+    for name, value in constants.items():
+        module = next(module for module in (launcher, output, processes) if hasattr(module, name))
+        lines.append(f"{module.__name__.rpartition('.')[2]}.{name} = {value}")
+    return [sys.executable, "-c", "; ".join([*lines, "sys.exit(launch.main())"])]
+
+
+@pytest.mark.parametrize("end", ["sys.exit(5)", "time.sleep(60)"])
+def test_output_that_nobody_reads_hides_neither_a_crash_nor_a_signal(end, start, write, tmp_path):
+    program = f"""
+        for i in range(100_000):
+            print("line", i)
+        note("printed", 1)
+        {end}
+    """
+    command = patched(_UNREAD_SECS=0.2, _PENDING_BYTES=50_000)
+    process = start("--max_restarts=0", write(program), command=command)  # its stdout is not read
+    read(tmp_path, "printed")
+    if "sleep" in end:
+        process.terminate()
+    assert process.wait(SECS) == (5 if "exit" in end else 128 + signal.SIGTERM)
+    assert "worker 0 ended" in process.stderr.read()
+
+
+def test_descriptors_above_1023_are_waited_for():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    read_end, write_end = os.pipe()
+    high = fcntl.fcntl(read_end, fcntl.F_DUPFD, 1500)
+    assert processes.wait([high], 0.0) == []
+    os.write(write_end, b"x")
+    assert processes.wait([high], 5.0) == [high]
+    for descriptor in (read_end, write_end, high):
+        os.close(descriptor)
 
 
 def test_lines_come_at_once(start, write, tmp_path):

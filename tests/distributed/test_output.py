@@ -1,0 +1,159 @@
+"""Output of the launcher and of workers, whether somebody reads it or not."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from distloop.distributed import output
+
+
+@pytest.fixture
+def unread():
+    """Yields the two ends of a pipe."""
+    ends = os.pipe()
+    yield ends
+    os.set_blocking(ends[0], False)
+    drain(ends[0])  # so that a thread that writes goes on
+
+
+def drain(descriptor, secs=0.0):
+    """Returns what can be read from a descriptor until nothing came for `secs`."""
+    os.set_blocking(descriptor, False)
+    text, deadline = b"", time.monotonic() + secs
+    while True:
+        try:
+            text += os.read(descriptor, 2**20)
+            deadline = time.monotonic() + secs
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return text
+            time.sleep(0.001)
+
+
+def test_output_that_nobody_reads_is_dropped_and_counted(unread, monkeypatch):
+    monkeypatch.setattr(output, "_UNREAD_SECS", 0.2)
+    monkeypatch.setattr(output, "_PENDING_BYTES", 100_000)
+    console = output.Console(unread[1])
+    began = time.monotonic()
+    for i in range(100):
+        console.write(b"".join(b"line %09d\n" % (1_000 * i + j) for j in range(1_000)))
+        if i == 50:
+            assert not console.has_room()
+            time.sleep(0.3)
+            assert console.has_room()
+    assert time.monotonic() - began < 5
+    console.finish()
+    lines = drain(unread[0], 0.3).decode().splitlines()
+    (note,) = [line for line in lines if not line.startswith("line ")]
+    count = int(
+        note.removeprefix("distloop.launch: ").partition(" lines were not shown: nobody read them.")[0].replace(",", "")
+    )
+    numbers = [int(line.split()[1]) for line in lines if line != note]
+    assert count > 50_000 and numbers == sorted(numbers) and numbers[-1] == 99_999
+    assert len(numbers) + count == 100_000
+    console.write(b"read again\n")
+    assert os.read(unread[0], 100) == b"read again\n"
+
+
+def test_a_slow_reader_gets_every_line(unread, monkeypatch):
+    monkeypatch.setattr(output, "_PENDING_BYTES", 10_000)
+    monkeypatch.setattr(output, "_PROMPT_SECS", 0.001)
+    console, text = output.Console(unread[1]), b""
+    for i in range(40):
+        while not console.has_room():
+            text += os.read(unread[0], 4096)
+        console.write(b"%09d\n" % i * 1_000)
+    text += drain(unread[0], 0.3)
+    assert text == b"".join(b"%09d\n" % i * 1_000 for i in range(40))
+
+
+class Shown:
+    """A console that keeps the writes."""
+
+    def __init__(self):
+        self.text = b""
+
+    def write(self, lines):
+        self.text += lines
+
+
+def test_a_line_without_an_end_costs_linear_time_and_bounded_memory():
+    read_end, write_end = os.pipe()
+    shown = Shown()
+    pipe = output.WorkerPipe(os.fdopen(read_end, "rb"), b"> ", shown)
+    began = time.monotonic()
+    for _ in range(25_000):
+        os.write(write_end, b"." * 100)
+        pipe.read()
+    os.write(write_end, b"end\n")
+    pipe.read()
+    assert time.monotonic() - began < 3  # 39 s when each piece was searched from the beginning
+    *parts, last = shown.text.decode().splitlines()
+    assert len(parts) == 2 and len(pipe._rest) == 0 and all(2**20 < len(part) < 2**20 + 200 for part in parts)
+    assert "".join(part.removeprefix("> ") for part in [*parts, last]) == "." * 2_500_000 + "end"
+    os.close(write_end)
+    pipe.close()
+
+
+def test_text_before_a_carriage_return_is_overwritten_wherever_the_pieces_end():
+    for size in range(1, 9):
+        read_end, write_end = os.pipe()
+        shown = Shown()
+        pipe = output.WorkerPipe(os.fdopen(read_end, "rb"), b"", shown)
+        text = b"1%\r2%\r\nnext\r\na\rlast\r"
+        for i in range(0, len(text), size):
+            os.write(write_end, text[i : i + size])
+            pipe.read()
+        os.close(write_end)
+        pipe.close()
+        assert shown.text == b"2%\nnext\nlast\n"
+
+
+FULL = """
+    import fcntl, os, signal, sys, time
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    try:
+        while True:
+            os.write(write_end, b"x" * 512)
+    except BlockingIOError:
+        os.set_blocking(write_end, True)
+    os.dup2(write_end, 1), os.dup2(write_end, 2)
+"""
+
+
+def run_unread(program):
+    """Runs a program whose stdout and stderr nobody reads; returns its exit code."""
+    command = [sys.executable, "-c", textwrap.dedent(FULL) + textwrap.dedent(program)]
+    return subprocess.run(command, timeout=20, check=False).returncode
+
+
+def test_a_second_signal_ends_a_process_whose_output_nobody_reads():
+    program = """
+        from distloop.distributed import preemption
+        preemption._ONE_SIGNAL_SECS = 0.05
+        import threading
+        with preemption.StopRequests() as requests:
+            def ask():
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.3)
+            threading.Thread(target=ask).start()
+            print("x", flush=True)
+    """
+    assert run_unread(program) == 128 + signal.SIGTERM
+
+
+def test_the_watchdog_ends_a_worker_whose_output_nobody_reads():
+    program = """
+        from distloop.distributed import heartbeat
+        heartbeat._LAST_MESSAGE_SECS = 0.1
+        them = heartbeat.Heartbeat(["127.0.0.1:0", "127.0.0.1:1"], 0, {})
+        them._end("worker 1 is silent", with_stacks=True)
+    """
+    assert run_unread(program) == 76
