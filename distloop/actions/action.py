@@ -114,6 +114,8 @@ class Action(Protocol):
     Attributes:
         every: period in steps; the action is also called at the end of the run. 0: only at the end. None: at each
             boundary that the log or another action causes.
+        name: checkpoints keep the state under it; two actions with a state need different ones. Empty: the name of the
+            class, or of the function.
         phase: the entry of the run's time summary that its time counts for.
         only_writes: True if it reads only the metrics of a report, not the state; it may then be called late, with the
             reports of several boundaries in a row.
@@ -121,6 +123,7 @@ class Action(Protocol):
     """
 
     every: int | None
+    name: str = ""
     phase: str = "other"
     only_writes: bool = False
     has_fixed_metrics: bool = False
@@ -141,7 +144,10 @@ class Action(Protocol):
         return None
 
     def get_state(self) -> Any:
-        """Returns the action's state for a checkpoint, as JSON can hold it; None: there is nothing to save."""
+        """Returns the action's state for a checkpoint; None: there is nothing to save.
+
+        It consists of dicts with strings as keys, lists, numbers, strings, booleans and None; others are refused.
+        """
         return None
 
     def set_state(self, state: Any) -> None:

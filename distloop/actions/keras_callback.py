@@ -37,6 +37,7 @@ class FromCallback(Action):
     def __init__(self, callback: keras.callbacks.Callback, every: int):
         """Use `from_callback`."""
         self.every: int = every
+        self.name = f"from_callback({type(callback).__name__})"
         self._callback = callback
         self._model: _Model | None = None
         self._restored: Mapping[str, Any] = {}

@@ -55,6 +55,7 @@ class SaveBest(Action):
             )
         if keep < 1:
             raise ValueError(f"keep={keep} was given to SaveBest; it keeps 1 at least.")
+        self.name = f"SaveBest({metric})"
         self.metric = metric
         self.mode = mode
         self.keep = keep
@@ -89,7 +90,7 @@ class SaveBest(Action):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the best values and their steps."""
-        return {"best": self.best}
+        return {"best": [[value, step] for value, step in self.best]}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""

@@ -31,6 +31,7 @@ class StopEarly(Action):
             )
         if patience < 1:
             raise ValueError(f"patience={patience} was given to StopEarly; it waits for 1 measurement at least.")
+        self.name = f"StopEarly({metric})"
         self.metric = metric
         self.patience = patience
         self.mode = mode

@@ -16,7 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report, member
+from distloop.actions import action_state
+from distloop.actions.action import Action, Report
 from distloop.checkpoints.rollback import Rollback
 from distloop.checkpoints.store import Checkpoints, Saved, in_workdir, is_checkpoint, load
 from distloop.checkpoints.warm_start import warm_start
@@ -54,7 +55,7 @@ class RunCheckpoints:
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._until = 0
-        self._actions: dict[str, Action] = {}  # by class and position
+        self._actions: dict[str, Action] = {}  # that have a state, by name
         self._rollback = Rollback(config.max_rollbacks)
 
     def resume(self) -> None:
@@ -126,16 +127,21 @@ class RunCheckpoints:
 
         Returns:
             The log window to continue, from `TrainLoop.save_window`; None for a new one.
+
+        Raises:
+            ValueError: if two actions have one name, or JSON cannot hold an action's state.
         """
         self._source, self._loop, self._until = source, loop, until
-        self._actions = {f"{type(action).__name__}/{i}": action for i, action in enumerate(actions)}
-        saved, self._saved, self.is_new = self._saved, None, False
+        if self._checkpoints is not None:
+            self._actions = action_state.by_name(actions)
+        saved = self._saved
+        if saved is not None:
+            action_state.restore(actions, saved.notes["actions"])
+        action_state.check(self._actions)
+        self._saved, self.is_new = None, False
         if saved is None:
             return None
         source.restore_position(saved.notes["input"])
-        for name, action in self._actions.items():
-            if name in saved.notes["actions"]:
-                member(action, "set_state")(saved.notes["actions"][name])
         window: dict[str, Any] = saved.notes["window"]
         return window if window["steps"] else None
 
@@ -160,11 +166,10 @@ class RunCheckpoints:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         workers.report_phase(self._state.strategy, "saving")
         kept = self._checkpoints.best_steps | dict(best_steps or {})  # an earlier run's stay
-        states = {name: member(action, "get_state")() for name, action in self._actions.items()}
         notes = {
             "input": self._source.save_position(),
             "window": self._loop.save_window(),
-            "actions": {name: state for name, state in states.items() if state is not None},
+            "actions": action_state.states_of(self._actions),
             "stop_reason": report.stop_reason if report is not None else None,
             "until": self._until,
             "replicas": self._state.strategy.num_replicas_in_sync,

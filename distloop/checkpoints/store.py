@@ -88,6 +88,7 @@ class Checkpoints:
             best_steps: the value of the property once the checkpoint is whole; None keeps the current one.
         """
         self._join()
+        notes = json.loads(json.dumps(notes))  # a copy, with the checksum of what the file will hold
 
         def write() -> None:
             try:

@@ -167,6 +167,41 @@ def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
     assert fresh.best == np.inf
 
 
+class Counts(distloop.Action):
+    """Counts its calls, and keeps the last numbers as NumPy's."""
+
+    every = 1
+
+    def __init__(self, name):
+        self.name = name
+        self.state = {"calls": 0}
+
+    def __call__(self, report):
+        self.state = {"calls": self.state["calls"] + 1, "loss": np.float32(report.metrics["loss"])}
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+@pytest.mark.slow
+def test_states_of_actions_follow_their_names_also_after_a_refusal(tmp_path):
+    first = Counts("a")
+    make_trainer(tmp_path, 1, steps_per_log=1, model_fn=classifier()).fit(data(), steps=2, actions=[first])
+    trainer = make_trainer(tmp_path, 1, steps_per_log=1, model_fn=classifier())
+    with pytest.raises(ValueError, match="Two actions are called 'a'"):
+        trainer.fit(data(), steps=3, actions=[Counts("a"), Counts("a")])
+    broken = Counts("b")
+    broken.state = {"calls": (1, 2)}
+    with pytest.raises(ValueError, match=r"the action 'b' returned at \['calls'\] \(1, 2\) of type tuple"):
+        trainer.fit(data(), steps=3, actions=[broken])
+    new, again = Counts("b"), Counts("a")
+    trainer.fit(data(), steps=3, actions=[new, again])
+    assert [action.state["calls"] for action in (first, new, again)] == [2, 1, 3]
+
+
 @pytest.mark.slow
 def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
     def generated():

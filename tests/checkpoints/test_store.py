@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from distloop.checkpoints import store
 from distloop.checkpoints.store import Checkpoints, DamagedError, load
 
 
@@ -80,6 +82,31 @@ def test_a_save_that_failed_is_forgotten_when_the_next_one_succeeds(tmp_path, mo
     kept.save(2, values_of(2), {})
     kept.wait()
     assert kept.load_newest().step == 2
+
+
+def test_notes_that_change_while_they_are_written_are_saved_as_they_were(tmp_path, monkeypatch):
+    started, changed = threading.Event(), threading.Event()
+    write = store._write
+
+    def write_late(*arguments):
+        started.set()
+        assert changed.wait(10)
+        write(*arguments)
+
+    monkeypatch.setattr(store, "_write", write_late)
+    notes = {"counts": {10: 1, 9: 2}}
+    kept = Checkpoints(str(tmp_path))
+    kept.save(5, values_of(1), notes)
+    assert started.wait(10)
+    notes["counts"][10] = 3
+    changed.set()
+    kept.wait()
+    assert kept.load_newest().notes == {"counts": {"10": 1, "9": 2}}
+
+
+def test_notes_that_json_cannot_hold_are_an_error_of_the_caller(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        Checkpoints(str(tmp_path)).save(5, values_of(1), {"counts": {1, 2}})
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
