@@ -45,6 +45,7 @@ _MODULES = {
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
+    "secret_flag": "flags",
     "split": "distributed.pipeline",
     "stages": "distributed.pipeline",
     "summarize": "variables",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.distributed.strategies import prepare as prepare
     from distloop.distributed.synchronization import synchronize as synchronize
     from distloop.flags import define_flags as define_flags
+    from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
     from distloop.monitoring.media import Audio as Audio

@@ -3,6 +3,7 @@
     flags.define_flags(steps=2_000, batch_size=64)     # when a module is imported: flags, and this program's defaults
     config = Config.from_flags()                       # in main
     flags.write(config, config.workdir)                # config.json, and flags.txt for --flagfile
+    TOKEN = flags.secret_flag(absl.flags.DEFINE_string("token", None, "..."))       # shown nowhere
 
 It does not know what a setting does; `config.py` has the help texts.
 """
@@ -12,14 +13,20 @@ import json
 import os
 import sys
 import textwrap
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
 from distloop.atomic_files import replacing
 from distloop.config import Config, check_names, fields
 
+HIDDEN = "***"  # in place of a secret value
+
 _HELP_WIDTH = 80
+_SECRET = "is_secret"  # an attribute of absl's flag
+
+Flag = TypeVar("Flag", bound=flags.FlagHolder[Any] | flags.Flag[Any])
 
 # absl lists a flag under the module that defines it; with this, under the module that calls `define_flags`.
 flags.disclaim_key_flags()
@@ -84,17 +91,40 @@ def define_flags(**new_defaults: Any) -> None:
     flags.FLAGS.__dict__["main_module_help"] = help_text
 
 
+def secret_flag(flag: Flag) -> Flag:
+    """Marks a flag as secret: workers compare its value by digest, and it is shown nowhere.
+
+        TOKEN = distloop.secret_flag(flags.DEFINE_string("token", os.environ.get("TOKEN"), "For the dataset's host."))
+
+    Files of the run, TensorBoard and `--help` have `***` in its place. `flags.txt` cannot repeat it. Every user of the
+    machine can read a command line: set the default from the environment or from a file.
+
+    Args:
+        flag: what `flags.DEFINE_string` or the like has returned.
+
+    Returns:
+        The same.
+    """
+    setattr(flags.FLAGS[flag.name], _SECRET, True)
+    return flag
+
+
+def secret_names() -> set[str]:
+    """Returns the names of secret flags as `facts` has them, such as `--token`."""
+    return {f"--{prefix}{name}" for name in flags.FLAGS if _is_secret(name) for prefix in ("", "no")}
+
+
 def help_text() -> str:
     """Returns the text of `--help`: the program's own flags, then distloop's settings by group."""
     settings = fields()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in settings]
     own_settings = [
-        Setting(flag.name, _type_of(flag), flag.default, tuple(getattr(flag.parser, "enum_values", ())), flag.help)
+        Setting(flag.name, _type_of(flag), _default_of(flag), tuple(getattr(flag.parser, "enum_values", ())), flag.help)
         for flag in sorted(own, key=lambda flag: flag.name)
     ]
     sections = {"This program": own_settings}
     for heading, group in groups().items():
-        sections[heading] = [item._replace(default=flags.FLAGS[item.name].default) for item in group]
+        sections[heading] = [item._replace(default=_default_of(flags.FLAGS[item.name])) for item in group]
     return "\n".join(
         f"\n{heading}:\n" + "\n".join(map(_describe, section)) for heading, section in sections.items() if section
     )
@@ -117,7 +147,7 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        config_json = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+        config_json = json.dumps(_hide(dataclasses.asdict(config)), indent=2) + "\n"
         flags_txt = "".join(line + "\n" for line in _flag_lines(config))
         for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
             with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
@@ -129,25 +159,46 @@ def write(config: Config, workdir: str) -> None:
         ) from error
 
 
-def facts(config: Config) -> dict[str, str]:
-    """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`."""
-    lines = [line.partition("=") for line in _flag_lines(config) if line.startswith("--")]
-    return {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()} | {
-        name: value for name, _, value in lines
-    }
+def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
+    """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`.
+
+    Args:
+        config: the settings of the run.
+        with_secrets: whether secret values are in it; else they are `***`.
+    """
+    lines = [line.partition("=") for line in _flag_lines(config, with_secrets=True) if line.startswith("--")]
+    values = {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()}
+    values |= {name: value for name, _, value in lines}
+    hidden = set() if with_secrets else secret_names()
+    return {name: HIDDEN if name in hidden else value for name, value in values.items()}
 
 
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:
     """Returns, by name, the values that tell runs apart: settings that are not at their default, and own flags."""
     settings = fields()
     values = {name: getattr(config, name) for name, field in settings.items() if getattr(config, name) != field.default}
+    values = _hide(values)
     for fact in facts(config):
         # A boolean flag that is false is written as --noname.
         name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
         if name is not None and name not in settings:
-            value = flags.FLAGS[name].value
+            value = HIDDEN if _is_secret(name) else flags.FLAGS[name].value
             values[name] = value if isinstance(value, bool | int | float) else str(value)
     return {name: value for name, value in values.items() if name != "workdir"}
+
+
+def _is_secret(name: str) -> bool:
+    return name in flags.FLAGS and getattr(flags.FLAGS[name], _SECRET, False)
+
+
+def _hide(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by name, `***` for secret ones."""
+    return {name: HIDDEN if _is_secret(name) else value for name, value in values.items()}
+
+
+def _default_of(flag: flags.Flag[Any]) -> Any:
+    """Returns a flag's default as `--help` shows it."""
+    return HIDDEN if _is_secret(flag.name) and flag.default else flag.default
 
 
 def _flag_type(field: dataclasses.Field[Any]) -> str:
@@ -199,11 +250,12 @@ def _describe(setting: Setting) -> str:
 _PLACEHOLDERS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def _flag_lines(config: Config) -> list[str]:
-    """Returns the lines of `flags.txt`, one `--name=value` each."""
+def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
+    """Returns the lines of `flags.txt`, one `--name=value` each; a comment for a secret flag, unless asked for."""
     is_parsed = flags.FLAGS.is_parsed()
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
-    lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}")]
+    hidden = set() if with_secrets else {name for name in flags.FLAGS if _is_secret(name)}
+    lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}", hidden)]
     if not is_parsed:
         return lines
     # Flags of other modules are written only if the command line has them: a module that is imported later in the run
@@ -213,12 +265,15 @@ def _flag_lines(config: Config) -> list[str]:
         is_own = module == sys.argv[0] or bool(package) and module.partition(".")[0] == package
         for flag in module_flags:
             if flag.name not in values and flag.value is not None and (is_own or flag.present):
-                lines += _lines(flag.name, flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}")
+                text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
+                lines += _lines(flag.name, text, hidden)
     return lines
 
 
-def _lines(name: str, text: str) -> list[str]:
+def _lines(name: str, text: str, hidden: Collection[str]) -> list[str]:
     """Splits the text of a flag into lines: one, or for a flag that may be repeated none or several."""
+    if name in hidden:
+        return [f"# --{name}={HIDDEN}, which is secret: give it by hand"]
     lines = text.splitlines()
     if all(line.startswith(f"--{name}=") for line in lines):
         return lines

@@ -4,11 +4,12 @@
     python -m distloop.launch --workers=2 --devices_per_worker=2 path/to/script.py --flag=...
     python -m distloop.launch --hosts=a,b --host_index=0 -m experiments.digits      # on b: --host_index=1
 
-Everything from `-m` or the path on belongs to the program. Each worker gets its TF_CONFIG; its lines are shown behind
-`[worker 0]`. A worker that crashes stops the others, and within `--max_restarts` all start again from their last
-checkpoint. The exit code is that of the worker that failed first (128 + n for signal n), else 75 if one saved and left,
-else 0. A worker that ends with 76 was not the first: another one failed or fell silent, maybe on another host. The
-first Ctrl-C or SIGTERM is passed on and the launcher waits; the second kills.
+Everything from `-m` or the path on belongs to the program. Each worker gets its TF_CONFIG, and on one machine a random
+DISTLOOP_SECRET that signs messages between workers; its lines are shown behind `[worker 0]`. A worker that crashes
+stops the others, and within `--max_restarts` all start again from their last checkpoint. The exit code is that of the
+worker that failed first (128 + n for signal n), else 75 if one saved and left, else 0. A worker that ends with 76 was
+not the first: another one failed or fell silent, maybe on another host. The first Ctrl-C or SIGTERM is passed on and
+the launcher waits; the second kills.
 
 On several hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of
 the other hosts, too, and workers wait for each other when they start.
@@ -23,12 +24,13 @@ import math
 import os
 import random
 import re
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from distloop.distributed import cores, processes
+from distloop.distributed import cores, environment, processes
 
 FIRST_PORT = 12345  # of each host, with --hosts
 
@@ -90,6 +92,8 @@ def _environment(
         "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
         "PYTHONUNBUFFERED": "1",
     }
+    if options.secret:
+        variables["DISTLOOP_SECRET"] = options.secret
     variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only; else each worker prints ten lines of information
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -157,8 +161,10 @@ def _complete_hosts(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} was given without --hosts, which it is about: give both or none.")
     hosts = [host.strip() for host in options.hosts.split(",")] if options.hosts else []
-    if len(set(hosts)) < len(hosts) or not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
-        raise ValueError(f"hosts={options.hosts} is not allowed: give names or IPv4 addresses, each once, no ports.")
+    hosts = [f"[{host.strip('[]')}]" if ":" in host else host for host in hosts]  # IPv6, before a port
+    if len(set(hosts)) < len(hosts) or not all(_is_host(host) for host in hosts):
+        raise ValueError(f"hosts={options.hosts} is not allowed: give names or IP addresses, each once, no ports.")
+    options.secret = environment.find_secret() or ("" if hosts else secrets.token_hex(16))
     index = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed Job of Kubernetes
     if hosts and options.host_index is None and index.isdigit():
         options.host_index = int(index)
@@ -179,6 +185,13 @@ def _complete_hosts(options: argparse.Namespace) -> None:
                 f"port {options.port + i} is taken on this host, but worker {options.first_index + i} is to have it: "
                 "give another --port, the same on every host, or end what listens there."
             )
+
+
+def _is_host(host: str) -> bool:
+    try:
+        return bool(environment.split_address(f"{host}:1"))
+    except ValueError:
+        return False
 
 
 def _choose_addresses(options: argparse.Namespace) -> list[str]:

@@ -283,6 +283,23 @@ def test_a_workdir_that_cannot_be_created_is_refused_in_one_sentence(tmp_path):
         flags.write(Config(), str(tmp_path / "file" / "run"))
 
 
+@pytest.mark.parametrize("arguments", [[], ["--token=hf_line", "--workdir=/hf_workdir"]])
+def test_a_secret_is_compared_and_written_nowhere(arguments, fresh_flags, tmp_path):
+    flags.define_flags(workdir="/hf_default")
+    define = {"module_name": sys.argv[0]}
+    token = flags.secret_flag(absl_flags.DEFINE_string("token", "hf_default", "Of a host.", **define))
+    flags.secret_flag(fresh_flags["workdir"])
+    given = parse(fresh_flags, *arguments)
+    assert token.value.startswith("hf_")
+    flags.write(given, str(tmp_path))
+    files = [(tmp_path / name).read_text() for name in ("config.json", "flags.txt")]
+    shown = [*files, str(flags.facts(given)), str(flags.hyperparameters(given)), fresh_flags.main_module_help()]
+    assert not any("hf_" in text for text in shown) and all("***" in text for text in shown)
+    assert "# --token=***, which is secret: give it by hand" in files[1].splitlines()
+    assert flags.facts(given, with_secrets=True)["--token"] == token.value
+    assert flags.secret_names() >= {"--token", "--workdir"} and "--seed" not in flags.secret_names()
+
+
 PROGRAM = """
 import json, sys, types
 sys.modules["distloop"] = types.ModuleType("distloop")  # config and flags alone, without TensorFlow

@@ -18,7 +18,13 @@ PROGRAM = __file__  # never run
 @pytest.fixture(autouse=True)
 def no_scheduler(monkeypatch):
     """Deletes variables that the launcher reads."""
-    for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES", "JOB_COMPLETION_INDEX", "TF_CPP_MIN_LOG_LEVEL"):
+    for name in (
+        "TF_CONFIG",
+        "CUDA_VISIBLE_DEVICES",
+        "JOB_COMPLETION_INDEX",
+        "TF_CPP_MIN_LOG_LEVEL",
+        "DISTLOOP_SECRET",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("INTRAOP", "INTEROP"):
         monkeypatch.delenv(f"TF_NUM_{name}_THREADS", raising=False)
@@ -64,6 +70,28 @@ def test_each_worker_gets_its_own_tf_config():
     assert clusters[0] == clusters[1] == clusters[2] and list(clusters[0]) == ["worker"]
     hosts, ports = zip(*(address.split(":") for address in clusters[0]["worker"]), strict=True)
     assert set(hosts) == {"127.0.0.1"} and len({int(port) for port in ports}) == 3
+
+
+def test_workers_of_one_machine_share_a_new_secret():
+    first, again = environments("--workers=2"), environments("--workers=2")
+    assert first[0]["DISTLOOP_SECRET"] == first[1]["DISTLOOP_SECRET"] != again[0]["DISTLOOP_SECRET"]
+    assert len(first[0]["DISTLOOP_SECRET"]) == 32
+
+
+def test_a_secret_of_the_environment_goes_on_to_the_workers(port, monkeypatch):
+    hosts = ["--hosts=a,b", "--host_index=0", f"--port={port}"]
+    assert "DISTLOOP_SECRET" not in environments(*hosts)[0]
+    monkeypatch.setenv("DISTLOOP_SECRET", "0123456789abcdef")
+    assert environments(*hosts)[0]["DISTLOOP_SECRET"] == environments()[0]["DISTLOOP_SECRET"] == "0123456789abcdef"
+    monkeypatch.setenv("DISTLOOP_SECRET", "x")
+    with pytest.raises(ValueError, match="DISTLOOP_SECRET has 1 characters"):
+        parse(*hosts)
+
+
+@pytest.mark.parametrize("hosts", ["fd00::1,fd00::2", "[fd00::1],[fd00::2]"])
+def test_hosts_may_be_addresses_of_ipv6(hosts, port):
+    options = parse(f"--hosts={hosts}", "--host_index=0", f"--port={port}")
+    assert launch._choose_addresses(options) == [f"[fd00::1]:{port}", f"[fd00::2]:{port}"]
 
 
 def test_flags_after_the_program_belong_to_the_program():
@@ -257,7 +285,7 @@ def test_a_port_that_is_taken_is_refused_before_the_start(kind, port, capsys):
         ("--port=5000 PROGRAM", "--port was given without --hosts"),
         ("--hosts=a,b PROGRAM", "host_index=None is not allowed with 2 hosts: give each host its own, from 0 to 1"),
         ("--hosts=a,b --host_index=2 PROGRAM", "host_index=2 is not allowed with 2 hosts"),
-        ("--hosts=a,a --host_index=1 PROGRAM", "hosts=a,a is not allowed: give names or IPv4 addresses, each once"),
+        ("--hosts=a,a --host_index=1 PROGRAM", "hosts=a,a is not allowed: give names or IP addresses, each once"),
         ("--hosts=a:1,b --host_index=1 PROGRAM", "hosts=a:1,b is not allowed"),
         ("--hosts=a, --host_index=0 PROGRAM", "hosts=a, is not allowed"),
         ("--hosts=a --host_index=0 --port=65535 --workers=2 PROGRAM", "port=65535 leaves no room for 2 workers"),

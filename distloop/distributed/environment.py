@@ -2,16 +2,20 @@
 
     cluster = environment.find_cluster()        # None: this process is alone
     cluster.addresses, cluster.index            # ("n8:10000", "n9:10001"), 0
+    secret = environment.find_secret()          # "" without DISTLOOP_SECRET
 
 It does not know what the workers do, nor whether they can be reached.
 """
 
 import dataclasses
+import ipaddress
 import itertools
 import json
 import os
 import re
 from typing import Any
+
+_MIN_SECRET_CHARS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +24,39 @@ class Cluster:
 
     addresses: tuple[str, ...]  # host:port of each worker, the chief first
     index: int  # of this worker
+
+
+def find_secret() -> str:
+    """Returns what the workers share to sign their messages, from DISTLOOP_SECRET; "" if it is not set.
+
+    Raises:
+        ValueError: if it is so short that it could be guessed.
+    """
+    secret = os.environ.get("DISTLOOP_SECRET", "")
+    if 0 < len(secret) < _MIN_SECRET_CHARS:
+        raise ValueError(
+            f"DISTLOOP_SECRET has {len(secret)} characters, which can be guessed: set it to {_MIN_SECRET_CHARS} random "
+            "ones or more, the same on all workers, as openssl rand -hex 16 prints them, or unset it."
+        )
+    return secret
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of `host:port`; an address of IPv6 stands in brackets, as in `[::1]:4000`.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    match = re.fullmatch(r"(?:\[([\da-fA-F:.]+)\]|([\w.-]+)):(\d+)", address)
+    host, port = (match[1] or match[2], int(match[3])) if match else ("", 0)
+    try:
+        is_name = bool(host.encode("idna")) if match and match[2] else bool(host and ipaddress.IPv6Address(host))
+    except ValueError:  # a label of the name is empty or too long, or the number is none
+        is_name = False
+    if not is_name or not 0 < port < 2**16:
+        hint = ", with IPv6 in brackets, as in [::1]:4000" if address.count(":") > 1 else ""
+        raise ValueError(f"{address!r} is no host:port{hint}")
+    return host, port
 
 
 def find_cluster() -> Cluster | None:
@@ -52,8 +89,7 @@ def _read_tf_config(tf_config: Any) -> Cluster | None:
         raise ValueError("the workers evaluate: leave the evaluator out")
     chiefs, workers = jobs.get("chief", []), jobs.get("worker", [])
     for address in [*chiefs, *workers]:
-        if not re.fullmatch(r".+:\d+", str(address)):
-            raise ValueError(f"{address!r} is no host:port")
+        split_address(str(address))
     if len(chiefs) + len(workers) < 2:
         return None
     if index is None or not 0 <= int(index) < len(jobs.get(kind, [])):

@@ -7,30 +7,31 @@
 
 Each worker sends a UDP datagram to every other one twice a second, to the port of the same number as the TCP port that
 TensorFlow uses. So heartbeats work where TensorFlow waits forever: before the workers have joined, inside a collective
-that never completes, and after the chief is gone. `liveness` decides who failed. It does not know TensorFlow.
+that never completes, and after the chief is gone. `messages` writes and signs, `datagrams` carries, and `liveness`
+decides who failed. It does not know TensorFlow.
 """
 
 import atexit
 import contextlib
-import hashlib
-import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from distloop.distributed import liveness, output
+from distloop.distributed.datagrams import Datagrams
 from distloop.distributed.liveness import Beat, Progress, Table, Timeouts
+from distloop.distributed.messages import Messages, NotCounted, shorten
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
 _SEND_SECS = 0.5
+_NEWS_SECS = 0.05  # from one heartbeat to the next while workers meet
 _LAST_MESSAGE_SECS = 1.0  # for other workers to hear why this one ends, and for the one that failed to end first
 _SAVE_SECS = 60.0  # for a checkpoint that is being written
 _LEAVE_SECS = 600.0  # that a worker waits for the others at the end of its program, without a hang_timeout
@@ -44,13 +45,23 @@ class Heartbeat:
         step: returns its global step.
     """
 
-    def __init__(self, addresses: Sequence[str], index: int, facts: Mapping[str, str]):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        index: int,
+        facts: Mapping[str, str],
+        *,
+        secret: str = "",
+        secret_names: Collection[str] = (),
+    ):
         """Opens the port and starts to send.
 
         Args:
             addresses: `host:port` of every worker, the chief first.
             index: of this worker.
             facts: settings that must be the same on all workers, by name.
+            secret: signs all messages, the same on all workers; "": none, and any process on their hosts is trusted.
+            secret_names: facts that are compared and never shown.
 
         Raises:
             ValueError: if the port is taken.
@@ -58,14 +69,18 @@ class Heartbeat:
         self.phase = "starting"
         self.step: Callable[[], int] = lambda: 0
         self._last_step = 0  # read by the sending thread: if a device hangs, reading the step may hang, too
-        self._table = Table(tuple(addresses), index, os.urandom(4).hex(), {k: _clip(v) for k, v in facts.items()})
+        self._messages = Messages(index, secret)
+        digests = self._messages.describe_facts(facts, secret_names)
+        self._table = Table(tuple(addresses), index, self._messages.run, digests)
         self._table_lock = threading.Lock()  # held to replace the table
         self._pid = os.getpid()  # a fork is another process
         self._state, self._error = "alive", ""
         self._timeouts = Timeouts()
         self._is_watching = False
         self._ending = threading.Lock()  # taken once, forever
-        self._sockets = _Sockets(addresses, index)
+        self._has_news = threading.Event()  # that others wait for
+        self._strangers: dict[str, str] = {}  # by host, why its datagrams do not count
+        self._datagrams = Datagrams(addresses, index, lambda i: self._table.is_silent(i, time.monotonic()))
         for target in (self._send_forever, self._receive_forever):
             threading.Thread(target=target, name="distloop-heartbeat", daemon=True).start()
 
@@ -78,25 +93,34 @@ class Heartbeat:
         deadline, next_line = time.monotonic() + timeout_secs, time.monotonic() + 5
         while unmet := liveness.find_unmet(self._table, time.monotonic()):
             table, now = self._table, time.monotonic()
-            if table.has_duplicate:
-                raise ValueError(
-                    f"Another process says that it is worker {table.index}, too: give each its own task index in "
-                    "TF_CONFIG, and the same addresses."
-                )
-            for i in liveness.find_failed_at_start(table):
-                liveness.check_facts(table, i)
-                self._end(liveness.find_failure(table, now))
+            if failure := liveness.find_reported_failure(table):
+                self._check_facts()
+                self._end(failure)
             if now >= deadline:
-                raise ValueError(liveness.explain_unmet(table, timeout_secs, now))
+                raise ValueError(liveness.explain_unmet(table, timeout_secs, self._find_causes(unmet), now))
             if now >= next_line:
-                output.say(f"distloop: waiting for {table.name(unmet)}.", 0.1)
+                if table.has_duplicate(now):  # for seconds: a recorded datagram does not end this process
+                    raise ValueError(
+                        f"Another process says that it is worker {table.index}, too: give each its own task index in "
+                        "TF_CONFIG, and the same addresses."
+                    )
+                causes = "".join(f"; {cause}" for cause in self._find_causes(unmet))
+                output.say(f"distloop: waiting for {table.name(unmet)}{causes}.", 0.1)
                 next_line += 30
             time.sleep(0.05)
         with self._table_lock:
             self._table = self._table.replace(has_met=True)
         self._send_repeatedly()
-        for i in self._table.others:
+        self._check_facts()
+
+    def _check_facts(self) -> None:
+        for i in sorted(self._table.beats):
             liveness.check_facts(self._table, i)
+
+    def _find_causes(self, unmet: Sequence[int]) -> list[str]:
+        """Returns what may keep workers from being heard."""
+        problems = [f"worker {i}: {self._datagrams.problems[i]}" for i in unmet if i in self._datagrams.problems]
+        return problems + [f"datagrams of {host} do not count: {why}" for host, why in self._strangers.items()]
 
     def watch(self, hang_timeout_secs: float, join_timeout_secs: float = 0.0) -> None:
         """Starts to end this process when another worker fails or falls silent, and to report an error of this one.
@@ -203,7 +227,9 @@ class Heartbeat:
         while True:
             self._read_step()
             self._send()
-            time.sleep(_SEND_SECS)
+            if self._has_news.wait(_SEND_SECS):
+                time.sleep(_NEWS_SECS)
+            self._has_news.clear()
 
     def _send_repeatedly(self) -> None:
         """Sends three heartbeats at once, as datagrams may be lost."""
@@ -212,83 +238,40 @@ class Heartbeat:
             time.sleep(0.05)
 
     def _send(self) -> None:
-        table = self._table
-        message = {
-            "worker": table.index,
-            "run": table.run,
-            "state": self._state,
-            "phase": self.phase,
-            "step": self._last_step,
-            "error": self._error,
-            "has_met": table.has_met,
-        }
-        if not table.have_all_met():
-            message |= {"facts": dict(table.facts), "heard": {str(i): beat.run for i, beat in table.beats.items()}}
-        if refused := self._sockets.send(json.dumps(message).encode()):
+        table, now = self._table, time.monotonic()
+        beat = Beat(
+            table.run, self._state, self.phase, self._last_step, self._error, table.has_met, {}, table.facts, now
+        )
+        if refused := self._datagrams.send(self._messages.write(beat, table, now)):
             with self._table_lock:
                 self._table = self._table.replace(refused=self._table.refused | refused)
 
     def _receive_forever(self) -> None:
         while True:
+            source = ""
             try:
-                i, beat = _parse(self._sockets.receive())
+                data, source = self._datagrams.receive()
+                self._receive(data, source)
+            except NotCounted as error:
+                if source in self._strangers or len(self._strangers) < 3:
+                    self._strangers[source] = str(error)
             except Exception:  # no datagram, or one of another program
                 continue
-            with self._table_lock:
-                self._table = self._table.receive(i, beat)
 
-
-class _Sockets:
-    """The UDP sockets of a worker: one bound to its port, and one connected to each other worker."""
-
-    def __init__(self, addresses: Sequence[str], index: int):
-        self._addresses = {i: address for i, address in enumerate(addresses) if i != index}
-        self._connected: dict[int, socket.socket] = {}
-        port = int(addresses[index].rpartition(":")[2])
-        self._bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        try:
-            with socket.socket() as probe:  # TensorFlow would notice too late that the TCP port is taken
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", port))
-            self._bound.bind(("", port))
-        except OSError as error:
-            raise ValueError(
-                f"Port {port} of worker {index} ({addresses[index]}) cannot be used ({error.strerror}): is another run "
-                "there? Give other ports, or end it."
-            ) from None
-        self._bound.settimeout(_SEND_SECS / 2)
-
-    def receive(self) -> bytes:
-        """Returns the next datagram; raises TimeoutError if none comes soon."""
-        return self._bound.recv(65536)
-
-    def send(self, data: bytes) -> set[int]:
-        """Sends a datagram to each other worker; returns the workers on whose port no process listened last time."""
-        refused = set()
-        for i, address in self._addresses.items():
-            try:
-                if i not in self._connected:
-                    host, _, port = address.rpartition(":")
-                    connection = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-                    connection.connect((socket.gethostbyname(host), int(port)))
-                    self._connected[i] = connection
-                self._connected[i].send(data)
-            except ConnectionRefusedError:  # the host's answer to the datagram before this one
-                refused.add(i)
-            except OSError:  # no name yet, or out of reach: the silence of the worker counts
-                continue
-        return refused
-
-
-def _parse(data: bytes) -> tuple[int, Beat]:
-    """Returns the worker index and the heartbeat in a datagram; raises any error if another program sent it."""
-    m: dict[str, Any] = json.loads(data)
-    texts = [m["run"], m["state"], m["phase"], m["error"]]
-    if type(m["worker"]) is not int or type(m["step"]) is not int or not all(isinstance(text, str) for text in texts):
-        raise ValueError
-    heard, facts = ({str(k): str(v) for k, v in m.get(name, {}).items()} for name in ("heard", "facts"))
-    run, state, phase, error = texts
-    return m["worker"], Beat(run, state, phase, m["step"], error, bool(m["has_met"]), heard, facts, time.monotonic())
+    def _receive(self, data: bytes, source: str) -> None:
+        if not self._messages.is_signed and not self._datagrams.is_listed(source):
+            raise NotCounted("no worker has this address; with a DISTLOOP_SECRET on all, addresses do not matter")
+        now = time.monotonic()
+        letter = self._messages.read(data, now)
+        with self._table_lock:
+            before = self._table
+            if letter.beat is None:
+                self._table = before.greet(letter.worker, letter.run, now)
+            else:
+                self._table = before.receive(letter.worker, letter.beat)
+            has_news = self._table.has_news_since(before)
+        if has_news:
+            self._has_news.set()
 
 
 def _stacks() -> str:
@@ -302,16 +285,10 @@ def _stacks() -> str:
     return "\n".join(stacks)
 
 
-def _clip(text: str) -> str:
-    """Returns the text, cut to fit into a datagram; a hash keeps long texts different."""
-    return text if len(text) <= 200 else f"{text[:200]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
-
-
 def _shorten_error(error: str) -> str:
-    """Returns the first line of an error, at most 500 characters, without TensorFlow's names of graph nodes."""
+    """Returns the first line of an error, at most 400 bytes, without TensorFlow's names of graph nodes."""
     line = (error.strip().splitlines() or [""])[0]
-    line = re.sub(r"\{\{\w+ [^}]*\}\} ?", "", line)
-    return (line if len(line) <= 500 else f"{line[:500]}...").rstrip(" .:")
+    return shorten(re.sub(r"\{\{\w+ [^}]*\}\} ?", "", line).rstrip(" .:"), 400)
 
 
 def _is_collective_error(error: BaseException | None) -> bool:

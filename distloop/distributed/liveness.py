@@ -18,6 +18,26 @@ GONE_SECS = 1.5  # three lost, and the host answers that no process listens on t
 LEFT_SECS = 10.0  # the last operations of a worker that left may end this much later here
 
 
+class Facts(NamedTuple):
+    """Settings that must be the same on all workers; those of another one as far as they came."""
+
+    digest: str  # of all of them
+    digests: Mapping[str, str]  # of each, by name; "" for one that only the others have
+    values: Mapping[str, str]  # as they may be shown, by name; those of another worker only where they differ
+
+    def add(self, more: "Facts") -> "Facts":
+        """Returns the settings with those of a later heartbeat."""
+        return Facts(more.digest or self.digest, {**self.digests, **more.digests}, {**self.values, **more.values})
+
+    def differing(self, other: "Facts") -> list[str]:
+        """Returns the names of settings that another worker has and this one has otherwise."""
+        return sorted(name for name, digest in other.digests.items() if digest != self.digests.get(name, ""))
+
+    def find_difference(self, other: "Facts") -> str | None:
+        """Returns the first setting that differs and whose value came; None if there is none."""
+        return next((name for name in self.differing(other) if name in other.values), None)
+
+
 class Beat(NamedTuple):
     """One heartbeat of a worker."""
 
@@ -27,8 +47,8 @@ class Beat(NamedTuple):
     step: int
     error: str
     has_met: bool
-    heard: Mapping[str, str]  # the runs that it hears, by worker; empty once all have met
-    facts: Mapping[str, str]  # settings that must be the same on all workers; empty once all have met
+    heard: Mapping[str, str]  # the runs that it hears, by worker
+    facts: Facts
     received_at: float  # seconds on this worker's monotonic clock
 
 
@@ -39,12 +59,13 @@ class Table:
     addresses: tuple[str, ...]  # host:port of every worker, the chief first
     index: int  # of this worker
     run: str  # of this worker
-    facts: Mapping[str, str]  # of this worker
+    facts: Facts  # of this worker
     beats: Mapping[int, Beat] = dataclasses.field(default_factory=dict)  # the last one of each other worker
+    runs: Mapping[int, str] = dataclasses.field(default_factory=dict)  # that claim to be a worker, unproved
     refused: frozenset[int] = frozenset()  # workers on whose port no process listened since their last heartbeat
     restarted: frozenset[int] = frozenset()
     has_met: bool = False  # every worker hears every other one
-    has_duplicate: bool = False  # another process claims this worker's index
+    duplicate_at: float = -1e9  # when another process last claimed this worker's index, unproved
     awake_since: float = -1e9  # before, this process was suspended and could not hear
 
     @property
@@ -61,18 +82,40 @@ class Table:
         everyone = [self.has_met, *(beat.has_met for beat in self.beats.values())]
         return all(everyone) and len(everyone) == len(self.addresses)
 
+    def greet(self, i: int, run: str, now: float) -> "Table":
+        """Returns the table after a datagram that claims to be of worker `i`, and does not prove to be new."""
+        if i == self.index:
+            return self.replace(duplicate_at=now) if run != self.run else self
+        return self.replace(runs={**self.runs, i: run}) if i in self.others else self
+
     def receive(self, i: int, beat: Beat) -> "Table":
         """Returns the table after a heartbeat of worker `i`."""
-        if i == self.index:
-            return self.replace(has_duplicate=self.has_duplicate or beat.run != self.run)
         if i not in self.others:
             return self
         last = self.beats.get(i)
         if self.has_met and last is not None and last.run != beat.run:
             return self.replace(restarted=self.restarted | {i})
-        if last is not None and last.run == beat.run and not beat.heard:
-            beat = beat._replace(facts=last.facts, heard=last.heard)
+        if last is not None and last.run == beat.run:
+            beat = beat._replace(facts=last.facts.add(beat.facts), heard={**last.heard, **beat.heard})
         return self.replace(beats={**self.beats, i: beat}, refused=self.refused - {i})
+
+    def run_of(self, i: int, now: float) -> str:
+        """Returns the run that messages to worker `i` name; "" if none is known."""
+        return self.runs.get(i, "") if self.is_silent(i, now) else self.beats[i].run
+
+    def has_news_since(self, before: "Table") -> bool:
+        """Returns True if others wait to learn what this worker has heard, as they do until all have met."""
+        if self.have_all_met():
+            return False
+        pairs = [(beat, before.beats.get(i)) for i, beat in self.beats.items()]
+        return self.runs != before.runs or any(
+            last is None or (beat.run, beat.heard, beat.facts) != (last.run, last.heard, last.facts)
+            for beat, last in pairs
+        )
+
+    def has_duplicate(self, now: float) -> bool:
+        """Returns True if another process claims this worker's index."""
+        return now - self.duplicate_at < SILENT_SECS
 
     def silent_secs(self, i: int, now: float) -> float:
         """Returns the seconds since the last heartbeat of worker `i`, during which this process was awake."""
@@ -168,9 +211,8 @@ def judge(table: Table, progress: Progress, timeouts: Timeouts, now: float) -> V
 
 def find_failure(table: Table, now: float) -> str:
     """Returns a sentence about the first worker that failed, died or was restarted; "" if none did."""
-    for i, beat in sorted(table.beats.items()):
-        if beat.state == "failed":
-            return f"worker {i} failed at step {beat.step} ({beat.phase}): {beat.error}"
+    if reason := find_reported_failure(table):
+        return reason
     for i, beat in sorted(table.beats.items()):
         if beat.state == "alive" and table.is_gone(i, now):
             return (
@@ -179,6 +221,14 @@ def find_failure(table: Table, now: float) -> str:
             )
         if beat.state == "alive" and i in table.restarted and table.is_silent(i, now):
             return f"{table.describe(i, now)}, and was started again"
+    return ""
+
+
+def find_reported_failure(table: Table) -> str:
+    """Returns a sentence about the first worker that says that it failed; "" if none did."""
+    for i, beat in sorted(table.beats.items()):
+        if beat.state == "failed":
+            return f"worker {i} failed at step {beat.step} ({beat.phase}): {beat.error}"
     return ""
 
 
@@ -208,7 +258,7 @@ def find_running(table: Table, now: float) -> list[int]:
 def find_unmet(table: Table, now: float) -> list[int]:
     """Returns the workers that were not heard or do not hear all others.
 
-    A worker with other facts counts as met once it hears this one: both can then refuse each other.
+    A worker with other facts counts as met once one of them is known.
     """
     return [i for i in table.others if not _is_met(table, i, now)]
 
@@ -217,41 +267,42 @@ def _is_met(table: Table, i: int, now: float) -> bool:
     if table.is_silent(i, now):
         return False
     beat = table.beats[i]
-    if beat.facts != table.facts:
-        return beat.heard.get(str(table.index)) == table.run
+    if beat.facts.digest != table.facts.digest:
+        return table.facts.find_difference(beat.facts) is not None
     runs = {str(j): other.run for j, other in table.beats.items() if j != i} | {str(table.index): table.run}
     return len(runs) == len(table.others) and all(beat.heard.get(j) == run for j, run in runs.items())
 
 
-def explain_unmet(table: Table, timeout_secs: float, now: float) -> str:
-    """Returns an error message that names the workers that did not come or do not hear all others."""
+def explain_unmet(table: Table, timeout_secs: float, notes: Sequence[str], now: float) -> str:
+    """Returns an error message that names the workers that did not come or do not hear all others.
+
+    Args:
+        table: the last heartbeat of each worker.
+        timeout_secs: how long this worker waited.
+        notes: what may be the cause.
+        now: the time on the clock of `Beat.received_at`.
+    """
     if silent := [i for i in table.others if table.is_silent(i, now)]:
         problem = f"{table.name(silent)} did not come within {timeout_secs:g} seconds"
     else:
         problem = f"{table.name(find_unmet(table, now))} did not hear all others within {timeout_secs:g} seconds"
+    causes = f" ({'; '.join(notes)})" if notes else ""
     return (
-        f"{problem}, and worker {table.index} waits no longer: look at their output, and whether each can reach the "
-        "addresses of all by UDP and TCP, or set a longer start_timeout."
+        f"{problem}{causes}, and worker {table.index} waits no longer: look at their output, and whether each can "
+        "reach the addresses of all by UDP and TCP, or set a longer start_timeout."
     )
-
-
-def find_failed_at_start(table: Table) -> list[int]:
-    """Returns the workers that failed after they heard this one; a failure from an earlier run does not count."""
-    heard_by = [i for i, beat in sorted(table.beats.items()) if beat.heard.get(str(table.index)) == table.run]
-    return [i for i in heard_by if table.beats[i].state == "failed"]
 
 
 def check_facts(table: Table, i: int) -> None:
     """Checks that worker `i` was started as this one.
 
     Raises:
-        ValueError: if a fact differs.
+        ValueError: if a fact is known to differ.
     """
-    facts = table.beats[i].facts
-    for name in sorted({*table.facts, *facts}):
-        here, remote = table.facts.get(name), facts.get(name)
-        if here != remote:
-            raise ValueError(
-                f"Workers were started differently: {name} is {here} on worker {table.index} and {remote} on worker "
-                f"{i}; start all with the same command."
-            )
+    remote = table.beats[i].facts
+    if (name := table.facts.find_difference(remote)) is not None:
+        here, there = table.facts.values.get(name, str(None)), remote.values[name]
+        raise ValueError(
+            f"Workers were started differently: {name} is {here} on worker {table.index} and "
+            f"{f'another {there}' if here == there else there} on worker {i}; start all with the same command."
+        )

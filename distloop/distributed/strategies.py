@@ -19,7 +19,7 @@ from distloop.distributed import devices, environment, tensorflow_internals, wor
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
-from distloop.flags import facts
+from distloop.flags import facts, secret_names
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
 _SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it
@@ -183,7 +183,13 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
     if devices.choose_device_type(config) == "GPU":
         environment.check_gpus_of_tasks(len(tf.config.list_physical_devices("GPU")))
     versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(cluster.addresses)}
-    heartbeat = Heartbeat(cluster.addresses, cluster.index, versions | facts(config))
+    heartbeat = Heartbeat(
+        cluster.addresses,
+        cluster.index,
+        versions | facts(config, with_secrets=True),
+        secret=environment.find_secret(),
+        secret_names=secret_names(),
+    )
     try:
         heartbeat.meet(config.start_timeout)
         heartbeat.watch(config.hang_timeout, config.start_timeout)

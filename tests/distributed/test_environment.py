@@ -104,6 +104,36 @@ def test_tasks_that_would_share_gpus_are_refused(tasks, visible, is_allowed, mon
             environment.check_gpus_of_tasks(visible)
 
 
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("n8:1", ("n8", 1)), ("my_host.b:65535", ("my_host.b", 65_535)), ("[fd00::1]:9", ("fd00::1", 9))],
+)
+def test_an_address_is_a_host_and_a_port(address, expected):
+    assert environment.split_address(address) == expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "a", ":1", "a:", "a:0", "a:65536", "a..b:1", "x" * 64 + ":1", "a b:1", "a:1:2", "::1:4", "[a]:1", "[]:1"],
+)
+def test_what_is_no_address_is_refused(address, monkeypatch):
+    with pytest.raises(ValueError, match="is no host:port"):
+        environment.split_address(address)
+    set_scheduler(tf_config({"worker": ["a:1", address]}), monkeypatch)
+    with pytest.raises(ValueError, match="which is no cluster that distloop can join .* is no host:port"):
+        environment.find_cluster()
+
+
+def test_a_secret_is_read_from_the_environment_and_not_too_short(monkeypatch):
+    monkeypatch.delenv("DISTLOOP_SECRET", raising=False)
+    assert environment.find_secret() == ""
+    monkeypatch.setenv("DISTLOOP_SECRET", "0123456789abcdef")
+    assert environment.find_secret() == "0123456789abcdef"
+    monkeypatch.setenv("DISTLOOP_SECRET", "hunter2")
+    with pytest.raises(ValueError, match="DISTLOOP_SECRET has 7 characters, which can be guessed: set it to 16 random"):
+        environment.find_secret()
+
+
 WORKERS = ["train-worker-0.team.svc:2222", "train-worker-1.team.svc:2222"]
 
 

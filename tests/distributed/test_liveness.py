@@ -3,22 +3,28 @@
 import pytest
 
 from distloop.distributed import liveness
-from distloop.distributed.liveness import GATHERING, JOINING, TRAINING, Beat, Progress, Table, Timeouts, Verdict
+from distloop.distributed.liveness import GATHERING, JOINING, TRAINING, Beat, Facts, Progress, Table, Timeouts, Verdict
 
 NOW = 1000.0
+
+
+def facts(**values):
+    """Returns settings; the digest of each is the value in parentheses."""
+    digests = {name: f"({value})" for name, value in values.items()}
+    return Facts(str(sorted(digests.items())), digests, values)
 
 
 def beat(index, **fields):
     """Returns a heartbeat of a worker that hears all others of three and has met them."""
     heard = {str(i): f"run{i}" for i in range(3) if i != index}
-    known = Beat(f"run{index}", "alive", TRAINING, 7, "", True, heard, {"x": "1"}, NOW)
+    known = Beat(f"run{index}", "alive", TRAINING, 7, "", True, heard, facts(x="1"), NOW)
     return known._replace(**fields)
 
 
 def table(*beats, **fields):
     """Returns the table of worker 0 of three; `beats` are of workers 1 and 2, None if never heard."""
     known = {i: one for i, one in enumerate(beats, start=1) if one is not None}
-    return Table(("a:1", "b:2", "c:3"), 0, "run0", {"x": "1"}, known).replace(has_met=True).replace(**fields)
+    return Table(("a:1", "b:2", "c:3"), 0, "run0", facts(x="1"), known).replace(has_met=True).replace(**fields)
 
 
 def judge(table, now=NOW, *, phase=TRAINING, since=NOW, timeouts=(0.0, 0.0)):
@@ -149,16 +155,30 @@ def test_workers_that_do_not_hear_all_others_are_waited_for(second):
     assert liveness.find_unmet(table(beat(1), second), NOW)[-1] == 2
 
 
-def test_a_worker_with_other_facts_is_met_once_it_hears_this_one():
-    other = beat(2, facts={"x": "2"}, heard={"0": "run0"})
-    assert liveness.find_unmet(table(beat(1), other), NOW) == []
+def test_a_worker_with_other_facts_is_met_once_one_of_them_is_known():
+    other = facts(w="0", x="2")
+    later = table(beat(1), beat(2, facts=other._replace(values={}), heard={}))
+    assert liveness.find_unmet(later, NOW) == [2]
+    liveness.check_facts(later, 2)
+    later = later.receive(2, beat(2, facts=Facts("", {}, {"x": "2"}), heard={}))
+    assert liveness.find_unmet(later, NOW) == []
     with pytest.raises(ValueError, match="started differently: x is 1 on worker 0 and 2 on worker 2; start all with"):
-        liveness.check_facts(table(beat(1), other), 2)
+        liveness.check_facts(later, 2)
 
 
 def test_a_fact_that_one_worker_lacks_is_a_difference():
     with pytest.raises(ValueError, match="y is None on worker 0 and 3 on worker 1"):
-        liveness.check_facts(table(beat(1, facts={"x": "1", "y": "3"}), beat(2)), 1)
+        liveness.check_facts(table(beat(1, facts=facts(x="1", y="3")), beat(2)), 1)
+    lacking = Facts("other", {"x": ""}, {"x": "None"})
+    with pytest.raises(ValueError, match="x is 1 on worker 0 and None on worker 1"):
+        liveness.check_facts(table(beat(1, facts=lacking), beat(2)), 1)
+
+
+def test_secret_facts_that_differ_are_named_alone():
+    secret = Facts("other", {"x": "(2)"}, {"x": "***"})
+    with pytest.raises(ValueError, match=r"x is \*\*\* on worker 0 and another \*\*\* on worker 1"):
+        hidden = facts(x="1")._replace(values={"x": "***"})
+        liveness.check_facts(table(beat(1, facts=secret), beat(2), facts=hidden), 1)
 
 
 @pytest.mark.parametrize(
@@ -166,24 +186,38 @@ def test_a_fact_that_one_worker_lacks_is_a_difference():
     [(None, "did not come within 9 seconds"), (beat(2, heard={}), "did not hear all others within 9 seconds")],
 )
 def test_the_error_names_workers_that_did_not_meet(second, problem):
-    error = liveness.explain_unmet(table(beat(1), second), 9, NOW)
-    assert error.startswith(f"worker 2 (c:3) {problem}, and worker 0 waits no longer: look at their output")
+    error = liveness.explain_unmet(table(beat(1), second), 9, ["no name", "no way"], NOW)
+    assert error.startswith(f"worker 2 (c:3) {problem} (no name; no way), and worker 0 waits no longer: look at their ")
 
 
 def test_several_workers_are_named_together():
-    assert liveness.explain_unmet(table(), 9, NOW).startswith("workers 1 (b:2), 2 (c:3) did not come within 9 seconds")
-
-
-def test_a_failure_of_an_earlier_run_does_not_count_at_the_start():
-    failed = beat(2, state="failed", error="old", heard={"0": "old"})
-    assert liveness.find_failed_at_start(table(beat(1), failed)) == []
-    assert liveness.find_failed_at_start(table(beat(1), failed._replace(heard={"0": "run0"}))) == [2]
+    assert liveness.explain_unmet(table(), 9, [], NOW).startswith(
+        "workers 1 (b:2), 2 (c:3) did not come within 9 seconds"
+    )
 
 
 def test_a_second_process_with_the_index_of_this_worker_is_noticed():
-    own_echo = table(beat(1), beat(2)).receive(0, beat(0))
-    assert not own_echo.has_duplicate
-    assert own_echo.receive(0, beat(0, run="another")).receive(0, beat(0)).has_duplicate
+    echo = table(beat(1), beat(2)).greet(0, "run0", NOW)
+    assert not echo.has_duplicate(NOW)
+    twice = echo.greet(0, "another", NOW)
+    assert twice.has_duplicate(NOW + 1) and not twice.has_duplicate(NOW + 4)
+
+
+def test_messages_name_the_run_that_is_heard_and_a_claim_only_after_silence():
+    known = table(None, beat(2))
+    assert known.run_of(1, NOW) == ""
+    claimed = known.greet(1, "run1", NOW).greet(2, "forged", NOW).greet(7, "x", NOW)
+    assert (claimed.run_of(1, NOW), claimed.run_of(2, NOW), claimed.run_of(2, NOW + 4)) == ("run1", "run2", "forged")
+    assert sorted(claimed.beats) == [2] and sorted(claimed.runs) == [1, 2]
+
+
+def test_what_others_wait_for_is_news_until_all_have_met():
+    before = table(None, beat(2), has_met=False)
+    assert before.receive(1, beat(1)).has_news_since(before) and before.greet(1, "x", NOW).has_news_since(before)
+    assert not before.receive(2, beat(2, step=8)).has_news_since(before)
+    assert before.receive(2, beat(2, heard={"1": "again"})).has_news_since(before)
+    met = table(beat(1), beat(2))
+    assert not met.greet(1, "x", NOW).has_news_since(met)
 
 
 @pytest.mark.parametrize("index", [-1, 3, 10**30])
@@ -192,9 +226,12 @@ def test_heartbeats_of_unknown_workers_are_ignored(index):
     assert before.receive(index, beat(1, state="failed")) == before
 
 
-def test_facts_are_kept_when_later_heartbeats_leave_them_out():
-    later = table(beat(1), beat(2)).receive(1, beat(1, heard={}, facts={}, step=8))
-    assert (later.beats[1].facts, later.beats[1].heard, later.beats[1].step) == ({"x": "1"}, beat(1).heard, 8)
+def test_facts_and_who_is_heard_add_up_over_heartbeats():
+    later = table(beat(1), beat(2)).receive(1, beat(1, heard={"2": "again"}, facts=Facts("", {"y": "(3)"}, {}), step=8))
+    facts_later = Facts(facts(x="1").digest, {"x": "(1)", "y": "(3)"}, {"x": "1"})
+    assert (later.beats[1].facts, later.beats[1].step) == (facts_later, 8)
+    assert later.beats[1].heard == {"0": "run0", "2": "again"}
+    assert table(beat(1, run="a"), beat(2), has_met=False).receive(1, beat(1, heard={})).beats[1].heard == {}
 
 
 def test_facts_are_sent_until_all_have_met():
