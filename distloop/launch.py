@@ -6,10 +6,10 @@
 
 Everything from `-m` or the path on belongs to the program. Each worker gets its TF_CONFIG, and on one machine a random
 DISTLOOP_SECRET that signs messages between workers; its lines are shown behind `[worker 0]`. A worker that crashes
-stops the others, and within `--max_restarts` all start again from their last checkpoint. The exit code is that of the
-worker that failed first (128 + n for signal n), else 75 if one saved and left, else 0. A worker that ends with 76 was
-not the first: another one failed or fell silent, maybe on another host. The first Ctrl-C or SIGTERM is passed on and
-the launcher waits; the second kills.
+stops the others, and within `--max_restarts` all start again from their last checkpoint, after a pause that grows from
+a second to a minute. The exit code is that of the worker that failed first (128 + n for signal n), else 75 if one saved
+and left, else 0. A worker that ends with 76 was not the first: another one failed or fell silent, maybe on another
+host. The first Ctrl-C or SIGTERM is passed on and the launcher waits; the second kills.
 
 On several hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of
 the other hosts, too, and workers wait for each other when they start.
@@ -27,12 +27,16 @@ import re
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from distloop.distributed import cores, environment, processes
 
 FIRST_PORT = 12345  # of each host, with --hosts
+
+_FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # before a restart: what broke may need time; doubled at each
+_LASTING_SECS = 600.0  # of a run after which the next pause is the first one again
 
 # name -> type, default, minimum, help
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
@@ -55,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"distloop.launch: {error}", file=sys.stderr)
         return 2
-    signals = processes.Signals()
+    signals, pause_secs = processes.Signals(), _FIRST_PAUSE_SECS
     with processes.Guard() as guard:
         for restart in itertools.count(1):
+            began_at = time.monotonic()
             group = [
                 processes.Process(
                     options.first_index + i,
@@ -71,7 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = processes.Group(group, signals, options.grace_secs).wait()
             if not outcome.is_crash or restart > options.max_restarts:
                 return outcome.code
-            processes.log(f"all workers start again (restart {restart} of {options.max_restarts}).")
+            if time.monotonic() - began_at > _LASTING_SECS:
+                pause_secs = _FIRST_PAUSE_SECS
+            restart_of = f"(restart {restart} of {options.max_restarts})"
+            processes.log(f"all workers start again in {pause_secs:g} s {restart_of}.")
+            if number := signals.wait(pause_secs):
+                processes.log(f"{number.name}, the workers do not start again.")
+                return 128 + number
+            pause_secs = min(2 * pause_secs, _LAST_PAUSE_SECS)
             addresses = _choose_addresses(options)
     raise AssertionError
 

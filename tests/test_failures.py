@@ -376,7 +376,7 @@ def test_the_launcher_restarts_crashed_workers(program, straight, tmp_path):
     assert_same(ends(tmp_path), straight)
     messages = [line for line in launcher.lines if line.startswith("distloop.launch: ")]
     assert messages[-2].startswith("distloop.launch: worker 1 failed first, with exit code 1")
-    assert messages[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
+    assert messages[-1] == "distloop.launch: all workers start again in 1 s (restart 1 of 1)."
     assert "[worker 1] RuntimeError: boom in an action" in launcher.lines
     assert not [line for line in launcher.lines if "[worker 0] Traceback" in line]
 

@@ -309,3 +309,26 @@ def test_help_lists_the_flags(capsys):
         launch.main(["--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and "--max_restarts N" in out and "python -m distloop.launch" in out
+
+
+def test_the_pause_before_a_restart_doubles_up_to_a_minute_and_starts_anew_after_a_lasting_run(monkeypatch, capsys):
+    now, pauses = 0.0, []
+
+    class Crashing:
+        def __init__(self, *_, **__):
+            pass
+
+        def wait(self, secs=None):
+            nonlocal now
+            if secs is not None:  # of a pause
+                pauses.append(secs)
+                return None
+            now += 700 if len(pauses) == 9 else 10
+            return launch.processes.Outcome(3, is_crash=True)
+
+    for name in ("Signals", "Group", "Process"):
+        monkeypatch.setattr(launch.processes, name, Crashing)
+    monkeypatch.setattr(launch.processes, "log", lambda _: None)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now)
+    assert launch.main(["--max_restarts=11", PROGRAM]) == 3
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2]

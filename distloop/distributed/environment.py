@@ -117,10 +117,25 @@ def _read_slurm_step() -> Cluster:
             f"{', '.join(f'SLURM_{name}={value}' for name, value in values.items())} do not tell which task runs "
             "where: start all tasks by one srun --distribution=block, or set TF_CONFIG."
         )
-    # Sixteen ports a step, below the range from which the system picks ports: two runs on one node use different ones.
-    step = 31 * int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
-    port = 10_000 + step % 1_400 * 16
-    return Cluster(tuple(f"{hosts[node]}:{port + i}" for node, i in places), index)
+    ports = _choose_slurm_ports(max(counts))
+    return Cluster(tuple(f"{hosts[node]}:{ports[i]}" for node, i in places), index)
+
+
+def _choose_slurm_ports(count: int) -> list[int]:
+    """Returns `count` ports, the same on all nodes of this Slurm step, and others than those of other steps.
+
+    They are those that Slurm reserved, or else a block that job and step choose, below the range from which the system
+    picks ports. Jobs next to each other are far apart (multiplicative hashing by the golden ratio: Knuth, The Art of
+    Computer Programming 3, 6.4), so that each may have many steps; with one task a node, jobs 22,768 apart collide.
+    """
+    reserved = [int(port) for port in _expand_numbers(os.environ.get("SLURM_STEP_RESV_PORTS", ""))]
+    if len(reserved) >= count:
+        return reserved[:count]
+    size = 2 ** (count - 1).bit_length()
+    blocks = 22_768 // size
+    job, step = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+    first = 10_000 + (job * (round(0.618034 * blocks) | 1) + step) % blocks * size
+    return list(range(first, first + count))
 
 
 def _expand_hosts(text: str) -> list[str]:

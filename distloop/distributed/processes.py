@@ -46,6 +46,9 @@ for group in groups:
 """
 
 
+_children: dict[int, "subprocess.Popen[bytes]"] = {}  # that the launcher started, by process number
+
+
 def log(text: str) -> None:
     """Writes a line of the launcher to stderr."""
     output.console(2).write(f"distloop.launch: {text}\n".encode())
@@ -71,9 +74,32 @@ class Signals:
     def read(self) -> list[signal.Signals]:
         """Returns the signals that came since the last call."""
         try:
-            return [signal.Signals(number) for number in os.read(self._pipe, 1024)]
+            numbers = [signal.Signals(number) for number in os.read(self._pipe, 1024)]
         except BlockingIOError:
             return []
+        if signal.SIGCHLD in numbers:
+            _reap()
+        return numbers
+
+    def wait(self, secs: float) -> signal.Signals | None:
+        """Returns the first signal that stops the launcher; None if none comes within `secs`."""
+        deadline = time.monotonic() + secs
+        while (remaining_secs := deadline - time.monotonic()) > 0:
+            wait([self], remaining_secs)
+            for number in self.read():
+                if number != signal.SIGCHLD:
+                    return number
+        return None
+
+
+def _reap() -> None:
+    """Removes ended children, also those that the launcher inherited as process 1 of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if child := _children.pop(ended.si_pid, None):
+                child.poll()
+            else:
+                os.waitpid(ended.si_pid, 0)
 
 
 def wait(sources: Sequence[Any], secs: float) -> list[Any]:
@@ -92,6 +118,7 @@ class Guard:
         read_end, self._pipe = os.pipe()
         command, quiet = [sys.executable, "-I", "-S", "-c", _GUARD], subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=read_end, stdout=quiet, stderr=quiet, start_new_session=True)
+        _children[self._process.pid] = self._process
         os.close(read_end)
         return self
 
@@ -142,6 +169,7 @@ class Process:
             start_new_session=True,
             preexec_fn=set_up,
         )
+        _children[self._process.pid] = self._process
         assert self._process.stdout and self._process.stderr
         prefix = f"[worker {index}] ".encode()
         self.outputs = [

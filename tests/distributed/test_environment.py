@@ -53,13 +53,32 @@ def test_tasks_of_a_slurm_step_are_workers_in_its_order(line, distribution, expe
     ) == expected and workers.index == int(line.split("/")[0])
 
 
+def ports_of(monkeypatch, tasks, **more):
+    """Returns the ports of a Slurm step with some tasks on one node."""
+    set_scheduler(step_of(f"0/{tasks} n1 {tasks} 0/0", **more), monkeypatch)
+    return {int(address.split(":")[1]) for address in environment.find_cluster().addresses}
+
+
 def test_steps_that_run_side_by_side_use_different_ports(monkeypatch):
-    ports = set()
-    for job in range(30):
-        for step in range(3):
-            set_scheduler(step_of("0/9 n1 9 0/0", JOB_ID=123_456 + job, STEP_ID=step), monkeypatch)
-            ports |= {int(address.split(":")[1]) for address in environment.find_cluster().addresses}
+    steps = [(job, step) for job in range(30) for step in range(3)]
+    ports = set().union(*(ports_of(monkeypatch, 9, JOB_ID=123_456 + job, STEP_ID=step) for job, step in steps))
     assert len(ports) == 30 * 3 * 9 and min(ports) >= 10_000 and max(ports) < 32_768
+
+
+@pytest.mark.parametrize(("tasks", "jobs", "steps"), [(2, 11_000, 1), (4, 5_000, 1), (2, 40, 100)])
+def test_slurm_jobs_that_are_far_apart_and_their_later_steps_use_different_ports(tasks, jobs, steps, monkeypatch):
+    monkeypatch.setattr(environment.os, "environ", {})
+    blocks = set()
+    for job in range(123_456, 123_456 + jobs):
+        for step in range(steps):
+            environment.os.environ.update(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
+            blocks.add(environment._choose_slurm_ports(tasks)[0])
+    assert len(blocks) == jobs * steps and max(blocks) + tasks <= 32_768
+
+
+def test_ports_that_slurm_reserved_are_used(monkeypatch):
+    assert ports_of(monkeypatch, 3, STEP_RESV_PORTS="12010-12011,12020,12022") == {12010, 12011, 12020}
+    assert min(ports_of(monkeypatch, 3, STEP_RESV_PORTS="12010")) != 12010  # too few
 
 
 @pytest.mark.parametrize(

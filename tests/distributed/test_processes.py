@@ -533,8 +533,10 @@ def test_workers_that_ended_for_one_elsewhere_start_again(code, launch, write):
         time.sleep(0.3 * index)
         sys.exit(0 if count else {code} if index else {heartbeat.EXIT_CODE})
     """
-    exit_code, _, err = launch("--workers=2", "--max_restarts=1", write(program))
-    assert exit_code == 0 and err[-1] == "distloop.launch: all workers start again (restart 1 of 1)."
+    exit_code, _, err = launch(
+        "--workers=2", "--max_restarts=1", write(program), command=patched(_FIRST_PAUSE_SECS=0.01)
+    )
+    assert exit_code == 0 and err[-1] == "distloop.launch: all workers start again in 0.01 s (restart 1 of 1)."
     assert " ended first, because another one had failed or fallen silent." in err[-2]
 
 
@@ -549,17 +551,19 @@ CRASHES = """
 
 
 def test_restarts_are_bounded_and_counted(launch, write, tmp_path):
-    code, out, err = launch("--workers=2", "--max_restarts=2", write(CRASHES), "99")
+    command = patched(_FIRST_PAUSE_SECS=0.1)
+    code, out, err = launch("--workers=2", "--max_restarts=2", write(CRASHES), "99", command=command)
     assert code == 9 and len(list(tmp_path.glob("run*-1"))) == 3
     assert [line for line in err if "again" in line] == [
-        f"distloop.launch: all workers start again (restart {i} of 2)." for i in (1, 2)
+        f"distloop.launch: all workers start again in 0.{i} s (restart {i} of 2)." for i in (1, 2)
     ]
     assert err[-1].startswith("distloop.launch: worker 1 failed first, with exit code 9")
     assert len({line.split()[-1] for line in out if "[worker 1]" in line}) == 3  # fresh ports
 
 
 def test_a_successful_restart_is_a_success(launch, write, tmp_path):
-    code, _, err = launch("--workers=2", "--max_restarts=5", write(CRASHES), "1")
+    command = patched(_FIRST_PAUSE_SECS=0.01)
+    code, _, err = launch("--workers=2", "--max_restarts=5", write(CRASHES), "1", command=command)
     assert code == 0 and len(list(tmp_path.glob("run*-1"))) == 2 and "restart 1 of 5" in err[-1]
 
 
@@ -606,3 +610,33 @@ def test_a_worker_that_does_not_follow_is_stopped(heeds, launch, write):
     )
     assert code == (EXIT_CODE if heeds else 128 + signal.SIGKILL)
     assert "worker 0 ended " + ("with exit code 75" if heeds else "by signal 9") in err[-1]
+
+
+def test_a_signal_ends_the_pause_before_a_restart(start, write, tmp_path):
+    process = start("--max_restarts=1", write("sys.exit(3)"), command=patched(_FIRST_PAUSE_SECS=60))
+    while "start again in 60 s" not in process.stderr.readline():
+        pass
+    process.terminate()
+    assert process.wait(SECS) == 128 + signal.SIGTERM
+    assert process.stderr.read() == "distloop.launch: SIGTERM, the workers do not start again.\n"
+
+
+def test_as_process_1_the_launcher_reaps_processes_that_lost_their_parent(start, write, tmp_path):
+    program = """
+        for i in range(2):
+            if not os.fork():  # a child that ends at once, and its child later
+                if not os.fork():
+                    os.setsid()
+                    note(f"orphan{i}", os.getpid())
+                os._exit(0)
+        wait_for("go")
+        sys.exit(4)
+    """
+    inherits = "import ctypes; ctypes.CDLL(None).prctl(36, 1); "  # PR_SET_CHILD_SUBREAPER
+    command = [sys.executable, "-c", inherits + patched()[2]]
+    process = start(write(program), command=command)
+    for i in range(2):
+        until(lambda i=i: not pathlib.Path(f"/proc/{read(tmp_path, f'orphan{i}')}").exists())
+    assert process.poll() is None
+    (tmp_path / "go").touch()
+    assert process.wait(SECS) == 4
