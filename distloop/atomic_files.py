@@ -2,22 +2,24 @@
 
     with replacing("run/flags.txt") as temporary, open(temporary, "w") as file:     # takes its name at the end
         file.write(text)
-    for leftover in leftovers("run"):                                               # of processes that were killed
-        ...
+    put_back("run")                 # what a killed process was replacing
+    remove_leftovers("run")         # and what it had not finished
 
 A file is replaced by one rename. A directory needs two: a process killed between them leaves the old one as
-`<path>.<process>.old`, and `leftovers` lists it for the caller to rename back. This module does not know what the
-files hold, or which process may still be writing.
+`<path>.<process>-<token>.old`, which is always whole; what ends with `.tmp` may be a part. This module does not know
+what the files hold. It tells processes of one machine apart; those of several need a lock.
 """
 
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<process>\d{1,9})\.(?P<kind>tmp|old)(\.\w+)?")
+_LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<process>\d{1,9})(-[0-9a-f]{8})?\.(?P<kind>tmp|old)(\.\w+)?")
+_in_use: set[str] = set()  # temporary names of this process
 
 
 class Leftover(NamedTuple):
@@ -50,34 +52,100 @@ def replacing(path: str, suffix: str = "") -> Iterator[str]:
     Raises:
         OSError: if it cannot be written or renamed.
     """
-    temporary = f"{path}.{os.getpid()}.tmp{suffix}"
-    remove(temporary)  # of a killed process with the same id: in a container the first process is always 1
-    try:
-        yield temporary
-        for folder, folders, files in os.walk(temporary):
-            for name in [*folders, *files]:
-                _sync(os.path.join(folder, name))
-        _sync(temporary)
-        _rename(temporary, path)
-        _sync(os.path.dirname(path) or ".")
-    finally:
-        remove(temporary)
+    remove_leftovers(os.path.dirname(path) or ".", os.path.basename(path))
+    with _temporary_name(path, f"tmp{suffix}") as temporary:
+        try:
+            yield temporary
+            for folder, folders, files in os.walk(temporary):
+                for name in [*folders, *files]:
+                    sync(os.path.join(folder, name))
+            sync(temporary)
+            _rename(temporary, path)
+        finally:
+            remove(temporary)
 
 
 def delete(path: str) -> None:
     """Deletes a directory in one step as seen by others: it is renamed first, so `path` never names a part of it."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    os.rename(path, temporary)
-    remove(temporary)
+    with _temporary_name(path, "tmp") as temporary:
+        os.rename(path, temporary)
+        remove(temporary)
+
+
+def make_directory(path: str) -> None:
+    """Creates a directory and its missing parents; they are on the disk when it returns.
+
+    Raises:
+        OSError: if it cannot be created, or a file is in the way.
+    """
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path) or "."
+    make_directory(parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+    sync(parent)
 
 
 def leftovers(directory: str) -> list[Leftover]:
-    """Returns the temporary names in a directory, in alphabetical order; none if the directory does not exist."""
+    """Returns the temporary names in a directory that no running process of this machine uses, in alphabetical order.
+
+    Args:
+        directory: may be missing.
+    """
     result = []
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
         if match := _LEFTOVER.fullmatch(name):
             path, target = os.path.join(directory, name), os.path.join(directory, match["target"])
-            result.append(Leftover(path, target, int(match["process"]), match["kind"] == "old"))
+            leftover = Leftover(path, target, int(match["process"]), match["kind"] == "old")
+            if not _is_used(leftover):
+                result.append(leftover)
+    return result
+
+
+def put_back(directory: str, name: str | None = None) -> list[str]:
+    """Gives their names back to directories whose processes were killed while they replaced them.
+
+    Args:
+        directory: where to look; may be missing.
+        name: of the only one to look for; None: all.
+
+    Returns:
+        The paths that exist again.
+
+    Raises:
+        OSError: if one cannot be renamed.
+    """
+    result = []
+    for leftover in leftovers(directory):
+        if leftover.is_old and name in (None, os.path.basename(leftover.target)):
+            if not os.path.lexists(leftover.target):
+                os.rename(leftover.path, leftover.target)
+                result.append(leftover.target)
+    return result
+
+
+def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
+    """Removes what killed processes have left, after `put_back`; ignores what cannot be removed.
+
+    Args:
+        directory: where to look; may be missing.
+        name: of the only path whose leftovers are removed; None: all.
+
+    Returns:
+        The paths that were put back.
+
+    Raises:
+        OSError: if one cannot be put back.
+    """
+    result = put_back(directory, name)
+    for leftover in leftovers(directory):
+        if name in (None, os.path.basename(leftover.target)):
+            with contextlib.suppress(OSError):
+                (delete if leftover.is_old else remove)(leftover.path)  # what ends with `.old` stays whole
     return result
 
 
@@ -90,25 +158,53 @@ def remove(path: str) -> None:
             os.remove(path)
 
 
-def _rename(temporary: str, path: str) -> None:
-    if not os.path.isdir(path):
-        os.replace(temporary, path)
-        return
-    old = f"{path}.{os.getpid()}.old"
-    remove(old)
-    os.rename(path, old)  # a directory that is not empty cannot be renamed over
-    try:
-        os.rename(temporary, path)
-    except OSError:
-        os.rename(old, path)
-        raise
-    remove(old)
-
-
-def _sync(path: str) -> None:
-    """Waits until a file or directory is on the disk."""
+def sync(path: str) -> None:
+    """Waits until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _temporary_name(path: str, kind: str) -> Iterator[str]:
+    """Yields a name beside a path that no process uses or has used: in a container the first process is always 1."""
+    name = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.{kind}"
+    _in_use.add(name)
+    try:
+        yield name
+    finally:
+        _in_use.discard(name)
+
+
+def _is_used(leftover: Leftover) -> bool:
+    """Returns whether a process may still be writing."""
+    if leftover.process == os.getpid():
+        return os.path.abspath(leftover.path) in map(os.path.abspath, tuple(_in_use))
+    try:
+        os.kill(leftover.process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # another user's process
+        return True
+    return True
+
+
+def _rename(temporary: str, path: str) -> None:
+    """Gives a temporary path its name, on the disk too, before what had the name is removed."""
+    parent = os.path.dirname(path) or "."
+    if not os.path.isdir(path):
+        os.replace(temporary, path)
+        sync(parent)
+        return
+    with _temporary_name(path, "old") as old:
+        os.rename(path, old)  # a directory that is not empty cannot be renamed over
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        sync(parent)
+        with contextlib.suppress(OSError):
+            delete(old)

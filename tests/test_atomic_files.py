@@ -10,7 +10,9 @@ import textwrap
 
 import pytest
 
-from distloop.atomic_files import Leftover, delete, leftovers, remove, replacing
+from distloop.atomic_files import delete, leftovers, make_directory, put_back, remove, remove_leftovers, replacing
+
+DEAD = 999_999_999  # larger than the number of any process
 
 
 def write(path, text):
@@ -58,8 +60,6 @@ def test_a_suffix_ends_the_temporary_name(tmp_path):
     with replacing(str(tmp_path / "model.keras"), ".keras") as temporary:
         assert temporary.endswith(".tmp.keras")
         pathlib.Path(temporary).write_text("new")
-        (leftover,) = leftovers(str(tmp_path))
-    assert leftover == Leftover(temporary, str(tmp_path / "model.keras"), os.getpid(), False)
 
 
 def test_the_old_one_stays_if_the_new_one_cannot_be_renamed(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_an_old_one_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch):
         patch.setattr(shutil, "rmtree", rmtree)
         write(tmp_path / "model", "new")
     assert read(tmp_path / "model") == "new"
-    assert leftovers(str(tmp_path))[0].is_old
+    assert not leftovers(str(tmp_path))[0].is_old  # so nobody puts back a part of it
 
 
 def test_leftovers_of_a_process_with_the_same_id_are_no_hindrance(tmp_path):
@@ -128,6 +128,31 @@ def test_everything_is_on_the_disk_before_it_takes_its_name(is_directory, tmp_pa
     assert synced == [os.stat(tmp_path).st_ino]  # the parent directory, after the rename
 
 
+def test_a_new_name_is_on_the_disk_before_the_old_one_is_deleted(tmp_path, monkeypatch):
+    write(tmp_path / "model", "old")
+    calls = []
+    for name in ("rename", "fsync"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (calls.append((name, *a)), real(*a)))
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **k: (calls.append(("rmtree", path)), rmtree(path, **k)))
+    write(tmp_path / "model", "new")
+    names = [call[0] for call in calls]
+    taken = next(i for i, call in enumerate(calls) if call[0] == "rename" and call[2] == str(tmp_path / "model"))
+    assert names[taken:] == ["rename", "fsync", "rename", "rmtree"]  # of which the third makes it a part by its name
+
+
+def test_a_directory_and_its_parents_are_on_the_disk_when_they_are_made(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), fsync(descriptor)))
+    make_directory(str(tmp_path / "a" / "b"))
+    make_directory(str(tmp_path / "a" / "b"))
+    assert synced == [os.stat(path).st_ino for path in (tmp_path, tmp_path / "a")]
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_directory(str(tmp_path / "file"))
+
+
 def killed(directory, text, when):
     """Runs a process that replaces `model` and is killed before a rename whose source ends with `when`."""
     program = f"""
@@ -158,18 +183,23 @@ def test_a_process_killed_before_the_renames_leaves_the_old_one(tmp_path):
 def test_a_process_killed_between_two_renames_leaves_the_old_one_under_its_old_name(tmp_path):
     write(tmp_path / "model", "old")
     killed(tmp_path, "new", when=".tmp")
-    old, new = leftovers(str(tmp_path))
+    new, old = sorted(leftovers(str(tmp_path)), key=lambda leftover: leftover.is_old)
     assert not (tmp_path / "model").exists()
     assert (old.is_old, new.is_old, old.process) == (True, False, new.process)
     assert old.target == new.target == str(tmp_path / "model")
     assert read(pathlib.Path(old.path)) == "old"
+    assert put_back(str(tmp_path), "other") == []
+    assert put_back(str(tmp_path)) == [str(tmp_path / "model")] and read(tmp_path / "model") == "old"
+    assert remove_leftovers(str(tmp_path)) == [] and os.listdir(tmp_path) == ["model"]
 
 
 def test_other_names_are_no_leftovers(tmp_path):
-    for name in ("model.1", "model.backup.old", "model.tmp", "model.1.tmp.a.b", "1.tmp"):
+    for name in ("model.1", "model.backup.old", "model.tmp", "model.1.tmp.a.b", "1.tmp", f"model.{os.getppid()}.tmp"):
         (tmp_path / name).mkdir()
-    (tmp_path / "model.12.old").mkdir()
-    assert [os.path.basename(leftover.path) for leftover in leftovers(str(tmp_path))] == ["model.12.old"]
+    names = [f"model.{DEAD}-0123abcd.tmp.keras", f"model.{DEAD}.old"]  # the second as older versions wrote it
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert [os.path.basename(leftover.path) for leftover in leftovers(str(tmp_path))] == names
     assert leftovers(str(tmp_path / "missing")) == []
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop.atomic_files import leftovers, remove, replacing
+from distloop.atomic_files import remove_leftovers, replacing
 from distloop.distributed import workers
 from distloop.errors import as_user_error
 
@@ -35,28 +35,9 @@ def prepare_path(path: str, strategy: tf.distribute.Strategy) -> str:
     path = os.path.realpath(path)
     if not workers.is_chief(strategy):
         return path
-    for leftover in leftovers(os.path.dirname(path)):
-        if leftover.target != path or _is_running(leftover.process):
-            continue
-        if leftover.is_old and not os.path.exists(path):
-            os.rename(leftover.path, path)
-            logging.warning("Restored the export %s: a process was killed while it replaced it.", path)
-        else:
-            remove(leftover.path)
+    if remove_leftovers(os.path.dirname(path), os.path.basename(path)):
+        logging.warning("Restored the export %s: a process was killed while it replaced it.", path)
     return path
-
-
-def _is_running(process: int) -> bool:
-    """Returns whether a process other than this one may still be writing."""
-    if process == os.getpid():
-        return False  # an earlier process with the same id: in a container the first process is always 1
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's process
-        return True
-    return True
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from distloop.actions import action_state
 from distloop.actions.action import Action, Report
+from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.rollback import Rollback
-from distloop.checkpoints.store import Checkpoints, Saved, in_workdir, is_checkpoint, load
+from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
@@ -99,15 +100,15 @@ class RunCheckpoints:
         self._restore(saved)
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
-        """Restores each checkpoint that another process writes, as `Checkpoints.follow`; yields its step.
+        """Restores each checkpoint that another process writes, as `store.follow`; yields its step.
 
         Raises:
             ValueError: if there is no workdir, or a checkpoint is of another model or optimizer.
-            TimeoutError: as for `Checkpoints.follow`.
+            TimeoutError: as for `store.follow`.
         """
         if self._checkpoints is None:
             raise ValueError("There are no checkpoints to follow: give Config(workdir=...) the run's workdir.")
-        for saved in self._checkpoints.follow(done, poll_secs, timeout_secs):
+        for saved in follow(self._checkpoints, done, poll_secs, timeout_secs):
             self._restore(saved)
             yield saved.step
 
@@ -155,7 +156,7 @@ class RunCheckpoints:
 
         Args:
             report: of the boundary, if there is one.
-            best_steps: by metric, the steps to keep; None keeps the current ones.
+            best_steps: by metric, the steps to keep; those of other metrics stay, as of an earlier run.
 
         Raises:
             ValueError: if there is no workdir, or nothing to save yet.
@@ -165,7 +166,6 @@ class RunCheckpoints:
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         workers.report_phase(self._state.strategy, "saving")
-        kept = self._checkpoints.best_steps | dict(best_steps or {})  # an earlier run's stay
         notes = {
             "input": self._source.save_position(),
             "window": self._loop.save_window(),
@@ -178,7 +178,7 @@ class RunCheckpoints:
         }
         values = self._saved_state.snapshot()
         if self._is_chief:
-            self._checkpoints.save(int(self._state.step), values, notes, kept)
+            self._checkpoints.save(int(self._state.step), values, notes, best_steps)
 
     def wait(self) -> None:
         """Waits until the last save has ended.
@@ -226,6 +226,8 @@ class RunCheckpoints:
             f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).",
             even_if_quiet=True,
         )
+        if self._is_chief:
+            self._checkpoints.drop_later(saved.step)
         saved.notes["input"]["skipped"] = sorted(skipped)
         self._restore(saved)
 

@@ -1,49 +1,50 @@
-"""Checkpoint store: writes, verifies and loads checkpoints; none is deleted before its successor is whole.
+"""Checkpoint store: the checkpoints of a run, of which none is deleted before its successor is whole.
 
     checkpoints = Checkpoints("run/checkpoints", keep=3)
     checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # in the background
     checkpoints.wait()
     saved = checkpoints.load_newest()                                                # Saved(path, step, values, notes)
 
-A checkpoint is a directory named by its step. It holds `manifest.json`, and `variables.index` and `variables.data-*` in
-TensorFlow's own format, which `tf.train.load_checkpoint(".../variables")` reads by name. It is written to a temporary
-path and renamed when every file is on the disk, so it is whole or absent. This module does not know what the values
-mean.
+A checkpoint is a directory named by its step. It is written to a temporary path and renamed when every file is on the
+disk, so it is whole or absent. The one that was saved last has the largest step: later ones, of a run that has gone
+back, are renamed before. This module does not know what the values mean; see `checkpoint` for the files.
 """
 
-import hashlib
+import itertools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from distloop.atomic_files import delete, leftovers, remove, replacing
-from distloop.distributed.devices import HOST
+from distloop.atomic_files import delete, make_directory, put_back, remove_leftovers, replacing, sync
+from distloop.checkpoints.checkpoint import (
+    DamagedError,
+    Saved,
+    first_line,
+    load,
+    patiently,
+    read_manifest,
+    write_files,
+)
 
-_FORMAT = 1
-_MANIFEST, _VARIABLES, _BEST = "manifest.json", "variables", "best.json"
-
-
-class Saved(NamedTuple):
-    """The contents of a checkpoint."""
-
-    path: str
-    step: int
-    values: dict[str, tf.Tensor]
-    notes: dict[str, Any]
-
-
-class DamagedError(ValueError):
-    """A checkpoint is missing or differs from what was written; the message says how."""
+_BEST = "best.json"
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+# Ends of the names of checkpoints later than the one that a run goes on from.
+_ABANDONED, _DIVERGED = "abandoned", "diverged"
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one directory."""
+    """The checkpoints of a run.
+
+    Attributes:
+        directory: where they are.
+    """
 
     def __init__(self, directory: str, keep: int = 3):
         """Touches no disk.
@@ -52,24 +53,48 @@ class Checkpoints:
             directory: created at the first save.
             keep: number of the newest checkpoints to keep, at least 1.
         """
-        self._directory = directory
+        self.directory = directory
         self._keep = keep
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
 
     @property
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, damaged ones included, in ascending order."""
-        names = os.listdir(self._directory) if os.path.isdir(self._directory) else []
-        return sorted(int(name) for name in names if name.isdigit())
+        """The steps of all checkpoints, damaged ones included, in ascending order.
+
+        Raises:
+            OSError: if the directory cannot be read.
+        """
+
+        def read() -> list[int]:
+            with os.scandir(self.directory) as entries:
+                return sorted(int(entry.name) for entry in entries if _STEP.fullmatch(entry.name) and entry.is_dir())
+
+        try:
+            return patiently(read, self.directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     @property
     def best_steps(self) -> dict[str, list[int]]:
-        """The steps at which each metric was best, which are kept, by metric; read from `best.json`."""
-        try:
+        """The steps at which each metric was best, which are kept, by metric; read from `best.json`.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+
+        def read() -> dict[str, list[int]]:
             with open(self._path(_BEST), encoding="utf-8") as file:
                 return {str(metric): [int(step) for step in steps] for metric, steps in json.load(file).items()}
-        except (OSError, ValueError, AttributeError, TypeError):
+
+        try:
+            return patiently(read, self._path(_BEST))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return {}
+        except (ValueError, AttributeError, TypeError) as error:
+            logging.error(
+                "%s is damaged (%s): the best checkpoints that it listed count as others.", self._path(_BEST), error
+            )
             return {}
 
     def save(
@@ -85,18 +110,14 @@ class Checkpoints:
             step: of the values; an existing checkpoint of this step is replaced.
             values: tensors that will not change.
             notes: a dict that JSON can represent.
-            best_steps: the value of the property once the checkpoint is whole; None keeps the current one.
+            best_steps: by metric, the steps to keep once the checkpoint is whole; those of other metrics stay.
         """
         self._join()
         notes = json.loads(json.dumps(notes))  # a copy, with the checksum of what the file will hold
 
         def write() -> None:
             try:
-                _write(self._path(step), step, values, notes)
-                self._failure = None
-                if best_steps and best_steps != self.best_steps:
-                    self._write_best(best_steps)
-                self._prune()
+                self._write(step, values, notes, best_steps or {})
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
                 logging.error(
@@ -104,6 +125,12 @@ class Checkpoints:
                     step,
                     first_line(error),
                 )
+                return
+            self._failure = None
+            try:
+                self._prune()
+            except Exception as error:
+                logging.warning("Old checkpoints could not be deleted (%s); the next save does it.", first_line(error))
 
         self._writer = threading.Thread(target=write, name="distloop-checkpoint")
         self._writer.start()
@@ -118,41 +145,39 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise OSError(
-                f"The last checkpoint could not be written to {self._directory!r} ({first_line(failure)}): make room "
+                f"The last checkpoint could not be written to {self.directory!r} ({first_line(failure)}): make room "
                 "or give a directory that you may write to, and run the same command again from the one before it."
             ) from failure
 
     def load_newest(self, is_wanted: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
-        """Loads the newest checkpoint that is whole; logs the damaged ones that it passes.
+        """Loads the newest checkpoint that is whole; logs the damaged ones that it passes, and deletes none.
 
         Args:
-            is_wanted: whether to load a checkpoint. Newer ones that are not wanted are renamed to `<step>.diverged`,
-                and deleted after the next save.
+            is_wanted: whether to load a checkpoint.
 
         Returns:
             The checkpoint; None if there is none, or none is wanted.
 
         Raises:
             DamagedError: if there are checkpoints, but none is whole.
+            OSError: if one cannot be read, though it may be whole.
         """
         self._join()
-        self._restore_replaced()
+        put_back(self.directory)
         steps = self.steps
         num_whole = 0
         for step in reversed(steps):
-            path = self._path(step)
             try:
-                saved = load(path)
+                saved = self._load(step)
             except DamagedError as error:
                 logging.error("%s Trying the one before it.", error)
                 continue
             num_whole += 1
             if is_wanted(saved):
                 return saved
-            os.rename(path, f"{path}.diverged")
         if steps and not num_whole:
             raise DamagedError(
-                f"None of the {len(steps)} checkpoints in {self._directory!r} is whole; nothing was restored: give "
+                f"None of the {len(steps)} checkpoints in {self.directory!r} is whole; nothing was restored: give "
                 "another workdir to start anew, or put a copy of one there."
             )
         return None
@@ -162,6 +187,7 @@ class Checkpoints:
 
         Raises:
             DamagedError: if it is missing or damaged.
+            OSError: if it cannot be read.
         """
         path = self._path(step)
         if not os.path.isdir(path):
@@ -169,80 +195,95 @@ class Checkpoints:
                 f"The checkpoint {path!r} is not there, but the chief has it: give a workdir on a disk that all "
                 "workers share."
             )
-        return load(path)
+        return self._load(step)
 
-    def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
-        """Yields each checkpoint that another process writes, until the last one of its run.
-
-        Checkpoints that are deleted before they are read are skipped: the run keeps its newest only.
+    def drop_later(self, step: int) -> None:
+        """Renames the checkpoints of a run that diverged to `<step>.diverged`; the next save deletes them.
 
         Args:
-            done: steps to skip.
-            poll_secs: time between two looks.
-            timeout_secs: the longest time to wait for a checkpoint; 0: without limit.
+            step: of the checkpoint that the run goes back to.
 
         Raises:
-            TimeoutError: if no checkpoint came in that time.
+            OSError: if one cannot be renamed.
         """
-        seen = set(done)
-        last_time = time.monotonic()
-        while True:
-            new = [step for step in self.steps if step not in seen]
-            for step in new:
-                seen.add(step)
-                last_time = time.monotonic()
-                try:
-                    yield load(self._path(step))
-                except DamagedError as error:
-                    if step in self.steps:
-                        logging.error("%s It is skipped.", error)
-            if not new:
-                if self._is_complete():
-                    return
-                if timeout_secs and time.monotonic() - last_time > timeout_secs:
-                    raise TimeoutError(
-                        f"No checkpoint came to {self._directory!r} for {timeout_secs:g} seconds, and the newest is "
-                        "not the last of its run: has that ended? Wait longer with timeout_secs."
-                    )
-                time.sleep(poll_secs)
+        self._rename_later(step, _DIVERGED)
 
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Returns whether the newest checkpoint is the last one of its run."""
         try:
             newest = self.steps[-1]
-            notes = _read_manifest(self._path(newest))["notes"]
+            notes = read_manifest(self._path(newest))["notes"]
         except (IndexError, OSError, ValueError, KeyError):
             return False
         return bool(notes["stop_reason"]) or newest >= notes["until"]
 
     def _path(self, name: int | str) -> str:
-        return os.path.join(self._directory, str(name))
+        return os.path.join(self.directory, str(name))
 
     def _join(self) -> None:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
 
-    def _write_best(self, best_steps: Mapping[str, list[int]]) -> None:
-        path = self._path(_BEST)
-        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump(dict(best_steps), file, indent=1)
+    def _load(self, step: int) -> Saved:
+        saved = load(self._path(step))
+        if saved.step != step:
+            raise DamagedError(f"The checkpoint {saved.path!r} is damaged (it holds step {saved.step}).")
+        return saved
 
-    def _restore_replaced(self) -> None:
-        """Renames back a checkpoint whose process was killed while it replaced it."""
-        for leftover in leftovers(self._directory):
-            if leftover.is_old and not os.path.exists(leftover.target):
-                os.rename(leftover.path, leftover.target)
+    def _write(
+        self,
+        step: int,
+        values: Mapping[str, tf.Tensor],
+        notes: Mapping[str, Any],
+        best_steps: Mapping[str, list[int]],
+    ) -> None:
+        """Writes a checkpoint whole or not at all, and the steps of the best ones that are there."""
+        make_directory(self.directory)
+        remove_leftovers(self.directory)
+        with replacing(self._path(step)) as temporary:
+            write_files(temporary, step, values, notes)
+            self._rename_later(step, _ABANDONED)
+        steps, listed = self.steps, self.best_steps
+        best = {metric: [best for best in list_ if best in steps] for metric, list_ in {**listed, **best_steps}.items()}
+        if best != listed:
+            with replacing(self._path(_BEST)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                json.dump(best, file, indent=1)
+
+    def _rename_later(self, step: int, end: str) -> None:
+        """Renames the checkpoints after a step to `<step>.<end>`, so that no run goes on from them."""
+        later = [later for later in self.steps if later > step]
+        for path in map(self._path, later):  # the newest last: until then a killed process has changed nothing
+            names = itertools.chain([f"{path}.{end}"], (f"{path}.{end}-{i}" for i in itertools.count(2)))
+            os.rename(path, next(name for name in names if not os.path.lexists(name)))
+        if later:
+            sync(self.directory)
+            logging.warning(
+                "The checkpoints of steps %s are renamed to <step>.%s: the run has gone back to an earlier one.",
+                ", ".join(map(str, later)),
+                end,
+            )
 
     def _prune(self) -> None:
-        """Deletes old checkpoints, and temporary files of processes that were killed."""
+        """Deletes all but the newest whole checkpoints and the best, and those of which the run diverged."""
         best = {step for steps in self.best_steps.values() for step in steps}
-        for step in self.steps[: -self._keep]:
-            if step not in best:
-                delete(self._path(step))
-        diverged = [name for name in os.listdir(self._directory) if name.endswith(".diverged")]
-        for path in [*(leftover.path for leftover in leftovers(self._directory)), *map(self._path, diverged)]:
-            remove(path)
+        num_whole = 0
+        for step in reversed(self.steps):
+            if num_whole == self._keep:
+                if step not in best:
+                    delete(self._path(step))
+            elif self._is_whole(step):
+                num_whole += 1
+        for name in os.listdir(self.directory):
+            if re.fullmatch(rf"({_STEP.pattern})\.{_DIVERGED}(-\d+)?", name):
+                delete(self._path(name))
+
+    def _is_whole(self, step: int) -> bool:
+        """Returns whether a checkpoint has its files; the bytes of the values are not read."""
+        try:
+            return bool(patiently(lambda: read_manifest(self._path(step)), self._path(step))["step"] == step)
+        except DamagedError:
+            return False
 
 
 def in_workdir(workdir: str, keep: int = 3) -> Checkpoints:
@@ -255,76 +296,42 @@ def in_workdir(workdir: str, keep: int = 3) -> Checkpoints:
     return Checkpoints(os.path.join(workdir, "checkpoints"), keep)
 
 
-def is_checkpoint(path: str) -> bool:
-    """Returns whether a path is the directory of one checkpoint."""
-    return os.path.exists(os.path.join(path, _MANIFEST))
+def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
+    """Yields each checkpoint that another process writes, until the last one of its run.
 
-
-def load(path: str) -> Saved:
-    """Loads a checkpoint and verifies every byte of it.
+    Checkpoints that are deleted before they are read are skipped: the run keeps its newest only.
 
     Args:
-        path: its directory.
+        checkpoints: of the run.
+        done: steps to skip.
+        poll_secs: time between two looks.
+        timeout_secs: the longest time to wait for a checkpoint; 0: without limit.
 
     Raises:
-        DamagedError: if it differs from what was written.
+        TimeoutError: if no checkpoint came in that time.
+        OSError: if one cannot be read.
     """
-    try:
-        manifest = _read_manifest(path)
-        entries = manifest["entries"]
-        with tf.device(HOST):
-            tensors = tf.raw_ops.RestoreV2(
-                prefix=os.path.join(path, _VARIABLES),
-                tensor_names=list(entries),
-                shape_and_slices=[""] * len(entries),
-                dtypes=[tf.as_dtype(entry["dtype"]) for entry in entries.values()],
-            )
-        return Saved(path, manifest["step"], dict(zip(entries, tensors, strict=True)), manifest["notes"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, tf.errors.OpError) as error:
-        raise DamagedError(f"The checkpoint {path!r} is damaged ({first_line(error)}).") from error
-
-
-def _read_manifest(path: str) -> dict[str, Any]:
-    with open(os.path.join(path, _MANIFEST), "rb") as file:
-        manifest = json.loads(file.read())
-    if manifest.pop("checksum") != _checksum(manifest):
-        raise ValueError(f"{_MANIFEST} was altered")
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"its format is {manifest['format']}, and this version of distloop reads {_FORMAT}")
-    for name, size in manifest["files"].items():
-        actual_size = os.path.getsize(os.path.join(path, name))
-        if actual_size != size:
-            raise ValueError(f"{name} has {actual_size} bytes instead of {size}")
-    return manifest
-
-
-def _write(path: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
-    """Writes a checkpoint whole or not at all."""
-    with replacing(path) as temporary:
-        os.makedirs(temporary)
-        with tf.device(HOST):
-            tf.raw_ops.SaveV2(
-                prefix=os.path.join(temporary, _VARIABLES),
-                tensor_names=list(values),
-                shape_and_slices=[""] * len(values),
-                tensors=list(values.values()),
-            )
-        manifest = {
-            "format": _FORMAT,
-            "step": step,
-            "entries": {name: {"shape": list(v.shape), "dtype": v.dtype.name} for name, v in values.items()},
-            "files": {name: os.path.getsize(os.path.join(temporary, name)) for name in sorted(os.listdir(temporary))},
-            "notes": dict(notes),
-        }
-        with open(os.path.join(temporary, _MANIFEST), "w", encoding="utf-8") as file:
-            file.write(json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1))
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
-    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-    return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
+    seen = set(done)
+    last_time = time.monotonic()
+    while True:
+        new = [step for step in checkpoints.steps if step not in seen]
+        for step in new:
+            seen.add(step)
+            last_time = time.monotonic()
+            try:
+                yield checkpoints.load(step)
+            except (DamagedError, OSError) as error:
+                if step not in checkpoints.steps:
+                    continue
+                if not isinstance(error, DamagedError):
+                    raise
+                logging.error("%s It is skipped.", error)
+        if not new:
+            if checkpoints.is_complete():
+                return
+            if timeout_secs and time.monotonic() - last_time > timeout_secs:
+                raise TimeoutError(
+                    f"No checkpoint came to {checkpoints.directory!r} for {timeout_secs:g} seconds, and the newest is "
+                    "not the last of its run: has that ended? Wait longer with timeout_secs."
+                )
+            time.sleep(poll_secs)

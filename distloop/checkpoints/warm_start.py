@@ -17,7 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.checkpoints.store import first_line, in_workdir, is_checkpoint, load
+from distloop.checkpoints.checkpoint import first_line, is_checkpoint, load
+from distloop.checkpoints.store import in_workdir
 from distloop.training.state import TrainState
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 

@@ -1,6 +1,6 @@
 """The store: a checkpoint is whole or absent, verified, and deleted only when its successor is whole."""
 
-import json
+import errno
 import os
 import shutil
 import threading
@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.checkpoints import store
-from distloop.checkpoints.store import Checkpoints, DamagedError, load
+from distloop.checkpoints import checkpoint, store
+from distloop.checkpoints.checkpoint import DamagedError, load
+from distloop.checkpoints.store import Checkpoints
+
+DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
 
 
 def values_of(step):
@@ -37,25 +40,12 @@ def test_a_saved_checkpoint_is_loaded(tmp_path):
         np.testing.assert_array_equal(saved.values[name].numpy(), value.numpy())
 
 
-def test_tensorflow_reads_a_checkpoint_by_name(tmp_path):
-    save(tmp_path, 7)
-    reader = tf.train.load_checkpoint(str(tmp_path / "7" / "variables"))
-    np.testing.assert_array_equal(reader.get_tensor("model/kernel"), np.full([3, 4], 7.0))
-
-
-def test_the_manifest_holds_shapes_and_dtypes(tmp_path):
-    save(tmp_path, 7)
-    manifest = json.loads((tmp_path / "7" / "manifest.json").read_text())
-    assert manifest["entries"]["model/kernel"] == {"shape": [3, 4], "dtype": "float32"}
-    assert set(manifest["files"]) == {"variables.index", "variables.data-00000-of-00001"}
-
-
 def test_an_empty_store_loads_nothing(tmp_path):
     assert Checkpoints(str(tmp_path / "none")).load_newest() is None
 
 
 def test_the_newest_are_kept(tmp_path):
-    assert save(tmp_path, 1, 2, 10, 9, keep=2).steps == [9, 10]
+    assert save(tmp_path, 1, 2, 9, 10, keep=2).steps == [9, 10]
     assert sorted(os.listdir(tmp_path)) == ["10", "9"]
 
 
@@ -86,14 +76,14 @@ def test_a_save_that_failed_is_forgotten_when_the_next_one_succeeds(tmp_path, mo
 
 def test_notes_that_change_while_they_are_written_are_saved_as_they_were(tmp_path, monkeypatch):
     started, changed = threading.Event(), threading.Event()
-    write = store._write
+    write = store.write_files
 
     def write_late(*arguments):
         started.set()
         assert changed.wait(10)
         write(*arguments)
 
-    monkeypatch.setattr(store, "_write", write_late)
+    monkeypatch.setattr(store, "write_files", write_late)
     notes = {"counts": {10: 1, 9: 2}}
     kept = Checkpoints(str(tmp_path))
     kept.save(5, values_of(1), notes)
@@ -129,95 +119,15 @@ def test_leftovers_of_a_killed_process_are_removed_by_the_next_save(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["5", "7"]
 
 
-DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
-
-
-def truncate(part):
-    def damage(path):
-        size = os.path.getsize(path)
-        with open(path, "r+b") as file:
-            file.truncate(int(size * part))
-
-    return damage
-
-
-def flip(place):
-    def damage(path):
-        with open(path, "r+b") as file:
-            file.seek(int((os.path.getsize(path) - 1) * place))
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 0x10]))
-
-    return damage
-
-
-def append(path):
-    with open(path, "ab") as file:
-        file.write(b"more")
-
-
-def fill(content):
-    def damage(path):
-        with open(path, "wb") as file:
-            file.write(content)
-
-    return damage
-
-
-def edit(**changes):
-    def damage(path):
-        with open(path) as file:
-            manifest = json.load(file)
-        with open(path, "w") as file:
-            json.dump({**manifest, **changes}, file)
-
-    return damage
-
-
-def make_directory(path):
-    os.remove(path)
-    os.mkdir(path)
-
-
-def zero(path):
-    with open(path, "r+b") as file:
-        file.write(bytes(os.path.getsize(path)))
-
-
-DAMAGES = {
-    **{f"{file} missing": (file, os.remove) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} empty": (file, truncate(0)) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} half": (file, truncate(0.5)) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} but its end": (file, truncate(0.98)) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} with more": (file, append) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} a directory": (file, make_directory) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} zeroed": (file, zero) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} flipped at {place}": (file, flip(place)) for file in (DATA, MANIFEST) for place in (0, 0.3, 0.6, 1)},
-    "index flipped at its start": (INDEX, flip(0)),
-    "index flipped at its end": (INDEX, flip(1)),
-    "manifest no JSON": (MANIFEST, fill(b"{")),
-    "manifest no object": (MANIFEST, fill(b"[1, 2]")),
-    "manifest no text": (MANIFEST, fill(bytes(range(256)))),
-    "manifest without entries": (MANIFEST, edit(entries={})),
-    "manifest of another step": (MANIFEST, edit(step=3)),
-    "manifest of another format": (MANIFEST, edit(format=99)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_logged_and_the_previous_one_loaded(damage, tmp_path, caplog):
+@pytest.mark.parametrize("file", [DATA, INDEX, MANIFEST])
+def test_a_damaged_checkpoint_is_logged_and_the_previous_one_loaded(file, tmp_path, caplog):
     kept = save(tmp_path, 4, 5)
-    file, do = DAMAGES[damage]
-    do(str(tmp_path / "5" / file))
+    os.remove(tmp_path / "5" / file)
     saved = kept.load_newest()
     assert saved.step == 4
     np.testing.assert_array_equal(saved.values["model/kernel"].numpy(), values_of(4)["model/kernel"].numpy())
     assert f"The checkpoint '{tmp_path / '5'}' is damaged" in caplog.text
     assert kept.steps == [4, 5]  # nothing is deleted
-    with pytest.raises(DamagedError) as caught:
-        load(str(tmp_path / "5"))
-    assert "\n" not in str(caught.value)
 
 
 def test_if_all_are_damaged_it_is_an_error(tmp_path):
@@ -226,3 +136,194 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
         os.remove(tmp_path / step / DATA)
     with pytest.raises(DamagedError, match="None of the 2 checkpoints .* is whole; nothing was restored"):
         kept.load_newest()
+
+
+# Errors of the disk -------------------------------------------------------------------------------------------------
+
+
+def fail_once_in(monkeypatch, name, error, after=0):
+    """Makes the call of a function of `os` fail, once."""
+    real, calls = getattr(os, name), []
+
+    def failing(*arguments, **settings):
+        calls.append(arguments)
+        if len(calls) == after + 1:
+            raise error
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
+    kept = save(tmp_path, 4)
+    monkeypatch.setattr(checkpoint, "_PAUSES_SECS", (0,))
+    fail_once_in(monkeypatch, "scandir", OSError(errno.EIO, "Input/output error"))
+    assert kept.steps == [4]
+    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="cannot be read .*Input/output error"):
+        kept.load_newest()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_neither_passed_nor_deleted(tmp_path, monkeypatch, caplog):
+    kept = save(tmp_path, 4, 5, keep=1)
+    monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
+    monkeypatch.setattr(tf.raw_ops, "RestoreV2", lambda **_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many")))
+    with pytest.raises(OSError, match="cannot be read"):
+        kept.load_newest()
+    monkeypatch.undo()
+    assert kept.load_newest().step == 5
+
+    monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
+    monkeypatch.setattr(os.path, "getsize", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale handle")))
+    with pytest.raises(OSError, match="cannot be read"):
+        kept._prune()
+    assert kept.steps == [5]
+
+
+def test_the_best_stay_if_their_list_cannot_be_read(tmp_path, monkeypatch, caplog):
+    kept = Checkpoints(str(tmp_path), keep=1)
+    for step in (1, 2):
+        kept.save(step, values_of(step), {}, {"score": [1]})
+        kept.wait()
+    assert kept.steps == [1, 2]
+    monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
+    real = open
+    monkeypatch.setattr(
+        "builtins.open",
+        lambda path, *a, **k: (
+            (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many"))
+            if "best.json" in str(path)
+            else real(path, *a, **k)
+        ),
+    )
+    kept.save(3, values_of(3), {})
+    with pytest.raises(OSError, match="Too many"):
+        kept.wait()
+    monkeypatch.undo()
+    assert kept.steps == [1, 2, 3] and kept.best_steps == {"score": [1]}
+
+
+def test_old_checkpoints_that_cannot_be_deleted_fail_no_save(tmp_path, monkeypatch, caplog):
+    kept = save(tmp_path, 4, keep=1)
+    real = os.rename
+    monkeypatch.setattr(
+        os,
+        "rename",
+        lambda source, target: (
+            (_ for _ in ()).throw(OSError(errno.EIO, "No")) if source.endswith("/4") else real(source, target)
+        ),
+    )
+    kept.save(5, values_of(5), {})
+    kept.wait()
+    assert kept.steps == [4, 5] and "Old checkpoints could not be deleted" in caplog.text
+    monkeypatch.undo()
+    assert save(tmp_path, 6, keep=1).steps == [6]
+
+
+# Going back ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_run_that_went_back_goes_on_from_its_own_checkpoint(keep, tmp_path, caplog):
+    save(tmp_path, 300, 400, 500, 600)
+    kept = save(tmp_path, 350, keep=keep)
+    assert kept.load_newest().step == 350 and kept.steps == ([300, 350] if keep == 3 else [350])
+    assert "The checkpoints of steps 400, 500, 600 are renamed to <step>.abandoned" in caplog.text
+    assert load(str(tmp_path / "600.abandoned")).step == 600  # nothing that a user has is lost
+    assert save(tmp_path, 400, 500, keep=keep).load_newest().step == 500
+    save(tmp_path, 390, keep=keep)
+    assert {"400.abandoned", "500.abandoned", "500.abandoned-2"} <= set(os.listdir(tmp_path))
+
+
+def test_a_save_that_fails_before_it_is_written_renames_nothing(tmp_path, monkeypatch):
+    kept = save(tmp_path, 300, 400)
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    kept.save(350, values_of(350), {})
+    with pytest.raises(OSError, match="No space left"):
+        kept.wait()
+    assert kept.steps == [300, 400]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_ones_do_not_count_among_the_newest(keep, tmp_path):
+    save(tmp_path, 300, 400, 500)
+    for step in (400, 500):
+        os.remove(tmp_path / str(step) / DATA)
+    kept = save(tmp_path, 450, keep=keep)
+    assert kept.load_newest().step == 450
+    assert kept.steps == ([450] if keep == 1 else [300, 400, 450])
+
+
+def test_what_is_not_named_as_a_step_is_no_checkpoint(tmp_path):
+    for name in ("0900", "\u00b2", "\u0663", "-1", "1_0", " 5", "5.copy", "9" * 30):
+        shutil.copytree(tmp_path / "4", tmp_path / name) if (tmp_path / "4").exists() else (tmp_path / name).mkdir()
+    (tmp_path / "901").write_text("a file")
+    names = set(os.listdir(tmp_path))
+    kept = save(tmp_path, 0, 4, 5, keep=2)
+    assert kept.steps == [4, 5] and kept.load_newest().step == 5
+    assert set(os.listdir(tmp_path)) == names | {"4", "5"}
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path, caplog):
+    kept = save(tmp_path, 4, 5)
+    os.rename(tmp_path / "4", tmp_path / "6")
+    assert kept.load_newest().step == 5 and "it holds step 4" in caplog.text
+
+
+def test_a_run_that_diverged_renames_the_later_ones_until_the_next_save(tmp_path):
+    kept = save(tmp_path, 10, 20, 30)
+    (tmp_path / "30.diverged").mkdir()  # left by a process that was killed
+    (tmp_path / "30.diverged" / "file").touch()
+    kept.drop_later(10)
+    assert sorted(os.listdir(tmp_path)) == ["10", "20.diverged", "30.diverged", "30.diverged-2"]
+    assert save(tmp_path, 15).steps == [10, 15] and sorted(os.listdir(tmp_path)) == ["10", "15"]
+
+
+def test_if_no_checkpoint_is_wanted_all_keep_their_names(tmp_path):
+    kept = save(tmp_path, 10, 20)
+    assert kept.load_newest(lambda saved: False) is None
+    assert sorted(os.listdir(tmp_path)) == ["10", "20"]
+
+
+def test_best_steps_that_were_left_behind_are_not_listed(tmp_path):
+    kept = Checkpoints(str(tmp_path))
+    for step in (300, 400):
+        kept.save(step, values_of(step), {}, {"score": [step], "other": [300]})
+        kept.wait()
+    kept.save(350, values_of(350), {})
+    kept.wait()
+    assert kept.best_steps == {"score": [], "other": [300]}
+
+
+# Leftovers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_deleted_checkpoint_never_comes_back(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """What nothing catches."""
+
+    def die(*_, **__):
+        raise Killed
+
+    kept = save(tmp_path, 4, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        patch.setattr("threading.excepthook", lambda _: None)
+        kept.save(5, values_of(5), {})
+        kept._join()
+    for name in os.listdir(tmp_path):
+        assert not name.endswith(".old")  # its deletion has begun
+    shutil.rmtree(tmp_path / "5")
+    assert kept.load_newest().step == 4
+
+
+@pytest.mark.parametrize("kind", ["tmp", "old"])
+def test_a_process_with_the_same_number_saves_where_another_was_killed(kind, tmp_path):
+    shutil.copytree(save(tmp_path, 5).load_newest().path, tmp_path / f"5.{os.getpid()}.{kind}")
+    assert save(tmp_path, 6, keep=1).steps == [6] and os.listdir(tmp_path) == ["6"]
+
+
+def test_temporary_names_of_a_process_that_runs_stay(tmp_path):
+    (tmp_path / f"5.{os.getppid()}.tmp").mkdir()
+    save(tmp_path, 6)
+    assert sorted(os.listdir(tmp_path)) == [f"5.{os.getppid()}.tmp", "6"]

@@ -53,13 +53,13 @@ PROGRAM = """
             time.sleep(0.2)
     act.every = 1
 
-    sync, calls = atomic_files._sync, []
+    sync, calls = atomic_files.sync, []
     def dying_sync(path):  # in the middle of a save
         calls.append(path)
         if how == "SAVE" and len(calls) == when:
             os.kill(os.getpid(), signal.SIGKILL)
         sync(path)
-    atomic_files._sync = dying_sync
+    atomic_files.sync = dying_sync
 
     data = distloop.make_dataset(problems.classification(67), 16, shuffle=True)
     trainer = distloop.Trainer(model_fn, config)

@@ -1,0 +1,204 @@
+"""One checkpoint: a directory that is loaded only if it is, byte for byte, what was written.
+
+    write_files("run/checkpoints/500.tmp", 500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})
+    saved = load("run/checkpoints/500")                                             # Saved(path, step, values, notes)
+
+It holds `manifest.json`, and `variables.index` and `variables.data-*` in TensorFlow's own format, which
+`tf.train.load_checkpoint(".../variables")` reads by name. The manifest has a checksum of itself and one of the index,
+and the index has a CRC of each tensor, which TensorFlow compares; so values never load under another step's manifest.
+
+Damage is what was read and is not what was written. An error of the disk or of the process (no descriptors left, a
+stale handle of NFS, no permission, no memory) says nothing about the checkpoint, and is never taken for damage.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import tensorflow as tf
+
+from distloop.distributed.devices import HOST
+
+_FORMAT = 2  # format 1 has no checksum of the index
+_MANIFEST, _VARIABLES = "manifest.json", "variables"
+_INDEX = f"{_VARIABLES}.index"
+_PAUSES_SECS = (0.1, 1.0)  # before a read that failed is tried again
+# What an operating system says of files that are not there, and TensorFlow of content that it cannot read.
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_DAMAGE = (tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError)
+_T = TypeVar("_T")
+
+
+class Saved(NamedTuple):
+    """The contents of a checkpoint."""
+
+    path: str
+    step: int
+    values: dict[str, tf.Tensor]
+    notes: dict[str, Any]
+
+
+class DamagedError(ValueError):
+    """A checkpoint is missing or differs from what was written; the message says how."""
+
+
+def is_checkpoint(path: str) -> bool:
+    """Returns whether a path is the directory of one checkpoint."""
+    return os.path.exists(os.path.join(path, _MANIFEST))
+
+
+def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
+    """Writes the files of a checkpoint.
+
+    Args:
+        directory: is created.
+        step: of the values.
+        values: tensors that will not change.
+        notes: a dict that JSON can represent.
+    """
+    os.mkdir(directory)
+    with tf.device(HOST):
+        tf.raw_ops.SaveV2(
+            prefix=os.path.join(directory, _VARIABLES),
+            tensor_names=list(values),
+            shape_and_slices=[""] * len(values),
+            tensors=list(values.values()),
+        )
+    manifest = {
+        "format": _FORMAT,
+        "step": step,
+        "entries": {name: {"shape": list(v.shape), "dtype": v.dtype.name} for name, v in values.items()},
+        "files": {name: os.path.getsize(os.path.join(directory, name)) for name in sorted(os.listdir(directory))},
+        "index": _index_checksum(directory),
+        "notes": dict(notes),
+    }
+    with open(os.path.join(directory, _MANIFEST), "w", encoding="utf-8") as file:
+        file.write(json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1))
+
+
+def load(path: str) -> Saved:
+    """Loads a checkpoint and verifies every byte of it.
+
+    Args:
+        path: its directory.
+
+    Raises:
+        DamagedError: if it differs from what was written.
+        ValueError: if a newer version of distloop wrote it.
+        OSError: if it cannot be read, though it may be whole.
+    """
+
+    def read() -> Saved:
+        manifest = read_manifest(path)
+        entries = manifest["entries"]
+        with tf.device(HOST):
+            tensors = tf.raw_ops.RestoreV2(
+                prefix=os.path.join(path, _VARIABLES),
+                tensor_names=list(entries),
+                shape_and_slices=[""] * len(entries),
+                dtypes=[tf.as_dtype(entry["dtype"]) for entry in entries.values()],
+            )
+        return Saved(path, manifest["step"], dict(zip(entries, tensors, strict=True)), manifest["notes"])
+
+    try:
+        return patiently(read, path)
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def read_manifest(path: str) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint after comparing the sizes of its files and its index with it.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        DamagedError: if they differ, or a file is missing.
+        ValueError: if a newer version of distloop wrote it.
+        OSError: if a file cannot be read.
+    """
+    try:
+        with open(os.path.join(path, _MANIFEST), "rb") as file:
+            manifest: dict[str, Any] = json.loads(file.read())
+        if manifest.pop("checksum") != _checksum(manifest):
+            raise ValueError(f"{_MANIFEST} was altered")
+        for name, size in manifest["files"].items():
+            actual_size = os.path.getsize(os.path.join(path, name))
+            if actual_size != size:
+                raise ValueError(f"{name} has {actual_size} bytes instead of {size}")
+        if manifest["format"] == _FORMAT and manifest["index"] != _index_checksum(path):
+            raise ValueError(f"{_INDEX} is not the one that was written")
+    except (*_MISSING, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    if manifest["format"] > _FORMAT:
+        raise ValueError(
+            f"The checkpoint {path!r} has format {manifest['format']}, and this version of distloop reads up to "
+            f"{_FORMAT}: install the version that wrote it, or give another workdir."
+        )
+    return manifest
+
+
+def patiently(read: Callable[[], _T], path: str) -> _T:
+    """Returns what a function reads from a path; tries again shortly after an error that may pass.
+
+    Files that are missing and damage in the manifest are raised at once. What TensorFlow takes for damage is tried
+    again too: it may have been unable to read.
+
+    Args:
+        read: reads files below the path.
+        path: a file or directory, for the message.
+
+    Raises:
+        OSError: if it still cannot read.
+    """
+    for pause in (*_PAUSES_SECS, None):
+        try:
+            return read()
+        except _MISSING:
+            raise
+        except (OSError, tf.errors.OpError) as error:
+            is_damage = isinstance(error, _DAMAGE) and _is_readable(path)
+            if pause is not None:
+                time.sleep(0 if is_damage else pause)
+                continue
+            if is_damage:
+                raise
+            raise OSError(
+                f"{path!r} cannot be read ({first_line(error)}), which says nothing about what it holds: nothing was "
+                "restored or deleted. Run the same command again when the disk can be read."
+            ) from error
+    raise AssertionError
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
+    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
+
+
+def _damaged(path: str, error: Exception) -> DamagedError:
+    return DamagedError(f"The checkpoint {path!r} is damaged ({first_line(error)}).")
+
+
+def _is_readable(directory: str) -> bool:
+    """Returns whether every byte of the files in a directory can be read."""
+    try:
+        for name in os.listdir(directory):
+            with open(os.path.join(directory, name), "rb", buffering=0) as file:
+                while file.read(1 << 22):
+                    pass
+    except OSError as error:
+        return isinstance(error, _MISSING)
+    return True
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _index_checksum(directory: str) -> str:
+    with open(os.path.join(directory, _INDEX), "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
