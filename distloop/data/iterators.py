@@ -5,6 +5,8 @@
 Deleting an iterator waits for the thread of tf.data that tunes it. That thread sleeps twice as long each time, up to a
 minute, and its wake-up call can come too early: of 60 plain iterators 8 seconds old, 4 took from 2 to 41 seconds to
 delete. Those of a dataset distributed over several devices always wait for the whole sleep. So threads delete them.
+Until then each holds 17 threads and 2 MB on two devices, so a new one waits where very many have ended and are not yet
+deleted.
 """
 
 import atexit
@@ -17,8 +19,12 @@ from typing import Any
 
 _RELEASE_SECS = 0.2  # after which the caller has released every part of a deleted iterator
 _EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
+_MOST_ENDED = 50  # iterators that are not yet deleted
+_ROOM_SECS = 60.0  # the longest that a new one waits for a deletion
 
-_ended: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+_ended: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()  # when each ended, and its parts
+_changed = threading.Condition()
+_num_deleting = 0  # taken from `_ended` and not yet deleted
 _is_exiting = threading.Event()
 
 
@@ -29,10 +35,16 @@ def iterate(dataset: Any) -> Any:
         dataset: a `tf.data.Dataset`, or a distributed one.
     """
     _start_thread()
+    with _changed:
+        _changed.wait_for(lambda: _ended.qsize() + _num_deleting < _MOST_ENDED or _is_exiting.is_set(), _ROOM_SECS)
     iterator = iter(dataset)
     parts = getattr(iterator, "_iterators", None)  # one per worker, if the dataset is distributed
-    weakref.finalize(iterator, _ended.put, list(parts) if parts else [iterator._iterator_resource])
+    weakref.finalize(iterator, _end, list(parts) if parts else [iterator._iterator_resource])
     return iterator
+
+
+def _end(parts: list[Any]) -> None:
+    _ended.put((time.monotonic(), parts))
 
 
 @functools.cache
@@ -42,15 +54,26 @@ def _start_thread() -> None:
 
 
 def _delete_ended() -> None:
+    global _num_deleting
     kept: list[list[Any]] = []
     while True:
-        parts = _ended.get()
-        time.sleep(_RELEASE_SECS)
+        ended_at, parts = _ended.get()
+        with _changed:
+            _num_deleting += 1
+        time.sleep(max(0.0, ended_at + _RELEASE_SECS - time.monotonic()))
         if _is_exiting.is_set():
             kept.append(parts)
         else:
-            threading.Thread(target=parts.clear, name="distloop-iterator", daemon=True).start()
+            threading.Thread(target=_delete, args=[parts], name="distloop-iterator", daemon=True).start()
         del parts
+
+
+def _delete(parts: list[Any]) -> None:
+    global _num_deleting
+    parts.clear()
+    with _changed:
+        _num_deleting -= 1
+        _changed.notify_all()
 
 
 def _finish() -> None:

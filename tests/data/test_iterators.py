@@ -42,10 +42,48 @@ def test_an_iterator_is_deleted_in_a_thread_of_its_own(parts_name):
     assert not deleted
     del iterator
     assert not deleted
-    deadline = time.monotonic() + 10
-    while not deleted and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: deleted)
     assert deleted == ["distloop-iterator"]
+
+
+def until(is_done, secs=10):
+    deadline = time.monotonic() + secs
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_done()
+
+
+def test_iterators_that_end_together_are_deleted_together():
+    deleted = []
+    alive = [iterate(Data(deleted, "_iterator_resource")) for _ in range(20)]
+    began = time.monotonic()
+    alive.clear()
+    until(lambda: len(deleted) == 20)
+    assert time.monotonic() - began < 10 * iterators._RELEASE_SECS  # one after the other took 20 times as long
+
+
+def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatch):
+    monkeypatch.setattr(iterators, "_MOST_ENDED", 3)
+    until(lambda: not iterators._num_deleting)
+    is_slow, made = threading.Event(), []
+
+    class Stuck(list):
+        def append(self, name):
+            is_slow.wait(10)
+
+    def evaluate():
+        for _ in range(10):
+            made.append(None)
+            iterate(Data(Stuck(), "_iterator_resource"))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    time.sleep(2 * iterators._RELEASE_SECS)
+    assert len(made) == 4  # the last one waits
+    is_slow.set()
+    thread.join(10)
+    assert len(made) == 10
+    until(lambda: not iterators._num_deleting)
 
 
 def test_the_parts_of_tensorflow_iterators_are_found():
