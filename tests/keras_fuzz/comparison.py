@@ -9,7 +9,6 @@ What Keras and distloop define otherwise, as the documents say, is computed by d
 """
 
 import collections
-import copy
 import dataclasses
 import re
 import traceback
@@ -58,9 +57,11 @@ class ByWeights(keras.losses.Loss):
 
     def sides(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Returns both sides of the division, as Keras's own reduction sums values and ones."""
-        total = copy.copy(compile_utils.get_loss(self.loss, y_true, y_pred))
-        total.reduction = "sum"
-        ones, call = copy.copy(total), total.call
+        loss = compile_utils.get_loss(self.loss, y_true, y_pred)
+        total, ones = (object.__new__(type(loss)) for _ in range(2))  # copy.copy forgets the delta of Huber
+        for duplicate in (total, ones):
+            duplicate.__dict__.update(vars(loss), reduction="sum")
+        call = total.call
 
         def call_with_ones(y_true: Any, y_pred: Any) -> Any:
             values = call(y_true, y_pred)
