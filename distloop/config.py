@@ -194,7 +194,8 @@ class Config:
     hang_timeout: float = setting(
         FAILURES,
         600.0,
-        "Seconds without a heartbeat of a worker, or within one step, after which the others give up; 0: no limit.",
+        "Seconds without a heartbeat of a worker, or within one step, after which the others give up; three times as "
+        "many without a byte end a process that saves; 0: no limit.",
     )
 
     audit: bool = setting(

@@ -201,8 +201,9 @@ class Fit:
         return [*actions, write, *([Save(saves, self.config.checkpoint_every)] if saves else [])]
 
     def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
-        write.flush()  # a run that resumes from this checkpoint finds all rows up to it
-        self.checkpoints.save(report, best_steps)
+        with self.checkpoints.disk_watch.over("saving"):
+            write.flush()  # a run that resumes from this checkpoint finds all rows up to it
+            self.checkpoints.save(report, best_steps)
 
     def _open_writers(self) -> list[Any]:
         if not self._is_chief:

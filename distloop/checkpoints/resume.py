@@ -19,6 +19,7 @@ import tensorflow as tf
 from distloop.actions import action_state
 from distloop.actions.action import Action, Report
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
+from distloop.checkpoints.disk_watch import DiskWatch
 from distloop.checkpoints.rollback import Rollback
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
@@ -37,6 +38,7 @@ class RunCheckpoints:
 
     Attributes:
         is_new: whether the run has neither trained nor restored a checkpoint.
+        disk_watch: ends the process when the disk no longer answers.
     """
 
     def __init__(self, state: TrainState, config: Config):
@@ -49,7 +51,12 @@ class RunCheckpoints:
         self._state = state
         self._saved_state = SavedState(state)
         self._config = config
-        self._checkpoints = in_workdir(config.workdir, config.keep_checkpoints) if config.workdir else None
+        heartbeat = workers.heartbeat_of(state.strategy)
+        fail = heartbeat.fail if heartbeat is not None else lambda _: None
+        self.disk_watch = DiskWatch(os.path.join(config.workdir, "checkpoints"), config.hang_timeout, fail)
+        self._checkpoints = (
+            in_workdir(config.workdir, config.keep_checkpoints, self.disk_watch.over) if config.workdir else None
+        )
         self._is_chief = workers.is_chief(state.strategy)
         self.is_new = True
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state

@@ -10,6 +10,7 @@ disk, so it is whole or absent. The one that was saved last has the largest step
 back, are renamed before. This module does not know what the values mean; see `checkpoint` for the files.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -38,6 +39,8 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 # Ends of the names of checkpoints later than the one that a run goes on from.
 _ABANDONED, _DIVERGED = "abandoned", "diverged"
 
+Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
+
 
 class Checkpoints:
     """The checkpoints of a run.
@@ -46,15 +49,17 @@ class Checkpoints:
         directory: where they are.
     """
 
-    def __init__(self, directory: str, keep: int = 3):
+    def __init__(self, directory: str, keep: int = 3, watch: Watch = contextlib.nullcontext):
         """Touches no disk.
 
         Args:
             directory: created at the first save.
             keep: number of the newest checkpoints to keep, at least 1.
+            watch: called with what is done to the disk; its context is entered meanwhile.
         """
         self.directory = directory
         self._keep = keep
+        self._watch = watch
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
 
@@ -117,7 +122,8 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                self._write(step, values, notes, best_steps or {})
+                with self._watch(f"saving the checkpoint of step {step}"):
+                    self._write(step, values, notes, best_steps or {})
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
                 logging.error(
@@ -128,7 +134,8 @@ class Checkpoints:
                 return
             self._failure = None
             try:
-                self._prune()
+                with self._watch("deleting old checkpoints"):
+                    self._prune()
             except Exception as error:
                 logging.warning("Old checkpoints could not be deleted (%s); the next save does it.", first_line(error))
 
@@ -286,14 +293,15 @@ class Checkpoints:
             return False
 
 
-def in_workdir(workdir: str, keep: int = 3) -> Checkpoints:
+def in_workdir(workdir: str, keep: int = 3, watch: Watch = contextlib.nullcontext) -> Checkpoints:
     """Returns the checkpoints of a run.
 
     Args:
         workdir: of the run.
         keep: as for `Checkpoints`.
+        watch: as for `Checkpoints`.
     """
-    return Checkpoints(os.path.join(workdir, "checkpoints"), keep)
+    return Checkpoints(os.path.join(workdir, "checkpoints"), keep, watch)
 
 
 def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
