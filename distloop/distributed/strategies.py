@@ -22,6 +22,7 @@ from distloop.distributed.liveness import JOINING
 from distloop.flags import facts, secret_names
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
+_TENSORFLOW_SILENCE_SECS, _NO_LIMIT_SECS = 10.0, 86_400.0
 _SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it
 
 
@@ -212,9 +213,15 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
     if config.num_stages > 1:  # one replica runs all stages
         count = 1
+    # The heartbeat ends the run before TensorFlow does, and knows whom to name.
+    silence_secs = max(_TENSORFLOW_SILENCE_SECS, 2 * config.hang_timeout) if config.hang_timeout else _NO_LIMIT_SECS
     heartbeat.phase = JOINING
     try:
-        with tensorflow_internals.local_devices(device_type, count), tensorflow_internals.joining_without_gil():
+        with (
+            tensorflow_internals.local_devices(device_type, count),
+            tensorflow_internals.silence_allowed(silence_secs),
+            tensorflow_internals.joining_without_gil(),
+        ):
             # No CommunicationOptions(timeout_seconds=...): for each collective TensorFlow starts a thread that sleeps
             # for so long, 14,000 of them after 25 seconds of a small model. The heartbeat notices a hanging worker.
             strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)

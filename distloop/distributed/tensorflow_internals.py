@@ -5,6 +5,7 @@ A new version of TensorFlow is checked here first. It does not know distloop's s
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,18 @@ def local_devices(device_type: str, count: int) -> Iterator[None]:
         yield
     finally:
         extended._initialize_local_devices = original
+
+
+@contextlib.contextmanager
+def silence_allowed(secs: float) -> Iterator[None]:
+    """Lets workers of a strategy that is created inside be silent for `secs`; TensorFlow ends all of them after ten."""
+    eager = context.context()
+    configure = eager.configure_coordination_service
+    eager.configure_coordination_service = functools.partial(configure, heartbeat_timeout_in_ms=round(secs * 1000))
+    try:
+        yield
+    finally:
+        del eager.configure_coordination_service  # that of the class shows again
 
 
 @contextlib.contextmanager

@@ -24,6 +24,18 @@ def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
         assert pywrap_tfe.TFE_EnableCollectiveOps is original
 
 
+def test_workers_may_be_silent_for_longer_than_tensorflow_allows(monkeypatch):
+    from tensorflow.python.eager import context
+
+    eager = context.context()
+    monkeypatch.setattr(eager, "_coordination_service_config", None)
+    with tensorflow_internals.silence_allowed(1200.0):
+        eager.configure_coordination_service(service_type="standalone", service_leader="/job:worker/task:0")
+    assert eager.coordination_service.heartbeat_timeout_in_ms == 1_200_000
+    eager.configure_coordination_service(service_type="standalone")
+    assert eager.coordination_service.heartbeat_timeout_in_ms == 0
+
+
 def test_synchronized_batch_normalization_is_traced_without_walks_through_the_graph(monkeypatch):
     walks = []
 
