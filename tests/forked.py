@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer"])
@@ -74,21 +75,26 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> 
 
 
 def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str]) -> None:
-    """Runs the program in this process."""
+    """Runs the program in this process, with its output in files."""
     for path, number in ((stdout, 1), (stderr, 2)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    become(arguments, env)
+
+
+def become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """Runs a program in this process as `python` would, but for its last exit code; see `end_as`."""
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     os.environ.clear()
     os.environ.update(env)
     try:
         if arguments[0] == "-m":
-            sys.argv = arguments[1:]
+            sys.argv = list(arguments[1:])
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(arguments[0]))
-            sys.argv = arguments
+            sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
     except Exception:  # as the interpreter does, and not as multiprocessing would
         sys.excepthook(*sys.exc_info())
@@ -97,3 +103,15 @@ def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str])
         threading._shutdown()  # waits for threads
         atexit._run_exitfuncs()
         sys.stdout.flush()
+
+
+def end_as(run: Callable[[], None]) -> NoReturn:
+    """Calls a function and ends this process, a plain fork, with the exit code of its `SystemExit`."""
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+    finally:
+        os._exit(code)

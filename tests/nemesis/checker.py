@@ -1,0 +1,279 @@
+"""The checker: which invariants the log of a round breaks; pure functions of events.
+
+    violations = check(plan, events, outputs, reference)         # [Violation("I2", "..."), ...]
+
+I1  The run ends, bit for bit as the one without faults, and in its history every batch was trained once.
+I2  A step that was said to be saved is never lost.
+I3  One process writes at a time.
+I4  After a failure all processes end within a bound, with the right code and the right name; without one, none ends.
+I5  Nothing is left over.
+
+The history of a run is what its last checkpoint contains: of each life the steps up to the one from which the next life
+went on.
+"""
+
+import collections
+import itertools
+import json
+import re
+from typing import NamedTuple
+
+from tests.nemesis import faults
+from tests.nemesis.setting import BATCH_SIZE, ROWS, STEPS
+
+_REFUSAL = r"workdir|port \d+ is taken|did not come within"  # what a second start may say
+
+
+class Violation(NamedTuple):
+    """An invariant that is broken."""
+
+    invariant: str
+    text: str
+
+
+def check(plan, events, outputs, reference):
+    """Returns the violations of a round.
+
+    Args:
+        plan: of the round.
+        events: of the round, in order.
+        outputs: what the commands printed, by life.
+        reference: events of an undisturbed run with as many workers.
+    """
+    return [
+        *check_history(events, reference),
+        *check_rows(events, reference),
+        *check_saved(events),
+        *check_writers(events),
+        *check_ends(plan, events, outputs),
+        *check_leftovers(events),
+    ]
+
+
+def is_finished(events):
+    """Returns whether all commands of the newest life have ended with code 0."""
+    ends = [event for event in events if event["event"] == "end"]
+    return bool(ends) and all(event["code"] == 0 for event in ends if event["life"] == ends[-1]["life"])
+
+
+def check_history(events, reference):
+    """Checks that the run ended, and that each step of it trained the batch and made the weights of the reference."""
+    expected = {(e["worker"], e["step"]): e for e in _named(reference, "step")}
+    violations = []
+    for event in _named(events, "step"):
+        step = expected.get((event["worker"], event["step"]))
+        for name in ("ids", "digest"):
+            if step is None or event[name] != step[name]:
+                violations.append(Violation("I1", f"{name} of {_place(event)} differs: {event[name]}"))
+    begins = {0: {}} | {step: {"digest": e["digest"]} for (worker, step), e in expected.items() if worker == 0}
+    for event in _of_chief(_named(events, "going on")):
+        digest = begins.get(event["step"], {}).get("digest", event["digest"])
+        if event["digest"] != digest:
+            violations.append(
+                Violation("I1", f"life {event['life']} went on from wrong weights of step {event['step']}")
+            )
+    if not is_finished(events):
+        violations.append(Violation("I1", "the run was not finished"))
+        return violations
+    history = surviving(events)
+    if [event["step"] for event in history] != list(range(1, STEPS + 1)):
+        violations.append(Violation("I1", f"steps of the history: {[event['step'] for event in history]}"))
+    counts = collections.Counter(i for event in history for i in event["ids"])
+    epochs = STEPS * BATCH_SIZE // ROWS
+    if wrong := {i: counts[i] for i in range(ROWS) if counts[i] != epochs}:
+        violations.append(Violation("I1", f"rows that were not trained {epochs} times: {wrong}"))
+    return violations
+
+
+def surviving(events):
+    """Returns the chief's steps in the history of the run, in order."""
+    history = []
+    for event in _of_chief(events):
+        if event["event"] == "going on":
+            history = [step for step in history if step["step"] <= event["step"]]
+        elif event["event"] == "step":
+            history.append(event)
+    return history
+
+
+def check_rows(events, reference):
+    """Checks that `metrics.jsonl` holds each step once, with the reference's numbers; a full disk may lose some."""
+    lines = [line for event in _named(events, "rows") for line in event["rows"]]
+    rows = [row for line in lines if (row := _parse(line)) is not None]
+    expected = [json.loads(line) for event in _named(reference, "rows") for line in event["rows"]]
+    steps = [row["step"] for row in rows]
+    violations = []
+    if steps != sorted(set(steps)):
+        violations.append(Violation("I1", f"steps of metrics.jsonl are not in order: {steps}"))
+    may_lack = any(event["fault"] == "FillDisk" for event in _named(events, "strike"))
+    lacks = sorted(set(range(1, STEPS + 1)) - set(steps))
+    if (lacks or len(rows) < len(lines)) and is_finished(events) and not may_lack:
+        violations.append(Violation("I1", f"metrics.jsonl lacks the steps {lacks}, or holds what is no row"))
+    losses = {row["step"]: row["loss"] for row in expected}
+    if wrong := [row["step"] for row in rows if row["loss"] != losses[row["step"]]]:
+        violations.append(Violation("I1", f"metrics.jsonl has other losses at the steps {wrong}"))
+    return violations
+
+
+def _parse(line):
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def damaged_steps(events):
+    """Returns the steps whose checkpoint has a flipped byte and was not written again since."""
+    damaged = set()
+    for event in events:
+        if event["event"] == "damaged":
+            damaged.add(event["step"])
+        elif event["event"] == "saved":
+            damaged.discard(event["step"])
+    return damaged
+
+
+def check_saved(events):
+    """Checks that each life went on from a step at least as late as the last that was said to be saved."""
+    violations = []
+    saved, source, damaged = 0, "nothing was saved", set()
+    for event in events:
+        kind = event["event"]
+        if kind in ("saved", "left") and event["worker"] == 0:
+            if event["step"] >= saved:
+                saved, source = event["step"], f"life {event['life']} {kind} {event['step']}"
+            damaged.discard(event["step"])
+        elif kind == "damaged":
+            damaged.add(event["step"])
+            if saved in damaged:
+                saved, source = event["whole"][-1], f"step {event['step']} was damaged, {event['whole']} were whole"
+        elif kind == "going on" and event["worker"] == 0:
+            if event["step"] < saved:
+                violations.append(
+                    Violation("I2", f"life {event['life']} went on from step {event['step']}, but {source}")
+                )
+                saved = event["step"]
+    return violations
+
+
+def check_writers(events):
+    """Checks that no two processes that own the files trained at the same time."""
+    spans = {}
+    for event in _of_chief(events):
+        if event["event"] in ("going on", "step", "saved", "left", "finished"):
+            first, _ = spans.get(event["process"], (event, event))
+            spans[event["process"]] = first, event
+    return [
+        Violation(
+            "I3", f"life {b['life']} went on at {b['time']:.2f}, when life {a['life']} wrote until {end['time']:.2f}"
+        )
+        for (a, end), (b, _) in itertools.combinations(spans.values(), 2)
+        if b["time"] < end["time"]
+    ]
+
+
+def check_ends(plan, events, outputs):
+    """Checks how each life ended, and what happened beside it."""
+    violations = []
+    for number in dict.fromkeys(event["life"] for event in _named(events, "end")):
+        life = [event for event in events if event.get("life") == number]
+        violations += _check_life(plan, int(number), life, outputs[int(number)])
+    for event in _named(events, "child ended"):
+        if not event["is_gone"]:
+            violations.append(Violation("I4", f"life {event['life']}: a forked child outlived SIGTERM"))
+    for event in _named(events, "second"):
+        if event["code"] is None:
+            violations.append(
+                Violation("I4", f"life {event['life']}: the second start did not end in {event['secs']:.0f} s")
+            )
+        elif event["code"] != 0 and not re.search(_REFUSAL, event["output"]):
+            text = event["output"][-300:]
+            violations.append(Violation("I4", f"life {event['life']}: the second start was refused with {text!r}"))
+    return violations
+
+
+def _check_life(plan, number, life, output):
+    ends = _named(life, "end")
+    strikes = _named(life, "strike")
+    deadly = next((event for event in strikes if event["is_deadly"]), None)
+    if deadly is None:
+        outcome = faults.Outcome({event["command"]: {0} for event in ends}, within_secs=float("inf"))
+    else:
+        outcome = plan.lives[number].deadly.outcome(plan.setting)
+    violations = []
+    names = [event["fault"] for event in strikes]
+    cause = f"life {number} ({', '.join(names) or 'no fault'})"
+    has_code_0 = all(event["code"] == 0 for event in ends) and bool(_named(life, "finished"))
+    for event in ends:
+        allowed = _allowed(outcome, event["command"], life, deadly, "FillDisk" in names)
+        if event["code"] is None:
+            violations.append(Violation("I4", f"{cause}: command {event['command']} did not end"))
+        elif event["code"] not in allowed and not has_code_0:
+            violations.append(
+                Violation(
+                    "I4", f"{cause}: command {event['command']} ended with {event['code']}, not {sorted(allowed)}"
+                )
+            )
+        if event["leftovers"]:
+            violations.append(Violation("I5", f"{cause}: command {event['command']} left {event['leftovers']}"))
+    has_end = all(event["code"] is not None for event in ends)
+    if deadly is not None and has_end and not has_code_0:
+        secs = max(event["gone_at"] for event in ends) - deadly["time"]
+        if secs > outcome.within_secs:
+            violations.append(Violation("I4", f"{cause}: ended after {secs:.1f} s, not {outcome.within_secs:.0f}"))
+        if "ReadNothing" not in names and outcome.text and not re.search(outcome.text, output):
+            violations.append(Violation("I4", f"{cause}: the output does not match {outcome.text!r}"))
+    return violations
+
+
+def _allowed(outcome, command, life, deadly, is_disk_full):
+    """Returns the codes that a command may end with."""
+    codes = set(outcome.codes[command])
+    if faults.SAVED in codes:
+        codes |= {0}  # the run was over before the loop ended
+        began = {event["worker"]: event["time"] for event in _named(life, "going on")}
+        if len(began) < 1 or deadly["time"] < max(began.values()):
+            codes |= {faults.TERMINATED, faults.FOLLOWED}  # before distloop caught signals
+    if is_disk_full:
+        codes |= {1}
+    return codes
+
+
+def check_leftovers(events):
+    """Checks that no temporary files are left."""
+    files = [name for event in _named(events, "remains") for name in event["files"]]
+    return [Violation("I5", f"files left over: {files}")] if files else []
+
+
+class Loss(NamedTuple):
+    """What one deadly fault cost."""
+
+    fault: str
+    secs: float  # from the fault to the end of the last process
+    steps: int  # that were trained again
+
+
+def losses(events):
+    """Returns what each deadly fault cost, in order."""
+    result = []
+    for deadly in [event for event in _named(events, "strike") if event["is_deadly"]]:
+        number = deadly["life"]
+        life = [event for event in events if event.get("life") == number]
+        later = [e for e in _of_chief(_named(events, "going on")) if e["time"] > deadly["time"] and e["life"] != number]
+        steps = [event["step"] for event in _of_chief(_named(life, "step"))]
+        last = max(steps, default=0)
+        secs = max(event["gone_at"] for event in _named(life, "end")) - deadly["time"]
+        result.append(Loss(deadly["fault"], secs, max(0, last - later[0]["step"]) if later and last else 0))
+    return result
+
+
+def _named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+def _of_chief(events):
+    return [event for event in events if event.get("worker") == 0]
+
+
+def _place(event):
+    return f"worker {event['worker']} at step {event['step']} of life {event['life']}"
