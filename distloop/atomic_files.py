@@ -65,9 +65,14 @@ def replacing(path: str, suffix: str = "") -> Iterator[str]:
             remove(temporary)
 
 
-def delete(path: str) -> None:
-    """Deletes a directory in one step as seen by others: it is renamed first, so `path` never names a part of it."""
-    with _temporary_name(path, "tmp") as temporary:
+def delete(path: str, owner: str | None = None) -> None:
+    """Deletes a directory in one step as seen by others: it is renamed first, so `path` never names a part of it.
+
+    Args:
+        path: the directory.
+        owner: the path that the temporary name is made from, if the directory has a temporary name already.
+    """
+    with _temporary_name(owner or path, "tmp") as temporary:
         os.rename(path, temporary)
         remove(temporary)
 
@@ -145,7 +150,10 @@ def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
     for leftover in leftovers(directory):
         if name in (None, os.path.basename(leftover.target)):
             with contextlib.suppress(OSError):
-                (delete if leftover.is_old else remove)(leftover.path)  # what ends with `.old` stays whole
+                if leftover.is_old:  # it is whole, and a part of it must not bear this name
+                    delete(leftover.path, leftover.target)
+                else:
+                    remove(leftover.path)
     return result
 
 
@@ -207,4 +215,4 @@ def _rename(temporary: str, path: str) -> None:
             raise
         sync(parent)
         with contextlib.suppress(OSError):
-            delete(old)
+            delete(old, path)

@@ -193,6 +193,16 @@ def test_a_process_killed_between_two_renames_leaves_the_old_one_under_its_old_n
     assert remove_leftovers(str(tmp_path)) == [] and os.listdir(tmp_path) == ["model"]
 
 
+def test_a_part_of_what_was_replaced_is_removed_when_the_path_is_replaced_again(tmp_path, monkeypatch):
+    write(tmp_path / "model", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: os.remove(os.path.join(path, "folder", "file")))
+        write(tmp_path / "model", "new")
+    assert len(os.listdir(tmp_path)) == 2
+    write(tmp_path / "model", "newer")
+    assert read(tmp_path / "model") == "newer" and os.listdir(tmp_path) == ["model"]
+
+
 def test_other_names_are_no_leftovers(tmp_path):
     for name in ("model.1", "model.backup.old", "model.tmp", "model.1.tmp.a.b", "1.tmp", f"model.{os.getppid()}.tmp"):
         (tmp_path / name).mkdir()
