@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
@@ -109,6 +109,11 @@ def secret_flag(flag: Flag) -> Flag:
     return flag
 
 
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Returns all settings by name, as files may hold them: `***` for secret ones."""
+    return {name: HIDDEN if _is_secret(name) else value for name, value in dataclasses.asdict(config).items()}
+
+
 def secret_names() -> set[str]:
     """Returns the names of secret flags as `facts` has them, such as `--token`."""
     return {f"--{prefix}{name}" for name in flags.FLAGS if _is_secret(name) for prefix in ("", "no")}
@@ -147,7 +152,7 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        config_json = json.dumps(_hide(dataclasses.asdict(config)), indent=2) + "\n"
+        config_json = json.dumps(shown_settings(config), indent=2) + "\n"
         flags_txt = "".join(line + "\n" for line in _flag_lines(config))
         for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
             with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
@@ -176,8 +181,8 @@ def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:
     """Returns, by name, the values that tell runs apart: settings that are not at their default, and own flags."""
     settings = fields()
-    values = {name: getattr(config, name) for name, field in settings.items() if getattr(config, name) != field.default}
-    values = _hide(values)
+    shown = shown_settings(config)
+    values = {name: shown[name] for name, field in settings.items() if getattr(config, name) != field.default}
     for fact in facts(config):
         # A boolean flag that is false is written as --noname.
         name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
@@ -189,11 +194,6 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
 
 def _is_secret(name: str) -> bool:
     return name in flags.FLAGS and getattr(flags.FLAGS[name], _SECRET, False)
-
-
-def _hide(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by name, `***` for secret ones."""
-    return {name: HIDDEN if _is_secret(name) else value for name, value in values.items()}
 
 
 def _default_of(flag: flags.Flag[Any]) -> Any:

@@ -293,7 +293,13 @@ def test_a_secret_is_compared_and_written_nowhere(arguments, fresh_flags, tmp_pa
     assert token.value.startswith("hf_")
     flags.write(given, str(tmp_path))
     files = [(tmp_path / name).read_text() for name in ("config.json", "flags.txt")]
-    shown = [*files, str(flags.facts(given)), str(flags.hyperparameters(given)), fresh_flags.main_module_help()]
+    shown = [
+        *files,
+        str(flags.facts(given)),
+        str(flags.hyperparameters(given)),
+        str(flags.shown_settings(given)),
+        fresh_flags.main_module_help(),
+    ]
     assert not any("hf_" in text for text in shown) and all("***" in text for text in shown)
     assert "# --token=***, which is secret: give it by hand" in files[1].splitlines()
     assert flags.facts(given, with_secrets=True)["--token"] == token.value

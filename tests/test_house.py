@@ -161,6 +161,10 @@ def test_only_one_module_has_a_tape(module):
     assert not has_tape or module == "training.forward_backward"
 
 
+def test_settings_are_written_where_secrets_are_hidden():
+    assert [module for module, path in MODULES.items() if "asdict" in names_of(path)] == ["flags"]
+
+
 @pytest.mark.parametrize("module", sorted(WITHOUT_TENSORFLOW & set(MODULES)))
 def test_what_starts_at_once_needs_no_tensorflow(module):
     packages = {name.partition(".")[0] for name in imports_of(MODULES[module])}

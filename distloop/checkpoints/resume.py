@@ -8,7 +8,6 @@
 This module does not know how a part represents its state.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop import flags
 from distloop.actions import action_state
 from distloop.actions.action import Action, Report
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
@@ -180,7 +180,7 @@ class RunCheckpoints:
             "stop_reason": report.stop_reason if report is not None else None,
             "until": self._until,
             "replicas": self._state.strategy.num_replicas_in_sync,
-            "config": dataclasses.asdict(self._config),
+            "config": flags.shown_settings(self._config),
             "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         }
         values = self._saved_state.snapshot()
