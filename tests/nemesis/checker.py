@@ -200,12 +200,16 @@ def _check_life(plan, number, life, output):
         outcome = faults.Outcome({event["command"]: {0} for event in ends}, within_secs=float("inf"))
     else:
         outcome = plan.lives[number].deadly.outcome(plan.setting)
+        if _is_early(plan.setting, life, deadly):
+            outcome = _early(plan.setting, outcome)
+        if _named(life, "finished"):  # the fault came to a worker that waited for the others to end
+            outcome = outcome._replace(codes={i: {*codes, 0} for i, codes in outcome.codes.items()}, text="")
     violations = []
     names = [event["fault"] for event in strikes]
     cause = f"life {number} ({', '.join(names) or 'no fault'})"
     has_code_0 = all(event["code"] == 0 for event in ends) and bool(_named(life, "finished"))
     for event in ends:
-        allowed = _allowed(outcome, event["command"], life, deadly, "FillDisk" in names)
+        allowed = outcome.codes[event["command"]] | ({1} if "FillDisk" in names else set())
         if event["code"] is None:
             violations.append(Violation("I4", f"{cause}: command {event['command']} did not end"))
         elif event["code"] not in allowed and not has_code_0:
@@ -226,17 +230,24 @@ def _check_life(plan, number, life, output):
     return violations
 
 
-def _allowed(outcome, command, life, deadly, is_disk_full):
-    """Returns the codes that a command may end with."""
-    codes = set(outcome.codes[command])
-    if faults.SAVED in codes:
-        codes |= {0}  # the run was over before the loop ended
-        began = {event["worker"]: event["time"] for event in _named(life, "going on")}
-        if len(began) < 1 or deadly["time"] < max(began.values()):
-            codes |= {faults.TERMINATED, faults.FOLLOWED}  # before distloop caught signals
-    if is_disk_full:
-        codes |= {1}
-    return codes
+def _is_early(setting, life, deadly):
+    """Returns whether a fault came before every worker trained: some did not catch signals yet, or know the others."""
+    began = [event["time"] for event in _named(life, "going on")]
+    return len(began) < setting.workers or deadly["time"] < max(began)
+
+
+def _early(setting, outcome):
+    """Returns what an early fault allows besides: a plain SIGTERM, and hosts that wait for one that will not come."""
+    codes = {}
+    for command, allowed in outcome.codes.items():
+        codes[command] = set(allowed)
+        if faults.SAVED in allowed:
+            codes[command] |= {faults.TERMINATED, faults.FOLLOWED}
+        if setting.placement == "hosts" and allowed != {faults.KILLED}:
+            codes[command] |= {1, faults.FOLLOWED}
+    waits = faults.START_SECS if setting.placement == "hosts" else 0.0
+    text = f"{outcome.text}|did not come within" if outcome.text else ""
+    return outcome._replace(codes=codes, text=text, within_secs=outcome.within_secs + waits)
 
 
 def check_leftovers(events):

@@ -19,6 +19,7 @@ from tests.nemesis.network import Rule
 
 SAVED, FOLLOWED, KILLED, TERMINATED = 75, 76, 137, 143
 HANG_SECS = 8  # --hang_timeout where a worker is stopped for ever; else 120
+START_SECS = 45  # --start_timeout: so long the other hosts wait for a worker that ended before it met them
 
 
 class Outcome(NamedTuple):

@@ -20,7 +20,7 @@ from tests.nemesis.network import Network
 from tests.nemesis.schedule import Life, Plan
 from tests.nemesis.setting import Setting
 
-LIFE_SECS = 90.0  # after which a life that nothing is to end has failed
+LIFE_SECS = 150.0  # after which a life that nothing is to end has failed
 EXTRA_LIVES = 3  # that may follow the plan's
 STEP_SECS = 0.06
 DISK_BYTES = 16 * 2**20
@@ -134,7 +134,8 @@ class RunningLife:
         while not all(command.wait(0) for command in self._commands):
             limit = began + LIFE_SECS
             if self._deadly_at is not None:
-                limit = min(limit, self._deadly_at + self.life.deadly.outcome(self.setting).within_secs)
+                secs = self.life.deadly.outcome(self.setting).within_secs + faults.START_SECS
+                limit = min(limit, self._deadly_at + secs)
             if time.monotonic() > limit + 1:
                 return
             time.sleep(0.02)
@@ -165,7 +166,7 @@ class RunningLife:
             f"--checkpoint_every={setting.checkpoint_every}",
             f"--keep_checkpoints={setting.keep}",
             f"--hang_timeout={faults.HANG_SECS if hangs else 120}",
-            "--start_timeout=60",
+            f"--start_timeout={faults.START_SECS}",
         ]  # fmt: skip
         launcher = ["-m", "tests.nemesis.forking_launch", "--cores_per_worker=0", "--grace_secs=5"]
         if setting.placement == "alone":
@@ -284,6 +285,6 @@ def _remains(workdir, temporary):
     names = []
     for folder, folders, files in os.walk(workdir):
         for name in [*folders, *files]:
-            if re.search(r"\.(tmp|old|diverged|set_aside)\b", name):
+            if re.search(r"\.(tmp|old|diverged)\b|^run\.lock", name):
                 names.append(os.path.relpath(os.path.join(folder, name), workdir))
     return [*names, *(f"TMPDIR/{name}" for name in os.listdir(temporary))]

@@ -63,7 +63,7 @@ def draw_plan(seed, number):
         setting = _draw_setting(generator)
     else:  # this machine does not allow it
         featured = faults.Terminate
-    count = generator.choice([1, 2, 2, 3])
+    count = generator.choice([1, 1, 2])
     lives = [_draw_life(generator, setting, is_last=i == count) for i in range(count + 1)]
     strike = _draw_strike(generator, setting, featured)
     i = generator.randrange(count)
@@ -76,7 +76,7 @@ def draw_plan(seed, number):
 def _draw_setting(generator):
     placements = ["alone", "launcher", *(["hosts"] if kernel.can_make_networks() else [])]
     placement = generator.choice(placements)
-    workers = 1 if placement == "alone" else generator.choice([2, 2, 2, 3, 3, 4])
+    workers = 1 if placement == "alone" else generator.choice([2, 2, 2, 2, 3, 4])
     return Setting(
         placement=placement,
         workers=workers,

@@ -196,3 +196,17 @@ def test_processes_and_files_that_are_left_break_i5():
     events = killed()
     events[-2]["files"] = ["checkpoints/5.17.tmp"]
     assert broken(events)[0] == ["I5"]
+
+
+def test_before_all_trained_hosts_may_wait_for_one_that_will_not_come():
+    setting = Setting("hosts", 2)
+    events = [event for event in killed(code=75, secs=80.0) if event["event"] != "saved"]
+    strike = next(event for event in events if event["event"] == "strike")
+    events.append(
+        {**strike, "event": "end", "command": 1, "code": 1, "at": 0, "gone_at": strike["time"], "leftovers": []}
+    )
+    life = [event for event in events if event["life"] == "0"]
+    plan = Plan(1, 0, setting, (Life((Strike(faults.Terminate(0, True)),)), Life(())))
+    assert checker.check_ends(plan, life, {0: ""}) == []  # the second worker has not begun to train
+    life.insert(0, {**life[1], "worker": 1})
+    assert {violation.invariant for violation in checker.check_ends(plan, life, {0: ""})} == {"I4"}
