@@ -11,6 +11,7 @@ not know what the lines are about.
 import atexit
 import collections
 import contextlib
+import errno
 import functools
 import os
 import sys
@@ -100,9 +101,12 @@ class Console:
         while text:
             try:
                 text = text[os.write(self._descriptor, text[:_WRITE_BYTES]) :]
-            except OSError:  # the reader is gone: SIGPIPE or SIGHUP, which come with it, end the run
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._descriptor)
-            self._written_at = time.monotonic()
+                self._written_at = time.monotonic()
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.EIO):  # SIGPIPE or SIGHUP, which come with them, end the run
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), self._descriptor)
+                else:  # a full disk; or another program has made the descriptor non-blocking
+                    time.sleep(_PROMPT_SECS)
 
 
 @functools.cache

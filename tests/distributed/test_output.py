@@ -1,5 +1,6 @@
 """Output of the launcher and of workers, whether somebody reads it or not."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -36,7 +37,7 @@ def drain(descriptor, secs=0.0):
 
 
 def test_output_that_nobody_reads_is_dropped_and_counted(unread, monkeypatch):
-    monkeypatch.setattr(output, "_UNREAD_SECS", 0.2)
+    monkeypatch.setattr(output, "_UNREAD_SECS", 60.0)
     monkeypatch.setattr(output, "_PENDING_BYTES", 100_000)
     console = output.Console(unread[1])
     began = time.monotonic()
@@ -44,9 +45,9 @@ def test_output_that_nobody_reads_is_dropped_and_counted(unread, monkeypatch):
         console.write(b"".join(b"line %09d\n" % (1_000 * i + j) for j in range(1_000)))
         if i == 50:
             assert not console.has_room()
-            time.sleep(0.3)
+            monkeypatch.setattr(output, "_UNREAD_SECS", 0.0)
             assert console.has_room()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     console.finish()
     lines = drain(unread[0], 0.3).decode().splitlines()
     (note,) = [line for line in lines if not line.startswith("line ")]
@@ -72,6 +73,18 @@ def test_a_slow_reader_gets_every_line(unread, monkeypatch):
     assert text == b"".join(b"%09d\n" % i * 1_000 for i in range(40))
 
 
+def test_a_full_disk_or_a_descriptor_that_does_not_block_loses_no_line(unread, monkeypatch):
+    write, errors = os.write, [OSError(errno.ENOSPC, "No space left on device"), BlockingIOError(errno.EAGAIN, "")]
+    monkeypatch.setattr(output, "_PROMPT_SECS", 0.001)
+    monkeypatch.setattr(output.os, "write", lambda *arguments: fail(errors.pop()) if errors else write(*arguments))
+
+    def fail(error):
+        raise error
+
+    output.Console(unread[1]).write(b"line\n")
+    assert drain(unread[0], 0.2) == b"line\n" and not errors
+
+
 class Shown:
     """A console that keeps the writes."""
 
@@ -86,13 +99,13 @@ def test_a_line_without_an_end_costs_linear_time_and_bounded_memory():
     read_end, write_end = os.pipe()
     shown = Shown()
     pipe = output.WorkerPipe(os.fdopen(read_end, "rb"), b"> ", shown)
-    began = time.monotonic()
+    began = time.process_time()
     for _ in range(25_000):
         os.write(write_end, b"." * 100)
         pipe.read()
     os.write(write_end, b"end\n")
     pipe.read()
-    assert time.monotonic() - began < 3  # 39 s when each piece was searched from the beginning
+    assert time.process_time() - began < 3  # 39 s when each piece was searched from the beginning
     *parts, last = shown.text.decode().splitlines()
     assert len(parts) == 2 and len(pipe._rest) == 0 and all(2**20 < len(part) < 2**20 + 200 for part in parts)
     assert "".join(part.removeprefix("> ") for part in [*parts, last]) == "." * 2_500_000 + "end"
@@ -153,7 +166,11 @@ def test_the_watchdog_ends_a_worker_whose_output_nobody_reads():
     program = """
         from distloop.distributed import heartbeat
         heartbeat._LAST_MESSAGE_SECS = 0.1
-        them = heartbeat.Heartbeat(["127.0.0.1:0", "127.0.0.1:1"], 0, {})
+        import socket
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
+            ports = [place.getsockname()[1] for place in (one, other)]
+        them = heartbeat.Heartbeat([f"127.0.0.1:{port}" for port in ports], 0, {})
         them._end("worker 1 is silent", with_stacks=True)
     """
     assert run_unread(program) == 76
