@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 _LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<process>\d{1,9})(-[0-9a-f]{8})?\.(?P<kind>tmp|old)(\.\w+)?")
@@ -39,12 +39,13 @@ class Leftover(NamedTuple):
 
 
 @contextlib.contextmanager
-def replacing(path: str, suffix: str = "") -> Iterator[str]:
+def replacing(path: str, suffix: str = "", verify: Callable[[], None] = lambda: None) -> Iterator[str]:
     """Replaces a file or directory by what is written to a temporary path beside it; after an error, keeps the old one.
 
     Args:
         path: its parent directory exists by the end of the block.
         suffix: of the temporary path, for writers that go by it.
+        verify: called right before the rename; raises if this process may no longer write.
 
     Yields:
         The temporary path, free to become a file or a directory. It is flushed to disk before it is renamed.
@@ -60,19 +61,22 @@ def replacing(path: str, suffix: str = "") -> Iterator[str]:
                 for name in [*folders, *files]:
                     sync(os.path.join(folder, name))
             sync(temporary)
+            verify()
             _rename(temporary, path)
         finally:
             remove(temporary)
 
 
-def delete(path: str, owner: str | None = None) -> None:
+def delete(path: str, owner: str | None = None, verify: Callable[[], None] = lambda: None) -> None:
     """Deletes a directory in one step as seen by others: it is renamed first, so `path` never names a part of it.
 
     Args:
         path: the directory.
         owner: the path that the temporary name is made from, if the directory has a temporary name already.
+        verify: as for `replacing`.
     """
     with _temporary_name(owner or path, "tmp") as temporary:
+        verify()
         os.rename(path, temporary)
         remove(temporary)
 

@@ -135,7 +135,7 @@ class Fit:
     def _train(self) -> dict[str, float]:
         """Trains from the current step, with a profile and writers that are closed at the end."""
         profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
-        with contextlib.closing(profile), Write(self._open_writers()) as write:
+        with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], Report(0, 0, {}, self.state, time=time.time()), self.clock)
             metrics = self._loop.train(

@@ -146,7 +146,7 @@ class Trainer:
             The last metrics, those of evaluations as `"test/accuracy"`; empty if there was nothing to do.
 
         Raises:
-            ValueError: if the data, the loss or an argument breaks a rule.
+            ValueError: if the data, the loss or an argument breaks a rule, or another process writes to the workdir.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
             SystemExit: with code 75 after an interruption; before training, with `audit=True`, with code 1 if there are
@@ -180,7 +180,7 @@ class Trainer:
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state.spec):
+        with weights_returned(self.state.spec), self._checkpoints.lock:
             if run.resume().is_over:
                 return {}
             with run.interruptible():
@@ -200,11 +200,11 @@ class Trainer:
         """Saves a checkpoint to the workdir and waits until it is complete.
 
         Raises:
-            ValueError: if there is no workdir, or nothing was trained or restored.
+            ValueError: if there is no workdir, another process writes to it, or nothing was trained or restored.
             OSError: if it could not be written.
         """
-        self._checkpoints.save()
-        self._checkpoints.wait()
+        with self._checkpoints.lock:
+            self._checkpoints.save()
 
     def restore(self, path: str | None = None) -> None:
         """Restores a checkpoint: weights, optimizer, averages, counters, and for the next `fit` the place in the data.

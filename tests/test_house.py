@@ -41,7 +41,9 @@ def module_of(path):
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "atomic_files", "versions", "actions.schedule"}
-WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("records", "run_files", "console", "curves", "timing")}
+WITHOUT_TENSORFLOW |= {
+    f"monitoring.{name}" for name in ("records", "run_files", "run_lock", "console", "curves", "timing")
+}
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"
     for name in ("cores", "environment", "heartbeat", "liveness", "output", "preemption", "processes")

@@ -31,14 +31,16 @@ class Write(Action):
     phase = "logging"
     only_writes = True
 
-    def __init__(self, writers: Sequence[Any]):
+    def __init__(self, writers: Sequence[Any], verify: Callable[[], None] = lambda: None):
         """Stores the writers.
 
         Args:
             writers: objects with `write(step, metrics, time)` and `close()`; writers to files also have `path` and
                 `flush()`.
+            verify: called before rows go to files; raises if this process may no longer write.
         """
         self.writers = list(writers)
+        self._verify = verify
         self._lock = threading.Lock()  # held while files are written
         self._rows: list[Report] = []  # not written to files yet
         self._timer: threading.Timer | None = None  # writes the rows if nothing else does before
@@ -74,6 +76,7 @@ class Write(Action):
             if error is not None:
                 raise error
             if self._rows:
+                self._verify()
                 while self._rows:
                     self._for_each_file(functools.partial(_write_row, self._rows.pop(0)))
                 self._for_each_file(lambda writer: writer.flush())

@@ -8,6 +8,8 @@
 This module does not know how a part represents its state.
 """
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
+from distloop.monitoring.run_lock import WorkersLock
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
@@ -39,6 +42,7 @@ class RunCheckpoints:
     Attributes:
         is_new: whether the run has neither trained nor restored a checkpoint.
         disk_watch: ends the process when the disk no longer answers.
+        lock: of the workdir; held until the last save has ended.
     """
 
     def __init__(self, state: TrainState, config: Config):
@@ -54,10 +58,13 @@ class RunCheckpoints:
         heartbeat = workers.heartbeat_of(state.strategy)
         fail = heartbeat.fail if heartbeat is not None else lambda _: None
         self.disk_watch = DiskWatch(os.path.join(config.workdir, "checkpoints"), config.hang_timeout, fail)
-        self._checkpoints = (
-            in_workdir(config.workdir, config.keep_checkpoints, self.disk_watch.over) if config.workdir else None
-        )
         self._is_chief = workers.is_chief(state.strategy)
+        gather = functools.partial(workers.gather, state.strategy)
+        self.lock = WorkersLock(config.workdir, self._is_chief, gather, finish=lambda: checkpoints.wait())
+        checkpoints = in_workdir(
+            config.workdir, config.keep_checkpoints, watch=self.disk_watch.over, verify=self.lock.verify
+        )
+        self._checkpoints = checkpoints if config.workdir else None
         self.is_new = True
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
@@ -142,15 +149,13 @@ class RunCheckpoints:
         self._source, self._loop, self._until = source, loop, until
         if self._checkpoints is not None:
             self._actions = action_state.by_name(actions)
-        saved = self._saved
-        if saved is not None:
+        window: dict[str, Any] = {"steps": 0}
+        if (saved := self._saved) is not None:
+            source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
+            window = saved.notes["window"]
         action_state.check(self._actions)
         self._saved, self.is_new = None, False
-        if saved is None:
-            return None
-        source.restore_position(saved.notes["input"])
-        window: dict[str, Any] = saved.notes["window"]
         return window if window["steps"] else None
 
     def stop_reason(self, until: int) -> str | None:
@@ -185,6 +190,8 @@ class RunCheckpoints:
         }
         values = self._saved_state.snapshot()
         if self._is_chief:
+            with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
+                self.lock.verify()
             self._checkpoints.save(int(self._state.step), values, notes, best_steps)
 
     def wait(self) -> None:

@@ -49,17 +49,25 @@ class Checkpoints:
         directory: where they are.
     """
 
-    def __init__(self, directory: str, keep: int = 3, watch: Watch = contextlib.nullcontext):
+    def __init__(
+        self,
+        directory: str,
+        keep: int = 3,
+        watch: Watch = contextlib.nullcontext,
+        verify: Callable[[], None] = lambda: None,
+    ):
         """Touches no disk.
 
         Args:
             directory: created at the first save.
             keep: number of the newest checkpoints to keep, at least 1.
             watch: called with what is done to the disk; its context is entered meanwhile.
+            verify: called before each rename; raises if this process may no longer write.
         """
         self.directory = directory
         self._keep = keep
         self._watch = watch
+        self._verify = verify
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
 
@@ -215,15 +223,6 @@ class Checkpoints:
         """
         self._rename_later(step, _DIVERGED)
 
-    def is_complete(self) -> bool:
-        """Returns whether the newest checkpoint is the last one of its run."""
-        try:
-            newest = self.steps[-1]
-            notes = read_manifest(self._path(newest))["notes"]
-        except (IndexError, OSError, ValueError, KeyError):
-            return False
-        return bool(notes["stop_reason"]) or newest >= notes["until"]
-
     def _path(self, name: int | str) -> str:
         return os.path.join(self.directory, str(name))
 
@@ -246,15 +245,16 @@ class Checkpoints:
         best_steps: Mapping[str, list[int]],
     ) -> None:
         """Writes a checkpoint whole or not at all, and the steps of the best ones that are there."""
+        self._verify()
         make_directory(self.directory)
         remove_leftovers(self.directory)
-        with replacing(self._path(step)) as temporary:
+        with replacing(self._path(step), verify=self._verify) as temporary:
             write_files(temporary, step, values, notes)
             self._rename_later(step, _ABANDONED)
         steps, listed = self.steps, self.best_steps
         best = {metric: [best for best in list_ if best in steps] for metric, list_ in {**listed, **best_steps}.items()}
         if best != listed:
-            with replacing(self._path(_BEST)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            with replacing(self._path(_BEST), verify=self._verify) as name, open(name, "w", encoding="utf-8") as file:
                 json.dump(best, file, indent=1)
 
     def _rename_later(self, step: int, end: str) -> None:
@@ -262,6 +262,7 @@ class Checkpoints:
         later = [later for later in self.steps if later > step]
         for path in map(self._path, later):  # the newest last: until then a killed process has changed nothing
             names = itertools.chain([f"{path}.{end}"], (f"{path}.{end}-{i}" for i in itertools.count(2)))
+            self._verify()
             os.rename(path, next(name for name in names if not os.path.lexists(name)))
         if later:
             sync(self.directory)
@@ -278,12 +279,12 @@ class Checkpoints:
         for step in reversed(self.steps):
             if num_whole == self._keep:
                 if step not in best:
-                    delete(self._path(step))
+                    delete(self._path(step), verify=self._verify)
             elif self._is_whole(step):
                 num_whole += 1
         for name in os.listdir(self.directory):
             if re.fullmatch(rf"({_STEP.pattern})\.{_DIVERGED}(-\d+)?", name):
-                delete(self._path(name))
+                delete(self._path(name), verify=self._verify)
 
     def _is_whole(self, step: int) -> bool:
         """Returns whether a checkpoint has its files; the bytes of the values are not read."""
@@ -293,15 +294,15 @@ class Checkpoints:
             return False
 
 
-def in_workdir(workdir: str, keep: int = 3, watch: Watch = contextlib.nullcontext) -> Checkpoints:
+def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
     """Returns the checkpoints of a run.
 
     Args:
         workdir: of the run.
         keep: as for `Checkpoints`.
-        watch: as for `Checkpoints`.
+        settings: as for `Checkpoints`.
     """
-    return Checkpoints(os.path.join(workdir, "checkpoints"), keep, watch)
+    return Checkpoints(os.path.join(workdir, "checkpoints"), keep, **settings)
 
 
 def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
@@ -335,7 +336,7 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
                     raise
                 logging.error("%s It is skipped.", error)
         if not new:
-            if checkpoints.is_complete():
+            if _is_complete(checkpoints):
                 return
             if timeout_secs and time.monotonic() - last_time > timeout_secs:
                 raise TimeoutError(
@@ -343,3 +344,13 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
                     "not the last of its run: has that ended? Wait longer with timeout_secs."
                 )
             time.sleep(poll_secs)
+
+
+def _is_complete(checkpoints: Checkpoints) -> bool:
+    """Returns whether the newest checkpoint is the last one of its run."""
+    try:
+        newest = checkpoints.steps[-1]
+        notes = read_manifest(os.path.join(checkpoints.directory, str(newest)))["notes"]
+    except (IndexError, OSError, ValueError, KeyError):
+        return False
+    return bool(notes["stop_reason"]) or newest >= notes["until"]

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints import store
+from distloop.monitoring import run_lock
+from distloop.monitoring.run_lock import RunLock
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 
@@ -200,6 +202,42 @@ def test_states_of_actions_follow_their_names_also_after_a_refusal(tmp_path):
     new, again = Counts("b"), Counts("a")
     trainer.fit(data(), steps=3, actions=[new, again])
     assert [action.state["calls"] for action in (first, new, again)] == [2, 1, 3]
+
+
+def other_process(workdir):
+    """Writes the lock of a process that is alive, as this one's parent is."""
+    with RunLock(str(workdir)):
+        lock = json.loads((workdir / "run.lock").read_text())
+    lock |= {"token": "another", "process": os.getppid(), "start": run_lock._start(os.getppid())}
+    (workdir / "run.lock").write_text(json.dumps(lock))
+
+
+@pytest.mark.slow
+def test_one_process_at_a_time_writes_to_a_workdir(tmp_path):
+    first = make_trainer(tmp_path, 1, checkpoint_every=1)
+    first.fit(data(), steps=2)
+    assert not (tmp_path / "run.lock").exists()
+    other_process(tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for write in (lambda: first.fit(data(), steps=4), first.save):
+        with pytest.raises(ValueError, match=f"is being written to by process {os.getppid()} on "):
+            write()
+    first.restore()
+    assert first.step == 2 and files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    class TakesOver:
+        every = 1
+
+        def __call__(self, report):
+            if report.step == 3:
+                other_process_lock = (tmp_path / "run.lock").read_text().replace('"token": "', '"token": "not ')
+                (tmp_path / "run.lock").write_text(other_process_lock)
+
+    os.remove(tmp_path / "run.lock")
+    with pytest.raises(run_lock.LockLost, match="was taken over by"):
+        first.fit(data(), steps=10, actions=[TakesOver()])
+    assert first.step == 3 and sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
+    assert (tmp_path / "run.lock").exists()
 
 
 @pytest.mark.slow

@@ -94,6 +94,35 @@ def test_notes_that_change_while_they_are_written_are_saved_as_they_were(tmp_pat
     assert kept.load_newest().notes == {"counts": {"10": 1, "9": 2}}
 
 
+@pytest.mark.parametrize("renames", range(4))
+def test_nothing_is_renamed_once_another_process_has_taken_over(renames, tmp_path, caplog):
+    """Takes a save that has to rename a later checkpoint, write `best.json` and delete an old one."""
+    calls, seen = [], []
+
+    def verify():
+        files = sorted(path.name for path in tmp_path.iterdir() if ".tmp" not in path.name)
+        calls.append(files)
+        if len(calls) > 1 + renames:
+            seen.append(files)
+            raise RuntimeError("another process writes here")
+
+    save(tmp_path, 1, 2, 4)
+    kept = Checkpoints(str(tmp_path), 1, verify=verify)
+    kept.save(3, values_of(3), {}, {"loss": [2]})
+    kept._join()
+    after = sorted(path.name for path in tmp_path.iterdir())
+    assert seen and after == seen[0] and "another process writes here" in caplog.text
+    assert (
+        after
+        == [
+            ["1", "2", "4"],
+            ["1", "2", "4.abandoned"],
+            ["1", "2", "3", "4.abandoned"],
+            ["1", "2", "3", "4.abandoned", "best.json"],
+        ][renames]
+    )
+
+
 def test_notes_that_json_cannot_hold_are_an_error_of_the_caller(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         Checkpoints(str(tmp_path)).save(5, values_of(1), {"counts": {1, 2}})

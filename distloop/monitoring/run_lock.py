@@ -1,0 +1,366 @@
+"""Run lock: one process at a time writes to a workdir, also where several hosts share the disk.
+
+    with RunLock("runs/first") as lock:     # a second process is refused in a sentence that names this one
+        lock.verify()                       # before a rename: raises LockLost if another process has taken over
+
+The lock is the file `run.lock`. It names the process that holds it (host, number, start) and a token of its own. A
+thread touches it every HEARTBEAT_SECS. Where a process ended without releasing it, the next one replaces it:
+
+- on the same host at once: its number belongs to no process, or to one with another start;
+- on another host, after another boot or in another container, when the file was not touched for STALE_SECS. Both times
+  are the file server's, as the clocks of hosts may differ. The wait is printed.
+
+No `flock` is needed, which some shared file systems lack. A process that was stopped for longer than STALE_SECS finds
+another token when it goes on, and writes no more. Who only reads a workdir needs no lock.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from distloop.monitoring.console import say
+
+HEARTBEAT_SECS = 5.0
+STALE_SECS = 30.0
+_POLL_SECS = 0.5  # between two looks at a lock whose process may be alive or dead
+_SETTLE_SECS = 0.2  # if several processes replace a lock at once, all have done so after this time, and the last has it
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+_held: set[str] = set()  # the tokens of all locks that this process holds
+
+
+class LockLost(RuntimeError):  # noqa: N818 - what happened
+    """Another process writes to the workdir; this one writes no more."""
+
+
+class _Holder(NamedTuple):
+    """The content of the file."""
+
+    token: str
+    host: str
+    machine: str  # differs between boots and containers that have one host name; empty: unknown
+    process: int
+    start: str  # of the process, in ticks since the boot; empty: unknown
+    since: float  # when it took the lock; Unix, seconds
+
+    def __str__(self) -> str:
+        is_here = self.token in _held and self.process == os.getpid()
+        process = "another fit of this process" if is_here else f"process {self.process} on {self.host}"
+        return f"{process}, since {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(self.since))}"
+
+
+class _Look(NamedTuple):
+    """What a process sees that wants the lock."""
+
+    holder: _Holder | None  # None: the file holds something else, or only a part of it yet
+    touched_at: float  # by the file server's clock, in seconds
+    now: float  # by the same clock
+
+
+class RunLock:
+    """The lock of a workdir; may be entered several times, one inside the other."""
+
+    def __init__(self, workdir: str):
+        """Touches no disk."""
+        self._workdir = workdir
+        self._path = os.path.join(workdir, "run.lock")
+        self._holder: _Holder | None = None  # this process, while it holds the lock
+        self._depth = 0
+        self._mutex = threading.Lock()  # held while a thread of this process looks at the file or removes it
+        self._released = threading.Event()
+
+    def __enter__(self) -> "RunLock":
+        """Takes the lock; waits while it is not known whether the process that has it is alive.
+
+        In a directory that may only be read it goes on without one: the first write fails anyway.
+
+        Raises:
+            ValueError: if another process has it, or the workdir cannot be written to.
+        """
+        if self._is_held():
+            self._depth += 1
+            return self
+        number = os.getpid()
+        holder = _Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, _start(number) or "", time.time())
+        _held.add(holder.token)
+        try:
+            self._acquire(holder)
+        except BaseException as error:
+            if not (isinstance(error, OSError) and error.errno in _READ_ONLY):
+                _held.discard(holder.token)
+                raise
+        self._holder, self._depth = holder, 1
+        self._mutex, self._released = threading.Lock(), threading.Event()  # a forked child's may be locked for ever
+        threading.Thread(target=self._beat, args=(self._released,), name="distloop-run-lock", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Releases the lock once every entry has been left; a forked child leaves it to its parent."""
+        if not self._is_held():
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._released.set()
+        with self._mutex, contextlib.suppress(OSError):
+            holder, self._holder = self._holder, None
+            assert holder is not None
+            _held.discard(holder.token)
+            if _holds(self._path, holder):
+                os.remove(self._path)
+
+    def verify(self) -> None:
+        """Checks that this process still holds the lock; writes the file again if somebody has removed it.
+
+        Raises:
+            LockLost: if another process holds it, or this one never did.
+            OSError: if the file cannot be read.
+        """
+        if not self._is_held():
+            raise LockLost(
+                f"Nothing was written to workdir={self._workdir!r}, whose lock this process does not hold: train and "
+                "save in the process that called fit, not in a child of it."
+            )
+        with self._mutex:
+            if self._holder is not None and not _create(self._path, self._holder):
+                holder = _read(self._path)
+                if holder != self._holder:
+                    raise LockLost(
+                        f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one stood "
+                        f"still for {STALE_SECS:g} seconds or more; it writes no more there: end one of the two."
+                    )
+
+    def _is_held(self) -> bool:
+        return self._holder is not None and self._holder.process == os.getpid()
+
+    def _beat(self, released: threading.Event) -> None:
+        """Touches the file until the lock is released or lost."""
+        while not released.wait(HEARTBEAT_SECS):
+            try:
+                self.verify()
+                os.utime(self._path)
+            except LockLost:
+                return
+            except OSError:  # who writes next to that disk will notice
+                continue
+
+    def _acquire(self, own: _Holder) -> None:
+        """Creates the file, or replaces that of a dead process.
+
+        Raises:
+            ValueError: if another process holds the lock, or the file cannot be written.
+            OSError: in a directory that may only be read.
+        """
+        beside = f"{self._path}.{own.token}"
+        try:
+            first = None
+            while not _create(self._path, own):
+                look = _look(self._path, beside, own)
+                if look is None:
+                    continue  # it was released at this moment
+                first = first or look
+                is_alive = _is_alive(own, first, look)
+                if is_alive:
+                    raise ValueError(
+                        f"workdir={self._workdir!r} is being written to by {look.holder or 'another process'}: wait "
+                        "until that run has ended, end it, or give another workdir."
+                    )
+                if is_alive is None:
+                    if look is first:
+                        self._say_wait(look)
+                    time.sleep(_POLL_SECS)
+                elif _holds(self._path, look.holder):
+                    os.replace(beside, self._path)
+                    time.sleep(_SETTLE_SECS)
+                    if _holds(self._path, own):
+                        return
+        except OSError as error:
+            if error.errno in _READ_ONLY:
+                raise
+            raise ValueError(
+                f"workdir={self._workdir!r} cannot be written ({error.strerror}): give a directory that you may write "
+                "to, or leave workdir empty to write nothing."
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(beside)
+
+    def _say_wait(self, look: _Look) -> None:
+        say(
+            f"workdir={self._workdir!r} is locked by {look.holder or 'another process'}, whose last sign of life is "
+            f"{look.now - look.touched_at:.0f} seconds old; if there is none for {STALE_SECS:g}, this run goes on."
+        )
+
+
+class WorkersLock:
+    """The lock of a run of one worker or several: the chief takes it, and if it is refused, every worker raises."""
+
+    def __init__(
+        self,
+        workdir: str,
+        is_chief: bool,
+        gather: Callable[[bool], Any],
+        finish: Callable[[], None] = lambda: None,
+    ):
+        """Touches no disk.
+
+        Args:
+            workdir: empty: there is nothing to lock.
+            is_chief: whether this worker writes the files of the run.
+            gather: returns a truth of every worker, on every worker.
+            finish: waits until nothing is being written; called before the lock is released.
+        """
+        self._workdir = workdir
+        self._lock = RunLock(workdir) if workdir and is_chief else None
+        self._gather = gather
+        self._finish = finish
+
+    def __enter__(self) -> None:
+        """Takes the lock, as `RunLock`; all workers call it.
+
+        Raises:
+            ValueError: if the chief is refused.
+        """
+        if not self._workdir:
+            return
+        refusal = None
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._lock is not None:
+                    stack.enter_context(self._lock)
+            except ValueError as error:
+                refusal = error
+            if any(self._gather(refusal is not None)):
+                raise refusal or ValueError(
+                    f"The chief may not write to workdir={self._workdir!r}; its own message says why."
+                )
+            stack.pop_all()  # keeps the lock
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Releases the lock once nothing is being written.
+
+        Raises:
+            OSError: if it could not be written, unless another error ends the block.
+        """
+        try:
+            if self._workdir:
+                self._finish()
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            if self._lock is not None:
+                self._lock.__exit__(kind, error, trace)
+
+    def verify(self) -> None:
+        """Checks that the chief still holds the lock, as `RunLock.verify`; other workers write nothing."""
+        if self._lock is not None:
+            self._lock.verify()
+
+
+def _look(path: str, beside: str, own: _Holder) -> _Look | None:
+    """Returns what the lock's file shows; None if there is none.
+
+    Args:
+        path: of the lock.
+        beside: of a file of this process, which has the file server's time when it is touched.
+        own: the content of that file.
+    """
+    _create(beside, own)
+    os.utime(beside)
+    try:
+        return _Look(_read(path), os.stat(path).st_mtime, os.stat(beside).st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def _is_alive(own: _Holder, first: _Look, look: _Look) -> bool | None:
+    """Returns whether the process that holds the lock is alive; None: it is not known yet.
+
+    Args:
+        own: this process.
+        first: the first look at the file.
+        look: the last one.
+    """
+    holder = look.holder
+    if holder is not None and (holder.host, holder.machine) == (own.host, own.machine):
+        if holder.process == own.process:
+            return holder.token in _held  # else of a process with the same number, or of this one before `exec`
+        start = _start(holder.process)
+        if start is None or start and holder.start:
+            return start == holder.start
+    if look[:2] != first[:2]:
+        return True  # it has been touched
+    return False if look.now - look.touched_at > STALE_SECS else None
+
+
+def _machine() -> str:
+    """Returns a text that processes have in common if they see each other's numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start(process: int) -> str | None:
+    """Returns when a process was started, in ticks since the boot; empty: unknown; None: there is no such process."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return None
+    except (OSError, OverflowError):
+        pass  # another user's
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # those after the name, which may hold spaces
+    except OSError:
+        return ""
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()  # a zombie has ended
+
+
+def _create(path: str, holder: _Holder) -> bool:
+    """Writes a lock's file, whole or not at all; returns False if there is one."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(holder._asdict(), file)
+    except OSError:
+        os.remove(path)
+        raise
+    return True
+
+
+def _read(path: str) -> _Holder | None:
+    """Returns the content of a lock's file; None if it is something else.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with open(path, "rb") as file:
+        text = file.read(10_000)
+    try:
+        fields = json.loads(text)
+        token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
+        return _Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _holds(path: str, holder: _Holder | None) -> bool:
+    """Returns whether a lock's file is there and has this content."""
+    try:
+        return _read(path) == holder
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,335 @@
+"""The lock of a workdir: who holds it, who is refused, and who takes it over from the dead."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from distloop.monitoring import run_lock
+from distloop.monitoring.run_lock import LockLost, RunLock, WorkersLock
+
+
+def write_lock(workdir, age=0.0, **fields):
+    """Writes the lock of another process, which touched it `age` seconds ago."""
+    parent = os.getppid()
+    holder = {
+        "token": "another",
+        "host": run_lock.socket.gethostname(),
+        "machine": run_lock._machine(),
+        "process": parent,
+        "start": run_lock._start(parent),
+        "since": time.time() - 100,
+    }
+    os.makedirs(workdir, exist_ok=True)
+    path = os.path.join(workdir, "run.lock")
+    with open(path, "w") as file:
+        json.dump({**holder, **fields}, file)
+    touched_at = time.time() - age
+    os.utime(path, (touched_at, touched_at))
+    return path
+
+
+def holder_of(workdir):
+    with open(os.path.join(workdir, "run.lock")) as file:
+        return json.load(file)
+
+
+@pytest.fixture
+def no_sleep(monkeypatch):
+    """Lets nobody sleep, and returns how long they would have."""
+    slept = []
+    monkeypatch.setattr(run_lock.time, "sleep", slept.append)
+    return slept
+
+
+def test_the_file_names_host_process_and_start_and_is_gone_afterwards(tmp_path):
+    workdir = str(tmp_path / "new" / "run")
+    with RunLock(workdir):
+        holder = holder_of(workdir)
+        assert (holder["host"], holder["process"]) == (run_lock.socket.gethostname(), os.getpid())
+        assert holder["start"].isdecimal() and abs(holder["since"] - time.time()) < 10
+    assert os.listdir(workdir) == []
+
+
+def test_an_error_releases_the_lock(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunLock(str(tmp_path)):
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    with RunLock(str(tmp_path)):
+        pass
+
+
+def test_a_lock_that_is_entered_twice_is_released_once(tmp_path):
+    lock = RunLock(str(tmp_path))
+    with lock:
+        with lock:
+            pass
+        lock.verify()
+        assert os.listdir(tmp_path) == ["run.lock"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path, no_sleep):
+    path = write_lock(tmp_path, age=1000, since=0.0)
+    before = open(path).read()
+    with pytest.raises(ValueError) as error, RunLock(str(tmp_path)):
+        pass
+    name = f"process {os.getppid()} on {run_lock.socket.gethostname()}, since 1970-01-01"
+    assert name in str(error.value) and "give another workdir" in str(error.value)
+    assert open(path).read() == before and os.listdir(tmp_path) == ["run.lock"] and not no_sleep
+
+
+def test_a_second_fit_of_one_process_is_refused(tmp_path):
+    with RunLock(str(tmp_path)):
+        with pytest.raises(ValueError, match="written to by another fit of this process"), RunLock(str(tmp_path)):
+            pass
+        assert holder_of(tmp_path)["process"] == os.getpid()
+
+
+def ended_process():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        lambda: {"process": ended_process()},
+        lambda: {"start": "1"},  # the number belongs to another process now
+        lambda: {"process": os.getpid(), "start": run_lock._start(os.getpid())},  # of a program before `exec`
+        lambda: {"process": os.getpid(), "start": "1"},  # in a container, every program may have the same number
+    ],
+)
+def test_a_process_of_this_host_that_has_ended_is_followed_at_once(fields, tmp_path, no_sleep):
+    write_lock(tmp_path, **fields())
+    with RunLock(str(tmp_path)) as lock:
+        lock.verify()
+        assert holder_of(tmp_path)["token"] != "another" and os.listdir(tmp_path) == ["run.lock"]
+    assert no_sleep == [run_lock._SETTLE_SECS]
+
+
+def test_a_zombie_has_ended(tmp_path, no_sleep):
+    child = os.fork()
+    if not child:
+        signal.pause()
+    start = run_lock._start(child)
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    write_lock(tmp_path, process=child, start=start)
+    with RunLock(str(tmp_path)):
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("fields", [{"host": "n17"}, {"machine": "another boot"}])
+def test_a_lock_of_another_host_that_is_old_is_taken_over_at_once(fields, tmp_path, no_sleep, capsys):
+    write_lock(tmp_path, age=31, **fields)
+    with RunLock(str(tmp_path)):
+        assert holder_of(tmp_path)["process"] == os.getpid()
+    assert no_sleep == [run_lock._SETTLE_SECS] and capsys.readouterr().out == ""
+
+
+def test_a_fresh_lock_of_another_host_is_waited_for_and_the_console_says_why(tmp_path, monkeypatch, capsys):
+    path = write_lock(tmp_path, age=10, host="n17", process=99)
+    waited = []
+
+    def sleep(secs):
+        """Lets time pass, for files too."""
+        waited.append(secs)
+        if holder_of(tmp_path)["token"] == "another":
+            monkeypatch.setattr(run_lock, "STALE_SECS", run_lock.STALE_SECS - secs)
+
+    monkeypatch.setattr(run_lock.time, "sleep", sleep)
+    with RunLock(str(tmp_path)):
+        assert holder_of(tmp_path)["process"] == os.getpid()
+    assert 18 < sum(waited) < 21
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "locked by process 99 on n17, since" in line
+    assert "last sign of life is 10 seconds old; if there is none for 30, this run goes on" in line
+    assert not os.path.exists(path)
+
+
+def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_life(tmp_path, monkeypatch):
+    path = write_lock(tmp_path, age=4, host="n17", process=99)
+    monkeypatch.setattr(run_lock.time, "sleep", lambda secs: os.utime(path))
+    with pytest.raises(ValueError, match="is being written to by process 99 on n17"), RunLock(str(tmp_path)):
+        pass
+    assert os.listdir(tmp_path) == ["run.lock"]
+
+
+def test_clocks_of_hosts_may_differ(tmp_path, monkeypatch, no_sleep):
+    write_lock(tmp_path, age=31, host="n17")
+    monkeypatch.setattr(run_lock.time, "time", lambda: 0.0)
+    with RunLock(str(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "half a lo", "[1]", '{"token": "x"}'])
+def test_a_file_that_is_no_lock_counts_as_one_until_it_is_old(text, tmp_path, no_sleep):
+    (tmp_path / "run.lock").write_text(text)
+    os.utime(tmp_path / "run.lock", (0, 0))
+    with RunLock(str(tmp_path)):
+        assert holder_of(tmp_path)["process"] == os.getpid()
+
+
+def test_of_many_that_take_a_lock_over_one_has_it(tmp_path):
+    write_lock(tmp_path, process=ended_process())
+    outcomes, everybody, are_refused = [], threading.Barrier(8), threading.Event()
+
+    def compete():
+        everybody.wait()
+        try:
+            with RunLock(str(tmp_path)) as lock:
+                are_refused.wait(20)
+                lock.verify()
+                outcomes.append("held")
+        except ValueError as error:
+            outcomes.append("refused" if "being written to" in str(error) else str(error))
+            if len(outcomes) == 7:
+                are_refused.set()
+
+    threads = [threading.Thread(target=compete) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["held", *["refused"] * 7] and os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_another_process_took_over_is_lost_and_left_to_it(tmp_path):
+    with RunLock(str(tmp_path)) as lock:
+        write_lock(tmp_path, host="n17", process=99)
+        with pytest.raises(LockLost, match="was taken over by process 99 on n17.*writes no more there"):
+            lock.verify()
+    assert holder_of(tmp_path)["process"] == 99
+
+
+def test_a_lock_that_was_removed_is_written_again(tmp_path):
+    with RunLock(str(tmp_path / "run")) as lock:
+        os.remove(tmp_path / "run" / "run.lock")
+        os.rmdir(tmp_path / "run")
+        lock.verify()
+        assert holder_of(tmp_path / "run")["process"] == os.getpid()
+
+
+def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECS", 0.005)
+    path = tmp_path / "run.lock"
+    with RunLock(str(tmp_path)):
+        os.utime(path, (0, 0))
+        give_up = time.monotonic() + 10
+        while os.stat(path).st_mtime == 0 and time.monotonic() < give_up:
+            time.sleep(0.005)
+        assert os.stat(path).st_mtime > 0
+        write_lock(tmp_path, age=1000, host="n17")
+        time.sleep(0.05)
+        assert os.stat(path).st_mtime < time.time() - 900  # the lock of another process is left alone
+
+
+def test_a_forked_child_does_not_hold_the_lock_and_does_not_release_it(tmp_path):
+    lock = RunLock(str(tmp_path))
+    with lock:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with pytest.raises(LockLost, match="not in a child of it"):
+                    lock.verify()
+                with pytest.raises(ValueError, match=f"by process {os.getppid()} on"), RunLock(str(tmp_path)):
+                    pass
+                with pytest.raises(ValueError, match=f"by process {os.getppid()} on"), lock:
+                    pass
+                lock.__exit__(None, None, None)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        lock.verify()
+
+
+def test_a_directory_that_may_only_be_read_is_not_locked(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(run_lock.os, "open", refuse)
+    with RunLock(str(tmp_path)) as lock, pytest.raises(OSError, match="Read-only"):
+        lock.verify()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_lock.json, "dump", refuse)
+    with pytest.raises(ValueError, match="cannot be written .No space left on device.: give a directory"):
+        with RunLock(str(tmp_path)):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_killed_program_is_followed_at_once(tmp_path):
+    program = (
+        "import os, sys; from distloop.monitoring.run_lock import RunLock\n"
+        "with RunLock(sys.argv[1]): print('held', flush=True); os._exit(3)"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "held\n" and os.listdir(tmp_path) == ["run.lock"], result.stderr
+    with RunLock(str(tmp_path)):
+        assert holder_of(tmp_path)["process"] == os.getpid()
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_every_worker_of_a_run_is_refused_with_its_chief(is_chief, tmp_path):
+    truths = []
+    lock = WorkersLock(str(tmp_path), is_chief, lambda truth: truths.append(truth) or [True, False])
+    write_lock(tmp_path)
+    with pytest.raises(ValueError, match="is being written to by process" if is_chief else "The chief may not write"):
+        with lock:
+            pass
+    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_the_chief_alone_takes_the_lock(is_chief, tmp_path):
+    with WorkersLock(str(tmp_path), is_chief, lambda truth: [truth]) as lock:
+        assert os.listdir(tmp_path) == ["run.lock"] * is_chief and lock is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_worker_that_fails_while_all_meet_releases_the_lock(tmp_path):
+    def fail(truth):
+        raise RuntimeError("a worker is gone")
+
+    with pytest.raises(RuntimeError, match="gone"), WorkersLock(str(tmp_path), True, fail):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_workdir_nothing_is_locked_and_nothing_gathered():
+    lock = WorkersLock("", True, lambda truth: pytest.fail("gathered"))
+    with lock:
+        lock.verify()
+
+
+def test_the_lock_is_held_until_nothing_is_written_any_more(tmp_path):
+    held = []
+
+    def finish():
+        held.append((tmp_path / "run.lock").exists())
+        raise OSError("the last save failed")
+
+    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth], finish)
+    with pytest.raises(OSError, match="the last save failed"), lock:
+        pass
+    with pytest.raises(KeyboardInterrupt), lock:
+        raise KeyboardInterrupt
+    assert held == [True, True] and os.listdir(tmp_path) == []
