@@ -3,6 +3,7 @@
     python -m tests.nemesis --rounds=20 --seed=1            # prints each round, and what the faults cost
     python -m tests.nemesis --seed=1 --round=7              # one of them again
     python -m tests.nemesis --rounds=20 --seed=1 --plans    # only shows what would be done
+    python -m tests.nemesis --report /tmp/nemesis-*         # of the rounds of several calls together
 
 Rounds whose invariants hold are deleted; of the others the directory is kept, with the log and all output. It takes a
 root user on Linux for all faults; those that a machine does not allow are left out and named.
@@ -10,6 +11,7 @@ root user on Linux for all faults; those that a machine does not allow are left 
 
 import argparse
 import concurrent.futures
+import json
 import os
 import shutil
 import tempfile
@@ -28,7 +30,11 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="rounds at a time")
     parser.add_argument("--plans", action="store_true", help="print what would be done")
     parser.add_argument("--directory", default=None, help="for logs; default: a new one")
+    parser.add_argument("--report", nargs="+", help="directories of earlier calls, to report on together")
     arguments = parser.parse_args()
+    if arguments.report:
+        print(*report.summarize([result for path in arguments.report for result in read_results(path)]), sep="\n")
+        return
     numbers = [arguments.round] if arguments.round is not None else list(range(arguments.rounds))
     plans = [schedule.draw_plan(arguments.seed, number) for number in numbers]
     if arguments.plans:
@@ -46,11 +52,10 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         references = make_references(plans, directory, pool)
     end = time.monotonic() + arguments.secs
-    results = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        for result in pool.map(lambda plan: try_round(plan, references, directory, end), plans):
-            results += [result] if result is not None else []
-    print(*report.summarize(results), sep="\n")
+        for _ in pool.map(lambda plan: try_round(plan, references, directory, end), plans):
+            pass
+    print(*report.summarize(read_results(directory)), sep="\n")
 
 
 def describe(plan):
@@ -70,9 +75,9 @@ def make_references(plans, directory, pool):
 
 
 def try_round(plan, references, directory, end):
-    """Runs and checks a round, and prints what came of it; None after the end of the time."""
+    """Runs and checks a round, and prints and writes what came of it, unless the time is over."""
     if time.monotonic() > end:
-        return None
+        return
     path = os.path.join(directory, f"round-{plan.seed}-{plan.number}")
     shutil.rmtree(path, ignore_errors=True)
     began = time.monotonic()
@@ -87,9 +92,20 @@ def try_round(plan, references, directory, end):
     lines = [f"{describe(plan)}\n  {secs:.0f} s, {'holds' if not of_round[0] else 'BROKEN'}"]
     lines += [f"    {violation.invariant}: {violation.text}" for violation in of_round[0]]
     print("\n".join(lines), flush=True)
+    with open(os.path.join(directory, "results.jsonl"), "a") as file:
+        file.write(json.dumps({"seed": plan.seed, "round": plan.number, "results": of_round}) + "\n")
     if not of_round[0]:
         shutil.rmtree(path)
-    return of_round
+
+
+def read_results(directory):
+    """Returns violations and losses of each round that was run in a directory."""
+    with open(os.path.join(directory, "results.jsonl")) as file:
+        rounds_results = [json.loads(line)["results"] for line in file]
+    return [
+        ([checker.Violation(*values) for values in violations], [checker.Loss(*values) for values in losses])
+        for violations, losses in rounds_results
+    ]
 
 
 def read_outputs(path, count):

@@ -261,7 +261,7 @@ class Loss(NamedTuple):
 
     fault: str
     secs: float  # from the fault to the end of the last process
-    steps: int  # that were trained again
+    steps: int | None  # that were trained again; None if a byte of the checkpoint was flipped
 
 
 def losses(events):
@@ -274,7 +274,9 @@ def losses(events):
         steps = [event["step"] for event in _of_chief(_named(life, "step"))]
         last = max(steps, default=0)
         secs = max(event["gone_at"] for event in _named(life, "end")) - deadly["time"]
-        result.append(Loss(deadly["fault"], secs, max(0, last - later[0]["step"]) if later and last else 0))
+        has_flip = any(event["event"] == "damaged" for event in life)
+        again = max(0, last - later[0]["step"]) if later and last else 0
+        result.append(Loss(deadly["fault"], secs, None if has_flip else again))
     return result
 
 

@@ -23,7 +23,8 @@ def summarize(results):
     lines += ["", "| fault | times | seconds to the last end: median | 99 % | steps trained again: mean | most |"]
     lines += ["|---|---|---|---|---|---|"]
     for fault, of_fault in sorted(losses.items()):
-        secs, steps = sorted(loss.secs for loss in of_fault), [loss.steps for loss in of_fault]
+        secs = sorted(loss.secs for loss in of_fault)
+        steps = [loss.steps for loss in of_fault if loss.steps is not None] or [0]
         late = secs[min(len(secs) - 1, int(0.99 * len(secs)))]
         numbers = f"{statistics.median(secs):.1f} | {late:.1f} | {statistics.mean(steps):.1f} | {max(steps)}"
         lines.append(f"| {fault} | {len(secs)} | {numbers} |")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.nemesis import checker, faults
+from tests.nemesis import checker, faults, report
 from tests.nemesis.schedule import Life, Plan, Strike
 from tests.nemesis.setting import BATCH_SIZE, ROWS, STEPS, Setting
 
@@ -210,3 +210,16 @@ def test_before_all_trained_hosts_may_wait_for_one_that_will_not_come():
     assert checker.check_ends(plan, life, {0: ""}) == []  # the second worker has not begun to train
     life.insert(0, {**life[1], "worker": 1})
     assert {violation.invariant for violation in checker.check_ends(plan, life, {0: ""})} == {"I4"}
+
+
+def test_the_report_bounds_the_rate_of_failures_and_counts_what_faults_cost():
+    lost = [checker.Loss("KillWorker", secs, steps) for secs, steps in ((1.0, 2), (3.0, None), (2.0, 4))]
+    lines = report.summarize([([], lost)] * 10)
+    assert (
+        lines[0] == "0 of 10 rounds broke an invariant; with 95 % confidence fewer than 30.0% of rounds fail (3 / 10)."
+    )
+    assert lines[-1] == "| KillWorker | 30 | 2.0 | 3.0 | 3.0 | 4 |"
+    assert report.summarize([([checker.Violation("I2", "lost")], [])])[:2] == [
+        "1 of 1 rounds broke an invariant.",
+        "I2: 1 violations",
+    ]
