@@ -119,8 +119,9 @@ class Heartbeat:
 
     def _find_causes(self, unmet: Sequence[int]) -> list[str]:
         """Returns what may keep workers from being heard."""
-        problems = [f"worker {i}: {self._datagrams.problems[i]}" for i in unmet if i in self._datagrams.problems]
-        return problems + [f"datagrams of {host} do not count: {why}" for host, why in self._strangers.items()]
+        problems, strangers = dict(self._datagrams.problems), dict(self._strangers)  # other threads change them
+        causes = [f"worker {i}: {problems[i]}" for i in unmet if i in problems]
+        return causes + [f"datagrams of {host} do not count: {why}" for host, why in strangers.items()]
 
     def watch(self, hang_timeout_secs: float, join_timeout_secs: float = 0.0) -> None:
         """Starts to end this process when another worker fails or falls silent, and to report an error of this one.
@@ -263,6 +264,7 @@ class Heartbeat:
             raise NotCounted("no worker has this address; with a DISTLOOP_SECRET on all, addresses do not matter")
         now = time.monotonic()
         letter = self._messages.read(data, now)
+        self._strangers.pop(source, None)  # its name was looked up since
         with self._table_lock:
             before = self._table
             if letter.beat is None:
