@@ -100,6 +100,12 @@ def test_an_error_is_quoted_as_it_is(quoted):
     assert any(re.search(pattern, text, re.S) for text in messages()), quoted
 
 
+def test_tests_that_a_page_names_exist():
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in DOCS for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    assert sorted(name for name in named if f"def {name}(" not in tests) == []
+
+
 def test_the_index_lists_every_page():
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert [page.name for page in DOCS if page.name != "index.md" and f"({page.name})" not in text] == []
