@@ -55,10 +55,11 @@ class RunCheckpoints:
         self._state = state
         self._saved_state = SavedState(state)
         self._config = config
+        self._is_chief = workers.is_chief(state.strategy)
         heartbeat = workers.heartbeat_of(state.strategy)
         fail = heartbeat.fail if heartbeat is not None else lambda _: None
-        self.disk_watch = DiskWatch(os.path.join(config.workdir, "checkpoints"), config.hang_timeout, fail)
-        self._is_chief = workers.is_chief(state.strategy)
+        hang_timeout = config.hang_timeout if self._is_chief else 0.0  # the others write nothing
+        self.disk_watch = DiskWatch(os.path.join(config.workdir, "checkpoints"), hang_timeout, fail)
         gather = functools.partial(workers.gather, state.strategy)
         self.lock = WorkersLock(config.workdir, self._is_chief, gather, finish=lambda: checkpoints.wait())
         checkpoints = in_workdir(
