@@ -46,6 +46,8 @@ from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
+_SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
+
 
 @dataclasses.dataclass(kw_only=True)
 class Fit:
@@ -164,7 +166,7 @@ class Fit:
 
     def _attach(self) -> None:
         """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
-        self._window = self.checkpoints.attach(self.source, self._loop, self.actions, self.until)
+        self._window = self.checkpoints.attach(self.source, self._loop, [*self.actions, *self.evaluations], self.until)
 
     def _announce(self) -> None:
         """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
@@ -224,10 +226,21 @@ class Fit:
                 ) from error
         if self.config.console != "quiet":
             console = Console(self.until, self._step, evals=evals, may_draw=self.config.console == "auto")
-            if workdir and self._step:
-                console.remember(read_metrics(workdir))  # the best value may have been before
+            if workdir and self._step and evals:
+                console.remember(self._earlier_evaluations())  # the best value may have been before
             writers.append(console)
         return writers
+
+    def _earlier_evaluations(self) -> list[Mapping[str, float]]:
+        """Returns rows with the best and the last values that the evaluations have measured, by step.
+
+        A checkpoint of a version that did not save them leaves the rows of the run, unless reading them takes long.
+        """
+        rows = [row for evaluation in self.evaluations for row in evaluation.rows]
+        path = os.path.join(self.config.workdir, "metrics.jsonl")
+        if not rows and os.path.getsize(path) < _SHORT_BYTES:
+            return list(read_metrics(self.config.workdir))
+        return sorted(rows, key=lambda row: row["step"])
 
     @property
     def _step(self) -> int:

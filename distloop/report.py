@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        runs = run_files.load_all(options.workdirs)
+        runs = run_files.load_all(options.workdirs, lambda why: print(f"distloop.report: {why}", file=sys.stderr))
         if options.png:
             draw_picture(runs, options.png)
             print(f"distloop.report: the curves are in {options.png}", file=sys.stderr)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distloop.report: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(_as_json(runs), indent=2, allow_nan=False))
+        print(json.dumps(_without_nan(_as_json(runs)), indent=2, allow_nan=False))
         return 0
     console = rich.console.Console(highlight=False)
     is_terminal = (
@@ -222,9 +222,20 @@ def _show_value(value: Any) -> str:
 
 
 def _show_secs(secs: float) -> str:
+    if not math.isfinite(secs):
+        return "-"
     if secs < 60:
         return f"{secs:.1f}s"
     return f"{int(secs) // 3600}:{int(secs) // 60 % 60:02}:{int(secs) % 60:02}"
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns a value of JSON with null in place of numbers that are not finite, as a file of a run may hold them."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(runs: Sequence[Run]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from distloop import report
+from distloop.monitoring import run_files
 from tests.problems import write_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -275,3 +276,48 @@ def test_the_help_explains_what_is_better(capsys):
     with pytest.raises(SystemExit) as left:
         report.main(["--help"])
     assert left.value.code == 0 and "better follows from a metric's name" in capsys.readouterr().out
+
+
+ODD = {
+    "metrics.jsonl": ["", "[1]\n2\n", '{"step": true}\n', '{"step": 1, "time": "x", "loss": [2]}\n', "[" * 100_000]
+    + [f'{{"step": 1, "loss": 1{"0" * 400}}}\n', f'{{"step": 1{"0" * 400}}}\n', '{"step": 1, "time": -1e999}\n']
+    + ['{"step": 1, "steps_per_sec": 1e999}\n', '{"step": 1, "steps_per_sec": 1e-320, "loss": NaN}\n'],
+    "incidents.jsonl": ['{"step": 1, "action": "raise", "time": "x"}\n', '{"step": 1, "action": {}, "reason": NaN}\n'],
+    "config.json": ['{"steps": "many", "a": NaN}', '{"steps": [1]}', "[" * 100_000, "\xff"],
+    "flags.txt": ["--a\n--=\n=\n"],
+    "checkpoints/9/manifest.json": ['{"step": "9", "notes": {"until": 9, "stop_reason": null}}', '{"notes": 3}']
+    + ['{"step": 9, "notes": {"until": null, "stop_reason": {}}}', '{"step": 9, "notes": [1]}'],
+    "checkpoints/²": [""],
+    "checkpoints": ["a file"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in ODD.items() for text in texts])
+def test_an_odd_workdir_is_reported_like_others(name, text, tmp_path, capsys):
+    for run in ("good", "odd"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
+    (tmp_path / "odd" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "odd" / name).write_text(text)
+    assert report.main([str(tmp_path)]) == 0 and report.main([str(tmp_path), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "good" in out and "odd" in out
+
+
+def test_a_run_that_cannot_be_read_is_one_line_and_the_others_are_reported(tmp_path, capsys, monkeypatch):
+    for run in ("good", "odd"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
+    read = run_files.records.read_rows
+
+    def refuse(path):
+        if "odd" in path:
+            raise PermissionError(13, "Permission denied", path)
+        return read(path)
+
+    monkeypatch.setattr(run_files.records, "read_rows", refuse)
+    assert report.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert "odd" in line and "Permission denied" in line and "good" in printed.out
+    assert report.main([str(tmp_path / "odd")]) == 2

@@ -1,7 +1,5 @@
 """`Write`: the action that hands metrics and media to writers; rows for files are buffered for a second."""
 
-import contextlib
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +14,7 @@ from distloop.monitoring.media import EncodedMedia
 from distloop.monitoring.tensorboard import SummaryWriter
 
 _BUFFER_SECS = 1.0  # the longest time that a row for files is buffered
+_MAX_ROWS = 10_000  # that are kept while a file cannot be written
 
 
 class Write(Action):
@@ -23,8 +22,8 @@ class Write(Action):
 
     The console gets its row at once. Rows for files are written together, at most a second later: writing each by
     itself would evict a small step's data from the caches every time. If a file cannot be written (disk full or gone),
-    one log line says so, nothing more is written to any file, and training continues. Use it as a context manager: on
-    exit it closes the writers, and TensorBoard's HParams page gets the run's status.
+    one log line says so, training continues, and each flush tries again to write all rows since. Use it as a context
+    manager: on exit it closes the writers, and TensorBoard's HParams page gets the run's status.
     """
 
     every = None
@@ -35,11 +34,12 @@ class Write(Action):
         """Stores the writers.
 
         Args:
-            writers: objects with `write(step, metrics, time)` and `close()`; writers to files also have `path` and
-                `flush()`.
+            writers: objects with `write(step, metrics, time)` and `close()`; writers to files also have `path`,
+                `flush()`, and `discard(step)`: the rows from `step` on, which could not be flushed, come again.
             verify: called before rows go to files; raises if this process may no longer write.
         """
         self.writers = list(writers)
+        self._files = [_File(writer) for writer in self.writers if _is_file_writer(writer)]
         self._verify = verify
         self._lock = threading.Lock()  # held while files are written
         self._rows: list[Report] = []  # not written to files yet
@@ -51,7 +51,7 @@ class Write(Action):
         for writer in self.writers:
             if not _is_file_writer(writer):
                 writer.write(report.step, report.metrics, report.time)
-        if any(map(_is_file_writer, self.writers)):
+        if self._files:
             # Media are encoded now: their arrays may change until they are written.
             media = {name: EncodedMedia(value.encode()) for name, value in report.media.items()}
             self._rows.append(replace(report, media=media) if media else report)
@@ -75,11 +75,11 @@ class Write(Action):
             error, self._timer_error = self._timer_error, None
             if error is not None:
                 raise error
-            if self._rows:
-                self._verify()
-                while self._rows:
-                    self._for_each_file(functools.partial(_write_row, self._rows.pop(0)))
-                self._for_each_file(lambda writer: writer.flush())
+            rows, self._rows = self._rows, []
+            for file in self._files:
+                file.rows += rows
+            for file in self._files:
+                file.write(self._verify)
 
     def __enter__(self) -> "Write":
         return self
@@ -93,7 +93,8 @@ class Write(Action):
             self.flush()
         finally:
             with self._lock:
-                self._for_each_file(functools.partial(_close, has_succeeded))
+                for file in self._files:
+                    file.close(has_succeeded)
             for writer in self.writers:
                 if not _is_file_writer(writer):
                     writer.close()
@@ -104,23 +105,54 @@ class Write(Action):
         except Exception as error:
             self._timer_error = error  # raised in the main thread by the next call
 
-    def _for_each_file(self, act: Callable[[Any], None]) -> None:
-        """Calls a function with each file writer; after an OSError closes and drops all of them."""
-        file_writers = [writer for writer in self.writers if _is_file_writer(writer)]
-        for writer in file_writers:
-            try:
-                act(writer)
-            except OSError as error:
+
+class _File:
+    """A writer to a file, and the rows that it has not written yet."""
+
+    def __init__(self, writer: Any):
+        self.rows: list[Report] = []
+        self._writer = writer
+        self._is_failing = False
+
+    def write(self, verify: Callable[[], None]) -> None:
+        """Writes the rows; keeps them for the next call if the disk fails, and logs that once."""
+        if not self.rows:
+            return
+        done = 0
+        try:
+            verify()
+            for report in self.rows:
+                done += 1
+                _write_row(report, self._writer)
+            self._writer.flush()
+        except OSError as error:
+            self._writer.discard(self.rows[0].step)
+            # Media may be large: those of a time when the disk fails are lost.
+            self.rows = [replace(report, media={}) for report in self.rows[-_MAX_ROWS:]]
+            if not self._is_failing:
                 logging.error(
-                    "%s cannot be written (%s): the run goes on and writes no more numbers to files.",
-                    writer.path,
+                    "%s cannot be written (%s): the run goes on, and its rows are kept until they can be written.",
+                    self._writer.path,
                     error.strerror or error,
                 )
-                self.writers = [writer for writer in self.writers if not _is_file_writer(writer)]
-                for dropped in file_writers:
-                    with contextlib.suppress(OSError):
-                        dropped.close()
-                return
+            self._is_failing = True
+            return
+        except BaseException:
+            del self.rows[:done]  # the row that is at fault is not tried again
+            raise
+        self.rows = []
+        if self._is_failing:
+            logging.warning("%s can be written again.", self._writer.path)
+        self._is_failing = False
+
+    def close(self, has_succeeded: bool | None) -> None:
+        """Closes the file; logs the number of rows that are lost."""
+        try:
+            _close(has_succeeded, self._writer)
+        except OSError as error:
+            logging.error("%s cannot be closed (%s).", self._writer.path, error.strerror or error)
+        if self.rows:
+            logging.error("%s lacks %d rows, which could not be written.", self._writer.path, len(self.rows))
 
 
 def _is_file_writer(writer: Any) -> bool:

@@ -12,21 +12,24 @@ metrics come from.
 Metric names are `loss`, `<update>/loss` or `<eval>/loss`.
 """
 
+import contextlib
 import itertools
 import math
 import os
 import time
 from collections.abc import Mapping
 
-from distloop.atomic_files import replacing
+from distloop.atomic_files import make_directory, sync
 from distloop.monitoring.records import format_row, parse_row
+
+_BLOCK_BYTES = 65_536  # read at a time, from the end of a file
 
 
 class JsonWriter:
     """Appends one JSON object per write: `step`, `time` (Unix, seconds), and the metrics by name.
 
     JSON has no NaN and no infinity: both become null, which keeps a column numeric in every reader (pandas reads NaN).
-    TensorBoard's files hold the original value.
+    TensorBoard's files hold the original value. A flush writes all rows or none.
     """
 
     def __init__(self, path: str, start: int | None = None):
@@ -41,20 +44,24 @@ class JsonWriter:
             OSError: if it cannot be written.
         """
         self.path = path
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        self._rows = b""  # not flushed yet
+        directory = os.path.dirname(path) or "."
+        make_directory(directory)
         if start is not None and os.path.isfile(path):
             if start:
                 _drop_rows(path, start)
             elif os.path.getsize(path):
                 os.replace(path, next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}")))
-        self._file = open(path, "ab+")
-        if self._file.tell():
+        self._file = open(path, "ab+", buffering=0)
+        sync(directory)  # the name of a new file, too
+        self._size = self._file.seek(0, os.SEEK_END)  # the end of the last whole row
+        if self._size:
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":  # a killed run left half a row: the next one begins on a new line
-                self._file.write(b"\n")
+                self._rows = b"\n"
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Appends a row.
+        """Adds a row to those of the next flush.
 
         Args:
             step: the step of the metrics.
@@ -62,25 +69,62 @@ class JsonWriter:
             when: Unix, seconds; None: now.
         """
         row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(format_row({"step": int(step), "time": when or time.time(), **row}))
+        self._rows += format_row({"step": int(step), "time": when or time.time(), **row})
 
     def flush(self) -> None:
-        """Hands all rows to the operating system, so that they survive this process."""
-        self._file.flush()
+        """Hands all rows to the operating system, so that they survive this process.
+
+        Raises:
+            OSError: if they cannot be written; no part of them is in the file, and the next flush tries again.
+        """
+        if not self._rows:
+            return
+        if os.fstat(self._file.fileno()).st_size > self._size:
+            os.ftruncate(self._file.fileno(), self._size)  # half a row, which could not be removed when it was written
+        try:
+            left = self._rows
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._size)
+            raise
+        self._size += len(self._rows)
+        self._rows = b""
+
+    def discard(self, step: int) -> None:
+        """Forgets the rows that are not flushed; they are written again, from a step on."""
+        self._rows = b""
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Writes the last rows and closes the file.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 def _drop_rows(path: str, after: int) -> None:
-    """Removes the rows after a step, and an incomplete row, by replacing the file in one rename."""
-    with open(path, "rb") as file:
-        lines = file.read().splitlines(keepends=True)
-    kept = [line for line in lines if _is_kept(line, after)]
-    if len(kept) < len(lines):
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            file.writelines(kept)
+    """Cuts off the rows after a step, and an incomplete one, at the end of a file; reads no more than its end."""
+    with open(path, "rb+") as file:
+        size, length = file.seek(0, os.SEEK_END), _BLOCK_BYTES
+        while True:
+            start = max(0, size - length)
+            file.seek(start)
+            block = file.read(size - start)
+            lines = block.splitlines(keepends=True)[1 if start else 0 :]  # the first may begin before the block
+            end = size
+            while lines and not _is_kept(lines[-1], after):
+                end -= len(lines.pop())
+            if lines or not start:
+                break
+            length *= 4
+        if end < size:
+            file.truncate(end)
 
 
 def _is_kept(line: bytes, after: int) -> bool:

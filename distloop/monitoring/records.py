@@ -53,7 +53,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
         raise ValueError(
             f"metrics.jsonl in {directory!r} cannot be read ({error.strerror}): give a workdir that you may read."
         ) from error
-    return [{name: value if name == "step" else _number(value) for name, value in row.items()} for row in rows]
+    return [{name: value if name == "step" else as_number(value) for name, value in row.items()} for row in rows]
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
@@ -98,9 +98,14 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line; None if it is not an object with a `step`, such as half a row."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and is_count(row.get("step")) else None
+
+
+def is_count(value: Any) -> bool:
+    """Returns whether a value is an integer that may be a step."""
+    return type(value) is int and abs(value) < 2**63
 
 
 def show_number(value: float) -> str:
@@ -108,5 +113,9 @@ def show_number(value: float) -> str:
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
+def as_number(value: Any) -> float:
+    """Returns a value of JSON as a number; nan if it is none."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else float("nan")
+    except OverflowError:  # an integer of more than 308 digits
+        return float("nan")

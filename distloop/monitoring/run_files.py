@@ -13,7 +13,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class Run:
         Whether a run is still training is a guess from the age of its last row.
         """
         if self.incidents and self.incidents[-1].get("action") == "raise":
-            if not self.rows or self.incidents[-1].get("time", 0) >= self.rows[-1].get("time", 0):
+            if not self.rows or records.as_number(self.incidents[-1].get("time", 0)) >= self.rows[-1].get("time", 0):
                 return "diverged"
         if self.stop_reason is not None:
             return "stopped"
@@ -174,32 +174,45 @@ class Run:
         for row in self.rows:
             steps, speed = int(row["step"]) - previous, row.get("steps_per_sec", math.nan)
             previous = int(row["step"])
-            if speed > 0 and steps > 0:
+            if 0 < speed < math.inf and steps > 0:
                 secs = steps / speed
                 windows.append((steps, secs, secs * row.get("examples_per_sec", math.nan)))
         return windows
 
 
-def load_all(paths: Sequence[str]) -> list[Run]:
+def load_all(paths: Sequence[str], leave_out: Callable[[str], None] = lambda sentence: None) -> list[Run]:
     """Reads the runs in some directories, each once.
 
     Args:
         paths: workdirs, and directories of workdirs.
+        leave_out: called with a sentence about each run that cannot be read, if others can.
 
     Returns:
         The runs in the order of `paths`; the runs of one directory are sorted by name.
 
     Raises:
-        ValueError: if a path holds no run.
+        ValueError: if a path holds no run, or none of the runs can be read.
     """
     try:
         workdirs = {
             os.path.realpath(workdir): os.path.normpath(workdir) for path in paths for workdir in _workdirs(path)
         }
-        root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in workdirs.values()])
-        return [_load(path, os.path.relpath(path, root)) for path in workdirs.values()]
     except OSError as error:
-        raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}): give what you may read.") from error
+        raise ValueError(_unreadable(error)) from error
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in workdirs.values()])
+    runs, sentences = [], []
+    for path in workdirs.values():
+        try:
+            runs.append(_load(path, os.path.relpath(path, root)))
+        except OSError as error:
+            sentences.append(_unreadable(error))
+        except ValueError as error:
+            sentences.append(str(error))
+    if not runs:
+        raise ValueError(sentences[0])
+    for sentence in sentences:
+        leave_out(sentence)
+    return runs
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -234,6 +247,10 @@ def _workdirs(path: str) -> list[str]:
     )
 
 
+def _unreadable(error: OSError) -> str:
+    return f"{error.filename!r} cannot be read ({error.strerror}): give what you may read."
+
+
 def _by_number(name: str) -> list[Any]:
     """Returns a sort key that orders run2 before run10, and lr0.003 before lr0.01."""
     return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
@@ -244,7 +261,8 @@ def _load(path: str, name: str) -> Run:
     incidents_path = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
     settings, saved = _read_settings(path), _read_end(os.path.join(path, "checkpoints"))
-    step, until, reason = rows[-1]["step"] if rows else 0, settings.get("steps") or None, None
+    steps = settings.get("steps")
+    step, until, reason = rows[-1]["step"] if rows else 0, steps if steps and records.is_count(steps) else None, None
     if saved.get("step", -1) >= step:  # else the run may have another end since
         until, reason = saved["until"], saved["stop_reason"]
     elif until is None and saved.get("until", 0) > step:  # a run given by `epochs`
@@ -269,12 +287,16 @@ def _read_settings(path: str) -> dict[str, Any]:
 
 def _read_end(directory: str) -> dict[str, Any]:
     """Returns `step`, `until` and `stop_reason` of the newest checkpoint; an empty dict if there is none."""
-    steps = [int(name) for name in os.listdir(directory) if name.isdigit()] if os.path.isdir(directory) else []
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    steps = [int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)]
     manifest = _read_json(os.path.join(directory, str(max(steps)), "manifest.json")) if steps else {}
     try:
-        return {"step": manifest["step"], **{name: manifest["notes"][name] for name in ("until", "stop_reason")}}
+        step, until, reason = manifest["step"], manifest["notes"]["until"], manifest["notes"]["stop_reason"]
     except (KeyError, TypeError):
         return {}
+    if not records.is_count(step) or not records.is_count(until) or not isinstance(reason, str | None):
+        return {}
+    return {"step": step, "until": until, "stop_reason": reason}
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -282,6 +304,6 @@ def _read_json(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             value = json.loads(file.read())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -10,6 +10,7 @@ When a run resumes, a marker in the file makes TensorBoard discard later steps. 
 called.
 """
 
+import contextlib
 import glob
 import itertools
 import os
@@ -173,6 +174,17 @@ class SummaryWriter:
         """
         for file in self._files.values():
             file.flush()
+
+    def discard(self, step: int) -> None:
+        """Goes on in new files after an error; in older ones TensorBoard then discards what they hold from `step` on.
+
+        Args:
+            step: the first one that is written again.
+        """
+        files, self._files, self._start = self._files, {}, step - 1
+        for file in files.values():
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _file(self, run: str) -> "_EventFile":
         if run not in self._files:

@@ -40,7 +40,7 @@ class File:
     path = "file"
 
     def __init__(self, fails_at=None, error=None):
-        self.rows, self.flushed, self.is_closed = [], [], False
+        self.rows, self.flushed, self.discarded, self.is_closed = [], [], [], False
         self._fails_at, self._error = fails_at, error
 
     def write(self, step, metrics, when):
@@ -50,6 +50,10 @@ class File:
 
     def flush(self):
         self.flushed = self.rows.copy()
+
+    def discard(self, step):
+        self.rows = self.flushed.copy()
+        self.discarded.append(step)
 
     def close(self):
         self.is_closed = True
@@ -117,14 +121,42 @@ def test_an_error_in_a_row_is_raised_in_the_main_thread(where, monkeypatch):
     assert file.is_closed and 2 not in file.rows
 
 
-def test_a_disk_that_fails_ends_all_files_and_no_more(caplog):
-    files = [File(), File(fails_at=2, error=OSError(28, "No space left on device")), File()]
-    with caplog.at_level("ERROR", "absl"), Write(files) as write:
-        for step in (1, 2, 3):
+def test_a_disk_that_fails_for_a_while_loses_no_row_and_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 60)
+    file, other = File(fails_at=2, error=OSError(28, "No space left on device")), File()
+    with caplog.at_level("WARNING", "absl"), Write([file, other]) as write:
+        for step in (1, 2, 3, 4):
             write(report(step))
-    assert [file.rows for file in files] == [[1, 2], [1], [1]] and all(file.is_closed for file in files)
-    (record,) = caplog.records
-    assert "file cannot be written (No space left on device): the run goes on" in record.getMessage()
+            write.flush()
+        assert (file.flushed, file.discarded, other.flushed) == ([1], [2, 2, 2], [1, 2, 3, 4])
+        file._fails_at = None
+        write(report(5))
+        write.flush()
+        assert file.flushed == [1, 2, 3, 4, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "file cannot be written (No space left on device): the run goes on, and its rows are kept until they can be "
+        "written.",
+        "file can be written again.",
+    ]
+
+
+def test_rows_that_could_never_be_written_are_counted_in_the_end(caplog, monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._MAX_ROWS", 3)
+    file = File(fails_at=5, error=OSError(28, "No space left on device"))
+    with caplog.at_level("ERROR", "absl"), Write([file]) as write:
+        for step in range(1, 6):
+            write(report(step))
+    assert "file lacks 3 rows, which could not be written." in caplog.text and file.is_closed
+
+
+def test_a_process_that_lost_its_workdir_writes_no_row():
+    def verify():
+        raise RuntimeError("another process writes here")
+
+    file = File()
+    with pytest.raises(RuntimeError, match="another process"), Write([file], verify) as write:
+        write(report(1))
+    assert file.rows == [] and file.is_closed
 
 
 def test_an_error_of_the_console_is_raised():

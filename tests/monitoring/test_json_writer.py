@@ -7,7 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from distloop.monitoring import json_writer
 from distloop.monitoring.json_writer import JsonWriter
+from distloop.monitoring.records import parse_row
 
 
 def read_rows(path):
@@ -82,3 +84,71 @@ def test_a_bad_path_is_an_os_error(tmp_path):
         JsonWriter(str(tmp_path / "file" / "metrics.jsonl"))
     with pytest.raises(IsADirectoryError):
         JsonWriter(str(tmp_path))
+
+
+class Disk:
+    """A file on a disk that takes some bytes more and then is full, and that may not be able to cut a file either."""
+
+    def __init__(self, file, space):
+        self._file, self.space = file, space
+
+    def write(self, data):
+        if not self.space:
+            raise OSError(28, "No space left on device")
+        written = self._file.write(data[: self.space])
+        self.space -= written
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_a_full_disk_leaves_no_half_row_and_later_rows_are_written(can_cut, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonWriter(str(path))
+    writer.write(1, {"loss": 1.0})
+    writer.flush()
+    whole = path.read_bytes()
+    writer._file = disk = Disk(writer._file, space=10)
+    if not can_cut:
+        monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    writer.write(2, {"loss": 2.0})
+    with pytest.raises(OSError, match="No space"):
+        writer.flush()
+    assert (path.read_bytes() == whole) == can_cut
+    writer.discard(2)
+    monkeypatch.undo()
+    disk.space = 10_000
+    for step in (2, 3):
+        writer.write(step, {"loss": 2.0})
+    writer.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("after", [0.5, 2, 30, 99, 100, 150])
+@pytest.mark.parametrize("end", ["", '{"step": 101, "lo', '{"step": 101}', "\n\n", "x" * 500])
+def test_rows_after_the_start_are_cut_off_at_the_end_of_the_file(after, end, tmp_path, monkeypatch):
+    monkeypatch.setattr(json_writer, "_BLOCK_BYTES", 64)
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1, "half"\n', *(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 101))]
+    path.write_text("".join(lines) + end)
+    JsonWriter(str(path), start=after).close()
+    kept = "".join(lines[: int(min(after, 100)) + 1]) if after >= 1 else ""
+    assert path.read_text() == kept
+
+
+def test_going_on_reads_the_end_of_a_long_file_only(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(50_000)))
+    parsed = []
+    monkeypatch.setattr(json_writer, "parse_row", lambda line: parsed.append(line) or parse_row(line))
+    JsonWriter(str(path), start=49_990).close()
+    assert len(parsed) == 10 and path.read_text().endswith('{"step": 49990, "loss": 0.5}\n')
+
+
+def test_the_name_of_a_new_file_is_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(json_writer, "sync", synced.append)
+    JsonWriter(str(tmp_path / "metrics.jsonl")).close()
+    assert synced == [str(tmp_path)]

@@ -209,7 +209,7 @@ def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp
 # A disk that is full.
 
 
-def test_a_full_disk_stops_the_metrics_but_not_the_training_and_is_logged_once(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_stops_no_training_and_is_logged_once(tmp_path, monkeypatch, caplog):
     os.symlink("/dev/full", tmp_path / "metrics.jsonl")
     data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
     seen = []
@@ -223,8 +223,9 @@ def test_a_full_disk_stops_the_metrics_but_not_the_training_and_is_logged_once(t
     with caplog.at_level("ERROR", "absl"):
         trainer.fit(data, steps=8, actions=[see])
     assert seen == [2, 4, 6, 8] and trainer.step == 8
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "metrics.jsonl cannot be written (No space left on device): the run goes on" in line
+    first, last = [record.getMessage() for record in caplog.records]
+    assert "metrics.jsonl cannot be written (No space left on device): the run goes on" in first
+    assert "metrics.jsonl lacks 4 rows" in last
 
 
 def test_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypatch, caplog):
@@ -238,4 +239,19 @@ def test_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypat
     with caplog.at_level("ERROR", "absl"), Write([SummaryWriter(str(tmp_path), []), rows]) as write:
         for step in (1, 2, 3):
             write(Report(step, 3, {"loss": 1.0}, None, time=1.0))
-    assert len(caplog.records) == 1 and not write.writers
+    assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False], caplog.text
+    assert "lacks 3 rows" in caplog.text and len((tmp_path / "m.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_after_an_error_no_step_is_lost_or_shown_twice(tmp_path):
+    writer = SummaryWriter(str(tmp_path), ["test"], start=0)
+    for step in (1, 2, 3):
+        writer.write(step, {"loss": float(step), "test/loss": float(step)})
+    writer.flush()
+    writer.discard(2)  # steps 2 and 3 may be in the files or not
+    for step in (2, 3, 4):
+        writer.write(step, {"loss": float(step), "test/loss": float(step)})
+    writer.close()
+    for run in ("train", "test"):
+        events = EventAccumulator(str(tmp_path / run)).Reload()
+        assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
