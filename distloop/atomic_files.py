@@ -15,10 +15,12 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 _LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<process>\d{1,9})(-[0-9a-f]{8})?\.(?P<kind>tmp|old)(\.\w+)?")
+_CLOCK_SECS = 5  # by which the clock of a file server may be behind
 _in_use: set[str] = set()  # temporary names of this process
 
 
@@ -199,8 +201,21 @@ def _is_used(leftover: Leftover) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # another user's process
+        pass
+    try:
+        return _start_time(leftover.process) < os.stat(leftover.path).st_ctime + _CLOCK_SECS
+    except (OSError, ValueError, IndexError):
         return True
-    return True
+
+
+def _start_time(process: int) -> float:
+    """Returns when a process was started (Unix, seconds); 0 if that is not known."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        ticks = int(file.read().rpartition(b")")[2].split()[19])
+    with open("/proc/uptime", encoding="ascii") as file:
+        boot_time = time.time() - float(file.read().split()[0])
+    start = boot_time + ticks / os.sysconf("SC_CLK_TCK")
+    return start if start <= time.time() else 0.0  # a container may have another uptime than its processes
 
 
 def _rename(temporary: str, path: str) -> None:

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import tempfile
 import textwrap
+import xml.etree.ElementTree
 
 import pytest
 from absl import logging
@@ -12,8 +13,9 @@ from absl import logging
 from distloop.checkpoints import checkpoint
 from tests import forked
 from tests.crash_matrix.faults import EIO, ENOSPC, KILL, Faults
+from tests.crash_matrix.picture import FILLS, draw, tables
 from tests.crash_matrix.power_loss import Disk
-from tests.crash_matrix.scenarios import BEFORE, NEW, SCENARIOS, cells, power_cells
+from tests.crash_matrix.scenarios import BEFORE, LOST, NEW, SCENARIOS, cells, power_cells
 
 
 @pytest.fixture
@@ -76,6 +78,19 @@ def test_a_matrix_without_flushing_has_lost_saves(place, monkeypatch):
     monkeypatch.setattr("distloop.atomic_files.sync", lambda path: None)
     colours = {cell.colour for cell in power_cells(SCENARIOS["replaced export"], 1, place)}
     assert colours - {NEW, BEFORE}
+
+
+def test_the_picture_and_the_tables_show_each_cell():
+    rows = [
+        {"who": who, "what": "new step", "keep": 1, "number": number, "operation": "write a<b", "fault": KILL}
+        | {"is_same": False, "colour": colour}
+        for who in ("distloop", "other")
+        for number, colour in enumerate((NEW, BEFORE, LOST))
+    ]
+    squares = [node for node in xml.etree.ElementTree.fromstring(draw(rows)).iter() if node.get("class") == "cells"]
+    assert [square.attrib["fill"] for square in squares] == [FILLS[row["colour"]] for row in rows]
+    assert "| distloop | new step, keep 1 | 1 | 1 | 1 |  |  |" in tables(rows)
+    assert "| other | new step | kill | loses a save | write a<b |" in tables(rows)
 
 
 PROGRAM = """
