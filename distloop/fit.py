@@ -232,14 +232,10 @@ class Fit:
         return writers
 
     def _earlier_evaluations(self) -> list[Mapping[str, float]]:
-        """Returns rows with the best and the last values that the evaluations have measured, by step.
-
-        A checkpoint of a version that did not save them leaves the rows of the run, unless reading them takes long.
-        """
-        rows = [row for evaluation in self.evaluations for row in evaluation.rows]
-        path = os.path.join(self.config.workdir, "metrics.jsonl")
-        if not rows and os.path.getsize(path) < _SHORT_BYTES:
+        """Returns the rows of the run; of a long one only the best and the last values of its evaluations."""
+        if os.path.getsize(os.path.join(self.config.workdir, "metrics.jsonl")) < _SHORT_BYTES:
             return list(read_metrics(self.config.workdir))
+        rows = [row for evaluation in self.evaluations for row in evaluation.rows]
         return sorted(rows, key=lambda row: row["step"])
 
     @property
