@@ -676,3 +676,19 @@ def test_a_signature_where_there_is_one_function(verb):
 @pytest.mark.parametrize("verb", ["predict", "stream"])
 def test_a_signature_without_a_predict_fn(verb):
     refused(signature_verbs(make_trainer(predict_fn=None), "embed")[verb], "ModelSpec has no predict_fn")
+
+
+@pytest.mark.parametrize("settings", [dict(num_devices=2), dict(microbatches=2)])
+def test_a_term_of_activations_beside_a_weighted_loss_is_refused_where_the_batch_is_cut(settings):
+    def model_fn():
+        hidden = keras.layers.Dense(2, activity_regularizer="l1", name="hidden")
+        model = keras.Sequential([keras.Input((3,)), hidden])
+
+        def loss_fn(batch, training):
+            return {"loss": distloop.weighted(loss_of(model, batch, training), batch["y"][:, 0] ** 2)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    parts = ["'hidden'", "activity regularizer or an add_loss", "in 2 shards", "per example"]
+    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", **{"num_devices": 1, **settings}))
+    refused(lambda: trainer.fit(dataset(), steps=1), *parts)

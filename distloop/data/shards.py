@@ -5,7 +5,7 @@
 
 Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow. Nothing is added,
 so synchronized BatchNormalization sees the same rows on any number of replicas. Only a batch too small to give every
-replica and microbatch a row is padded, with its own rows and weight 0.
+replica and microbatch a row is padded with whole copies of itself, at weight 0.
 """
 
 import contextlib
@@ -178,10 +178,18 @@ def check_rows(rows: Any) -> Any:
     return rows
 
 
+def padded_size(size: Any, min_rows: int) -> Any:
+    """Returns the number of rows of a batch of `size` rows, at least 1, once it is padded."""
+    return -(-min_rows // size) * size
+
+
 def pad(rows: Any, min_rows: int) -> Batch:
-    """Returns a batch of at least `min_rows` rows, padded with its own rows; its size is that without padding."""
+    """Returns a batch of at least `min_rows` rows; its size is that without padding.
+
+    The padding repeats the whole batch, so statistics over the rows of all replicas are those of the batch.
+    """
     size = tf.convert_to_tensor(batch_size(rows))
-    numbers = tf.range(min_rows) % tf.maximum(size, 1)
+    numbers = tf.range(padded_size(tf.maximum(size, 1), min_rows)) % tf.maximum(size, 1)
 
     def repeated() -> Any:
         return tf.nest.map_structure(lambda t: tf.gather(t, numbers), rows)

@@ -31,6 +31,12 @@ from distloop.training.written_values import WrittenValues
 from distloop.variables import tensorflow_variable
 
 REGULARIZATION = "regularization"
+# The mean over a shard's rows, as Keras takes it, would count by the shard's sum of weights instead of its rows.
+_UNSHARED_REGULARIZATION = (
+    "The layers {} have an activity regularizer or an add_loss, and the loss has weights or masks of its own, in {} "
+    "shards of a batch; how much each shard's term counts would depend on their number: return the term from loss_fn, "
+    "per example and with the loss's weights, or train on one replica without microbatches."
+)
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,10 @@ class ForwardBackward:
             tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
             loss = tallies["loss"]
             objective = loss.total
-            regularization = _sum_regularization(state.layers_of_update[self.update.name], state.placement)
+            regularization, of_outputs = _sum_regularization(state.layers_of_update[self.update.name], state.placement)
+            shards_of_batch = state.strategy.num_replicas_in_sync * self._microbatches
+            if of_outputs and isinstance(outputs["loss"], metrics.Weighted) and shards_of_batch > 1:
+                raise ValueError(_UNSHARED_REGULARIZATION.format(", ".join(map(repr, of_outputs)), shards_of_batch))
             if regularization is not None:
                 # Weighted like a value of every example, so that the one division makes it count once.
                 tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
@@ -353,19 +362,25 @@ def _explain_merge_call_error(microbatches: int, jit_compile: bool) -> Iterator[
         ) from error
 
 
-def _sum_regularization(layers: Sequence[Any], placement: Placement) -> tf.Tensor | None:
-    """Returns the sum of the losses that Keras layers carry, such as L2 terms, each once; None if there are none."""
+def _sum_regularization(layers: Sequence[Any], placement: Placement) -> tuple[tf.Tensor | None, list[str]]:
+    """Returns the sum of the losses that Keras layers carry, such as L2 terms, each once; None if there are none.
+
+    Also returns the names of the layers whose losses are of what they computed, rather than of their weights.
+    """
     losses: list[Any] = []
+    of_outputs: list[str] = []
     counted: set[int] = set()  # layers and variables: one model may be a part of another
     for layer in layers:
         with placement.layer_scope(layer):
             parts = [part for part in layer._flatten_layers() if id(part) not in counted]
             weights = [v for v in layer.trainable_weights if id(v) not in counted]
-            # Private: `losses` of a layer are also those of its parts.
-            losses += [loss for part in parts for loss in part._get_own_losses()]
+            for part in parts:
+                added = part._get_own_losses()  # private: `losses` of a layer are also those of its parts
+                losses += added
+                of_outputs += [part.name] if added else []
             losses += [v.regularizer(v) for v in weights if v.regularizer is not None]
             counted |= {id(counted_once) for counted_once in (*parts, *weights)}
-    return tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
+    return (tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None), of_outputs
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

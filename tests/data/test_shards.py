@@ -18,8 +18,8 @@ def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
     take = batch_taker(source, source.iterator())
     for size in range(1, 10):
         rows, count = take()
-        rows_given = [100 + i for i in range(size)]
-        assert rows.numpy().tolist() == (rows_given * 4)[:4] if size < 4 else rows_given
+        copies = {1: 4, 2: 2, 3: 2}.get(size, 1)  # every row as often as any other
+        assert rows.numpy().tolist() == [100 + i for i in range(size)] * copies
         assert int(count) == size
 
 
