@@ -5,12 +5,13 @@
 It does not know how a loss or metric is computed, or how a step goes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from distloop.data.shards import batch_size
 from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
@@ -41,7 +42,7 @@ def supervised(
     Keras. A `compute_loss` of the model's own replaces `loss`; it returns values per example.
 
     Args:
-        model: called as `model(x, training=training)`.
+        model: called as Keras's `fit` calls it: with `training` if its `call` takes that, else as in inference.
         loss: a Keras loss, its name, or a function of `(y_true, y_pred)` that returns values per example; for several
             outputs a dict or list of losses. None for a model that is trained by its `add_loss` alone: batches may be
             `x` then, and `loss` is the sum of these losses.
@@ -60,12 +61,13 @@ def supervised(
         ValueError: if a loss sums over the batch, or dicts and lists do not match the outputs.
     """
     measures = make_measures(metrics, weighted_metrics, names_before_call(model))
+    call = _caller(model)
     has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)
     has_losses = not has_own_loss and any(part is not None for part in keras.tree.flatten(loss))
 
     def loss_fn(batch: Any, training: bool) -> dict[str, Any]:
         x, y, sample_weight = _unpack(batch, needs_targets=has_losses or bool(measures))
-        y_pred = model(x, training=training)
+        y_pred = call(x, training)
         reported: dict[str, Any] = {}
         if has_own_loss:
             reported["loss"] = _own_loss(model, (x, y, y_pred, sample_weight), training)
@@ -83,10 +85,30 @@ def supervised(
         return reported
 
     def predict_fn(batch: Any) -> Any:
-        return model(batch[0] if isinstance(batch, (tuple, list)) else batch, training=False)
+        return call(batch[0] if isinstance(batch, (tuple, list)) else batch, False)
 
     stateful = {measure.name: measure.metric for measure in measures if measure.metric is not None}
     return ModelSpec(model, optimizer, loss_fn, predict_fn=predict_fn, metrics=stateful)
+
+
+def _caller(model: keras.Model) -> Callable[[Any, bool], Any]:
+    """Returns a function that calls a model as Keras's `fit` does; warns if `training` cannot reach a layer."""
+    if "training" in signature(model.call).parameters:
+        return lambda x, training: model(x, training=training)
+    kinds = keras.layers.BatchNormalization
+    unreached = [part.name for part in model._flatten_layers() if isinstance(part, kinds) or _is_random(part)]
+    if unreached:
+        logging.warning(
+            "call of the model %r takes no training argument, so %s work as in inference, as they do in Keras's fit: "
+            "write call(self, inputs, training=None).",
+            model.name,
+            ", ".join(unreached),
+        )
+    return lambda x, training: model(x)
+
+
+def _is_random(layer: keras.layers.Layer) -> bool:
+    return getattr(layer, "seed_generator", None) is not None
 
 
 def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:

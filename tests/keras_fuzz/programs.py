@@ -34,7 +34,7 @@ RANDOM = re.compile(
 # Keras computes these for labels [B] and outputs [B, 1] over all pairs of rows, or refuses them.
 NEEDS_LAST_AXIS = re.compile(
     r"crossentropy|metrics.BinaryCrossentropy|R2Score|F1Score|FBetaScore|IoU|[hH]inge|own_metric|LargestError|Pinball|"
-    r"metrics\.[pP]oisson"  # else Keras compares each label with each output
+    r"metrics\.[pP]oisson"
 )
 # Statistics of a replica's own rows, and pairs of rows: the stated exceptions to equal numbers on replicas.
 DEPENDS_ON_SHARDS = re.compile(r"BatchNormalization\((?!synchronized=True)|losses.Circle")

@@ -15,6 +15,7 @@ from tests.compiled_models import (
     Y,
     assert_same_weights,
     assert_trains_as_keras_does,
+    assert_trains_on_as_keras_does,
     batches,
     compiled,
     copy_of,
@@ -318,6 +319,28 @@ def test_a_model_trains_by_add_loss_alone(has_targets):
     assert trainer.fit(data, epochs=1)["loss"] < loss
     twin.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
     assert_same_weights(trainer.model, twin)
+
+
+@keras.saving.register_keras_serializable("tests")
+class WithoutTraining(keras.Model):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.parts = [keras.layers.Dense(4), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(2)]
+
+    def call(self, inputs):
+        for part in self.parts:
+            inputs = part(inputs)
+        return inputs
+
+
+def test_a_call_without_a_training_argument_trains_as_in_keras_and_is_told(caplog):
+    model, twin = (compiled(WithoutTraining(), "mse") for _ in range(2))
+    for built in (model, twin):
+        built(X)
+    twin.set_weights(model.get_weights())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    assert_trains_on_as_keras_does(trainer, twin, batches(X, Y))
+    assert "takes no training argument, so norm work as in inference" in caplog.text
 
 
 # What scripts do.
