@@ -78,7 +78,7 @@ def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
 @pytest.mark.slow
 def test_digits_reaches_the_accuracy_of_float32_in_float16_on_two_replicas():
     def accuracy(precision):
-        flags = ["--device=cpu", "--num_devices=2", "--steps=200", "--eval_every=0", f"--precision={precision}"]
+        flags = ["--device=cpu", "--num_devices=2", "--steps=100", "--eval_every=0", f"--precision={precision}"]
         return float(run("-m", "experiments.digits", *flags).split("test accuracy")[1].split()[0])
 
     assert accuracy("mixed_float16") == pytest.approx(accuracy("float32"), abs=0.01)

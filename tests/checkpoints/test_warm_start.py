@@ -52,8 +52,9 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["workdir", "checkpoint", "keras", "h5", "tensorflow"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [("workdir", 2), ("checkpoint", 1), ("keras", 2), ("h5", 1), ("tensorflow", 2)]
+)
 def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsys):
     workdir, model = run
     rename = ""

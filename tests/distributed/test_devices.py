@@ -1,5 +1,6 @@
 """Devices and the process: virtual CPUs, memory of GPUs (stubs), threads and seeds."""
 
+import os
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from distloop.config import Config
 from distloop.distributed import cores, devices
+from tests import forked
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
 
@@ -174,12 +176,12 @@ def test_threads_cannot_be_chosen_once_tensorflow_has_started():
         ("num_devices=1", "0"),
     ],
 )
-def test_tensorflow_has_the_threads_that_were_asked_for(settings, expected):
-    program = (
+def test_tensorflow_has_the_threads_that_were_asked_for(settings, expected, tmp_path):
+    (tmp_path / "program.py").write_text(
         "import tensorflow as tf, distloop\n"
         f"distloop.prepare(distloop.Config(device='cpu', {settings}))\n"
         "tf.constant(0)\n"
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == f"{expected}\n"
+    result = forked.run([str(tmp_path / "program.py")], env=os.environ, timeout=100)
+    assert result.stdout == f"{expected}\n", result.stderr
