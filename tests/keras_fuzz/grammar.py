@@ -242,6 +242,7 @@ ATTENTIONS = {
 
 # What ends a branch of several inputs, so that they can be concatenated.
 SQUASHES = {
+    "tokens": ['keras.layers.CategoryEncoding(12, output_mode="multi_hot")'],
     "sequence": ["keras.layers.Flatten()", "keras.layers.GlobalAveragePooling1D()", "keras.layers.LSTM(3)"],
     "image": ["keras.layers.GlobalMaxPooling2D()", "keras.layers.Flatten()"],
     "volume": ["keras.layers.GlobalAveragePooling3D()", "keras.layers.Flatten()"],

@@ -31,10 +31,12 @@ DTYPES = {"tokens": ["int32", "int64"], "strings": ["string"], "texts": ["string
 RANDOM = re.compile(
     r"Dropout\(0\.[1-9]|GaussianNoise\(0\.[1-9]|dropout=0\.[1-9]|layers\.Random|RandAugment|AugMix|CutMix|MixUp|Solarization"
 )
+# Images of three channels, which Keras checks in training alone.
+OF_COLOURS = re.compile("Random(ColorJitter|ColorDegeneration|Grayscale|Hue|Saturation)")
 # Keras computes these for labels [B] and outputs [B, 1] over all pairs of rows, or refuses them.
 NEEDS_LAST_AXIS = re.compile(
     r"crossentropy|metrics.BinaryCrossentropy|R2Score|F1Score|FBetaScore|IoU|[hH]inge|own_metric|LargestError|Pinball|"
-    r"metrics\.[pP]oisson"
+    r"[pP]oisson"
 )
 # Statistics of a replica's own rows, and pairs of rows: the stated exceptions to equal numbers on replicas.
 DEPENDS_ON_SHARDS = re.compile(r"BatchNormalization\((?!synchronized=True)|losses.Circle")
@@ -287,6 +289,8 @@ def _add_step(draw: Draw, steps: list[Step], tensor: Any, style: str, kind: str 
     kind = kind or kind_of(tensor)
     for _ in range(20):
         step = _draw_step(draw, kind, style)
+        if OF_COLOURS.search(step.layers[0]) and tensor.shape[-1] != 3:
+            continue
         try:
             after = _symbolic(step, tensor, array)
         except Exception:  # noqa: S112 - Keras refuses, for whatever reason
