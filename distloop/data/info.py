@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from distloop.data.shards import Layout, padded_size, shard_bounds, static_batch_size
+from distloop.data.shards import Layout, shard_bounds, static_batch_size
 from distloop.distributed import strategies, workers
 from distloop.errors import EMPTY_DATASET
 
@@ -144,7 +144,7 @@ def _find_batch_size(dataset: Any) -> int | None:
 
 def _replica_batch_sizes(batch_size: int, replicas: int, min_rows: int) -> tuple[int, ...]:
     """Returns how many rows of a whole batch each replica takes; padding comes last and does not count."""
-    rows = batch_size if batch_size >= min_rows else padded_size(batch_size, min_rows)
+    rows = batch_size if batch_size >= min_rows else math.lcm(batch_size, min_rows)
     bounds = (shard_bounds(replica, replicas, rows) for replica in range(replicas))
     return tuple(min(batch_size, end) - min(batch_size, start) for start, end in bounds)
 

@@ -9,6 +9,7 @@ replica and microbatch a row is padded with whole copies of itself, at weight 0.
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -178,18 +179,15 @@ def check_rows(rows: Any) -> Any:
     return rows
 
 
-def padded_size(size: Any, min_rows: int) -> Any:
-    """Returns the number of rows of a batch of `size` rows, at least 1, once it is padded."""
-    return -(-min_rows // size) * size
-
-
 def pad(rows: Any, min_rows: int) -> Batch:
     """Returns a batch of at least `min_rows` rows; its size is that without padding.
 
-    The padding repeats the whole batch, so statistics over the rows of all replicas are those of the batch.
+    The padding repeats the whole batch until `min_rows` divides its rows. So statistics over the rows of all replicas
+    are those of the batch, and a microbatch holds padding alone or none.
     """
     size = tf.convert_to_tensor(batch_size(rows))
-    numbers = tf.range(padded_size(tf.maximum(size, 1), min_rows)) % tf.maximum(size, 1)
+    padded_sizes = tf.constant([min_rows, *(math.lcm(n, min_rows) for n in range(1, min_rows))])
+    numbers = tf.range(padded_sizes[tf.minimum(size, min_rows - 1)]) % tf.maximum(size, 1)
 
     def repeated() -> Any:
         return tf.nest.map_structure(lambda t: tf.gather(t, numbers), rows)

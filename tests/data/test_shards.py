@@ -18,7 +18,7 @@ def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
     take = batch_taker(source, source.iterator())
     for size in range(1, 10):
         rows, count = take()
-        copies = {1: 4, 2: 2, 3: 2}.get(size, 1)  # every row as often as any other
+        copies = {1: 4, 2: 2, 3: 4}.get(size, 1)  # every row as often as any other
         assert rows.numpy().tolist() == [100 + i for i in range(size)] * copies
         assert int(count) == size
 

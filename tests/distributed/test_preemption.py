@@ -193,6 +193,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_alone(number, code):
     result = run_plain(f"""
         import os, signal, time
         from distloop.distributed.preemption import StopRequests
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have commands behind & ignore it
         number_open = len(os.listdir("/proc/self/fd"))
         with StopRequests() as outer, StopRequests() as inner:
             child = os.fork()

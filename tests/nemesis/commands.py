@@ -22,7 +22,6 @@ from tests.nemesis import kernel
 LINGER_SECS = 5.0  # in which processes end that nobody waits for, such as the launcher's guard
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer", "tests.problems", "tests.nemesis.program"])
 
 
 class Ended(NamedTuple):
