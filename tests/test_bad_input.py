@@ -689,6 +689,6 @@ def test_a_term_of_activations_beside_a_weighted_loss_is_refused_where_the_batch
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
-    parts = ["'hidden'", "activity regularizer or an add_loss", "in 2 shards", "per example"]
+    parts = ["'hidden'", "activity regularizer or an add_loss", "in 2 shards", "value per example"]
     trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", **{"num_devices": 1, **settings}))
     refused(lambda: trainer.fit(dataset(), steps=1), *parts)

@@ -95,20 +95,20 @@ def _caller(model: keras.Model) -> Callable[[Any, bool], Any]:
     """Returns a function that calls a model as Keras's `fit` does; warns if `training` cannot reach a layer."""
     if "training" in signature(model.call).parameters:
         return lambda x, training: model(x, training=training)
-    kinds = keras.layers.BatchNormalization
-    unreached = [part.name for part in model._flatten_layers() if isinstance(part, kinds) or _is_random(part)]
+    unreached = [layer.name for layer in model._flatten_layers() if _differs_in_training(layer)]
     if unreached:
         logging.warning(
-            "call of the model %r takes no training argument, so %s work as in inference, as they do in Keras's fit: "
-            "write call(self, inputs, training=None).",
+            "The model %r has no `training` argument in its call, so these layers run in inference mode while it is "
+            "trained, as in Keras's fit: %s. To train with them, write call(self, inputs, training=None).",
             model.name,
             ", ".join(unreached),
         )
     return lambda x, training: model(x)
 
 
-def _is_random(layer: keras.layers.Layer) -> bool:
-    return getattr(layer, "seed_generator", None) is not None
+def _differs_in_training(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer of Keras computes something else in training: with batch statistics or random numbers."""
+    return isinstance(layer, keras.layers.BatchNormalization) or getattr(layer, "seed_generator", None) is not None
 
 
 def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:

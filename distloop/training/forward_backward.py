@@ -33,9 +33,9 @@ from distloop.variables import tensorflow_variable
 REGULARIZATION = "regularization"
 # The mean over a shard's rows, as Keras takes it, would count by the shard's sum of weights instead of its rows.
 _UNSHARED_REGULARIZATION = (
-    "The layers {} have an activity regularizer or an add_loss, and the loss has weights or masks of its own, in {} "
-    "shards of a batch; how much each shard's term counts would depend on their number: return the term from loss_fn, "
-    "per example and with the loss's weights, or train on one replica without microbatches."
+    "The layers {} have an activity regularizer or an add_loss, the loss has weights or masks of its own, and each "
+    "batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one value per "
+    "example, or train on one replica without microbatches."
 )
 
 
