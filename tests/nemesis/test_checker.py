@@ -198,6 +198,15 @@ def test_processes_and_files_that_are_left_break_i5():
     assert broken(events)[0] == ["I5"]
 
 
+@pytest.mark.parametrize(("leftovers", "invariants"), [(["python (S)"], []), (["python (S)", "python (S)"], ["I5"])])
+def test_a_killed_process_leaves_its_child_where_no_launcher_ends_it(leftovers, invariants):
+    setting = Setting("alone", 1, child_of=0)
+    assert broken(killed(leftovers=leftovers), setting=setting)[0] == invariants
+    with_launcher = Setting("launcher", 1, child_of=0)
+    output = {0: "worker 0 failed, by signal 9", 1: ""}
+    assert broken(killed(leftovers=leftovers), setting=with_launcher, outputs=output)[0] == ["I5"]
+
+
 def test_before_all_trained_hosts_may_wait_for_one_that_will_not_come():
     setting = Setting("hosts", 2)
     events = [event for event in killed(code=75, secs=80.0) if event["event"] != "saved"]

@@ -13,16 +13,17 @@ ROUNDS = {
     "alone": (
         Setting("alone", 1, keep=2, child_of=0, is_first_process=kernel.can_number_processes()),
         [
-            Life((Strike(faults.KillChief(0), after_steps=13),), flips_byte=True),
-            Life((Strike(faults.TerminateChild(), after_steps=3), Strike(faults.Terminate(0, True), after_steps=8))),
+            Life((Strike(faults.KillChief(0), after_steps=11),), flips_byte=True),
+            Life((Strike(faults.TerminateChild(), after_steps=1), Strike(faults.Terminate(0, True), after_steps=3))),
             Life(()),
         ],
     ),
     "two workers": (
         Setting("launcher", 2, checkpoint_every=3, keep=1),
-        [Life((Strike(faults.KillWorker(1), after_steps=11),)), Life((Strike(faults.StartTwice(), after_steps=2),))],
+        [Life((Strike(faults.KillWorker(1), after_steps=7),)), Life((Strike(faults.StartTwice(), after_steps=1),))],
     ),
 }
+STEP_SECS = 0.2  # so long that a busy machine strikes before the run ends
 
 
 @pytest.mark.parametrize("name", ROUNDS)
@@ -30,7 +31,7 @@ def test_a_run_loses_nothing(name, tmp_path):
     setting, lives = ROUNDS[name]
     reference = rounds.run_undisturbed(setting.workers, str(tmp_path / "undisturbed"))
     plan = Plan(0, 0, setting, tuple(lives))
-    events = rounds.run_round(plan, str(tmp_path / "round"))
+    events = rounds.run_round(plan, str(tmp_path / "round"), step_secs=STEP_SECS)
     outputs = read_outputs(str(tmp_path / "round"), len(lives) + rounds.EXTRA_LIVES)
     assert checker.check(plan, events, outputs, reference) == []
     strikes = [event["fault"] for event in events if event["event"] == "strike"]
