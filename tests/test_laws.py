@@ -48,10 +48,6 @@ REPLICA_CASES = {
     "odd last batch": dict(size=16),
     "smaller than the replicas": dict(size=3, rows=10),
     "one row at a time": dict(size=1, rows=5),
-    "weights": dict(size=16, is_weighted=True),
-    "l2 terms": dict(size=16, l2=0.1),
-    "clipping": dict(size=16, clip_norm=0.1),
-    "averages": dict(size=16, average_decay=0.9),
     # One operation after another, as on one replica, TensorFlow fuses them otherwise; this model makes 1.5e-6 of that.
     "synchronized BatchNorm": dict(size=16, rows=67, batch_norm="synchronized", executor="parallel"),
     "all together": dict(size=16, is_weighted=True, l2=0.1, clip_norm=0.1, average_decay=0.9, microbatches=2),
@@ -90,7 +86,7 @@ def test_any_number_of_replicas_trains_large_weights_to_the_same():
 
     for settings in ({}, {"on_nonfinite": "skip", "average_decay": 0.9, "microbatches": 2}):
         expected = None
-        for replicas in (1, 2, 4):
+        for replicas in (1, 4):
             trainer = train(model_fn, on(replicas, **settings), batches(16))
             assert "ResourceApplyAdam" in operation_types(trainer)
             found = weights(trainer)
@@ -119,11 +115,10 @@ def test_one_replica_trains_as_a_loop_written_by_hand():
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", fast(3, 2, 4))
-def test_two_updates_train_the_same_on_any_number_of_replicas(replicas):
+def test_two_updates_train_the_same_on_any_number_of_replicas():
     data = batches(10, 23)
     expected = weights(train(two_updates, on(1), data))
-    assert_close(weights(train(two_updates, on(replicas), data)), expected)
+    assert_close(weights(train(two_updates, on(3), data)), expected)
 
 
 def test_the_second_update_sees_what_the_first_one_changed():
@@ -182,10 +177,9 @@ def rows_of_four(bad=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 1, 3))
-def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it(replicas):
+def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
     data = rows_of_four()
-    trainer = train(critic_and_generator, on(replicas), data, steps=3)
+    trainer = train(critic_and_generator, on(3), data, steps=3)
     keras.utils.set_random_seed(0)
     spec = critic_and_generator()
     for update in spec.updates:
@@ -221,8 +215,7 @@ def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 1, 4))
-def test_rows_of_nested_ragged_data_train_the_same(replicas):
+def test_rows_of_nested_ragged_data_train_the_same():
     rows = [[1], [2, 3], [], [4, 1, 1], [2], [3, 3, 3, 3], [1, 2]]
     data = tf.data.Dataset.from_tensor_slices(
         {"text": {"tokens": tf.ragged.constant(rows)}, "y": np.arange(7, dtype=np.float32)}
@@ -243,7 +236,7 @@ def test_rows_of_nested_ragged_data_train_the_same(replicas):
 
         return distloop.ModelSpec([table, head], keras.optimizers.Adam(0.05), loss_fn)
 
-    trainer = distloop.Trainer(model_fn, on(replicas))
+    trainer = distloop.Trainer(model_fn, on(4))
     metrics = trainer.evaluate(data)
     flat = [token for row in rows for token in row]
     assert metrics["token"] == pytest.approx(np.mean(flat), rel=1e-6)
@@ -255,11 +248,10 @@ def test_rows_of_nested_ragged_data_train_the_same(replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 3))
-def test_a_distributed_dataset_trains_the_same(replicas):
+def test_a_distributed_dataset_trains_the_same():
     data = tf.data.Dataset.from_tensor_slices(classification(30)).batch(8)
     expected = weights(train(classifier(), on(1), data, steps=9))
-    trainer = distloop.Trainer(classifier(), on(replicas))
+    trainer = distloop.Trainer(classifier(), on(3))
     split = trainer.strategy.experimental_distribute_dataset(data)
     trainer.fit(split, steps=9)
     assert_close(weights(trainer), expected)
@@ -302,7 +294,7 @@ def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas, scale", fast((2, 2.0**15), (1, 1.0), (2, 2.0**24)))
+@pytest.mark.parametrize("replicas, scale", fast((2, 2.0**15), (2, 2.0**24)))
 def test_a_loss_scale_changes_nothing_that_float32_can_hold(replicas, scale):
     def model_fn(optimizer):
         return classifier(optimizer=optimizer, is_weighted=True, l2=0.1)
@@ -323,7 +315,7 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold(replicas, scale):
 # microbatches -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, microbatches", fast((2, 3), (1, 2), (3, 5), (1, 5), (3, 2)))
+@pytest.mark.parametrize("replicas, microbatches", fast((2, 3), (1, 5), (3, 2)))
 def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microbatches):
     model_fn = classifier(is_weighted=True, l2=0.1)
     data = batches(16)
@@ -410,7 +402,9 @@ def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipp
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value, row, cut", pairwise([np.nan, np.inf], [7, 0], [(2, 1), (1, 1), (1, 4), (4, 2)]))
+@pytest.mark.parametrize(
+    "value, row, cut", [(np.nan, 7, (2, 1)), (np.inf, 0, (1, 1)), (np.nan, 0, (1, 4)), (np.inf, 7, (4, 2))]
+)
 def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, cut):
     replicas, microbatches = cut
     rows = classification(16)
@@ -513,7 +507,7 @@ def assert_skipped(before, after, culprits=("",)):
     assert_equal(after, expected)
 
 
-@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 1), (1, 4), (4, 2)))
+@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 4), (4, 2)))
 def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(replicas, microbatches):
     size = max(8, 2 * replicas * microbatches)
     kinds = [(value, row) for value in (np.nan, np.inf, 1e5) for row in range(size)]  # 1e5 is infinite in float16 alone
@@ -537,7 +531,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
     assert trainer.optimizer.iterations.numpy() == len(kinds) + 1
 
 
-@pytest.mark.parametrize("culprits, replicas", fast(("second", 2), ("first", 1), ("first second", 4)))
+@pytest.mark.parametrize("culprits, replicas", fast(("second", 2), ("first second", 4)))
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
     rows = classification(24)
     rows["label"][13] = -1  # in the second batch
@@ -550,10 +544,9 @@ def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both
     assert moving and not any(np.array_equal(second[path], third[path]) for path in moving)
 
 
-@pytest.mark.parametrize("replicas", fast(2, 1))
-def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit(replicas):
+def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit():
     optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**24)  # noqa: E731
-    trainer = distloop.Trainer(classifier(optimizer=optimizer), float16(replicas))
+    trainer = distloop.Trainer(classifier(optimizer=optimizer), float16(2))
     seen = after_each_step(trainer, batches(16, 64), 14)
     skipped = int(trainer.state.skipped_steps)
     assert 1 < skipped < 14
@@ -565,8 +558,7 @@ def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit(replica
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 1))
-def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow(replicas):
+def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow():
     rows = classification(40)
     bad = {name: np.concatenate([value[:8], value[:8], value[8:]]) for name, value in rows.items()}
     bad["x"][8 + 5] = np.inf
@@ -575,7 +567,7 @@ def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow(replicas):
         # A scale that does not change, so that what follows is rounded alike.
         optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 512.0, dynamic=False)  # noqa: E731
         model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
-        trainer = train(model_fn, float16(replicas, average_decay=0.9), distloop.make_dataset(rows, 8), steps)
+        trainer = train(model_fn, float16(2, average_decay=0.9), distloop.make_dataset(rows, 8), steps)
         counts = ("step@", "skipped_steps@", "streak/")
         return {path: value for path, value in everything(trainer).items() if not path.startswith(counts)}
 
@@ -591,11 +583,7 @@ def at_the_floor(pattern, replicas, **settings):
     return trainer, lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=len(pattern))
 
 
-EITHER_WAY = pytest.mark.parametrize("on_nonfinite", fast("raise", "skip"))
-
-
-@EITHER_WAY
-@pytest.mark.parametrize("replicas", fast(2, 1))
+@pytest.mark.parametrize("replicas, on_nonfinite", fast((2, "raise"), (1, "skip")))
 def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(replicas, on_nonfinite):
     trainer, fit = at_the_floor("-" * 20, replicas, on_nonfinite=on_nonfinite)
     before = everything(trainer)
@@ -615,9 +603,7 @@ def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(repli
             assert value.tobytes() == before[path].tobytes(), path
 
 
-@pytest.mark.parametrize(
-    "on_nonfinite, overflows, replicas", fast(("raise", 9, 2), ("skip", 9, 1), ("skip", 1, 2), ("raise", 0, 1))
-)
+@pytest.mark.parametrize("on_nonfinite, overflows, replicas", fast(("raise", 9, 2), ("skip", 0, 1)))
 def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replicas, overflows, on_nonfinite):
     trainer, fit = at_the_floor("--" + "-" * overflows, replicas, on_nonfinite=on_nonfinite)
     before = weights(trainer)
@@ -627,24 +613,22 @@ def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replica
     assert_equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize("on_nonfinite", fast("skip", "raise"))
-def test_float16_a_good_step_starts_the_count_of_overflows_again(on_nonfinite):
-    trainer, fit = at_the_floor("-----------+---------+----------", 2, on_nonfinite=on_nonfinite)
+def test_float16_a_good_step_starts_the_count_of_overflows_again():
+    trainer, fit = at_the_floor("-----------+---------+----------", 2, on_nonfinite="skip")
     with pytest.raises(FloatingPointError, match="Step 32 is number 10 in a row"):
         fit()
     assert trainer.optimizer.iterations.numpy() == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 1))
-def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale(replicas):
+def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale():
     def optimizers():  # both overflow in each step, the second at its smallest scale
         first = distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01))
         return first, distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, min_scale=1.0)
 
     rows = classification(8)
     rows["label"][:] = -1
-    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), float16(replicas))
+    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), float16(2))
     refused(
         lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
         "Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1:",
@@ -655,14 +639,13 @@ def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale(rep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", fast(2, 1))
-def test_the_error_is_about_the_update_that_has_no_loss_scale(replicas):
+def test_the_error_is_about_the_update_that_has_no_loss_scale():
     def optimizers():  # both are not finite, which is no error yet for the first
         return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01)), keras.optimizers.Adam(0.01)
 
     rows = classification(8)
     rows["label"][:] = -1
-    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), on(replicas))
+    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), on(1))
     refused(
         lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
         "Step 1 is the first that was not finite",
@@ -678,7 +661,6 @@ CUTS = [
     dict(log_every=1),
     dict(log_every=7, eval_every=3),
     dict(log_every=5, steps_per_loop=2),
-    dict(log_every=0, eval_every=4),
 ]
 
 
@@ -746,7 +728,7 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     expected = run()
     assert expected["skipped_steps@0"] > 0  # the scale went up until the gradients overflowed, and down again
     assert expected["loss_scale/@0"] != 2.0**14
-    for cut in CUTS[1:3]:
+    for cut in CUTS[2:]:
         assert_equal(run(**cut), expected)
 
 
@@ -867,7 +849,7 @@ def test_replicas_draw_different_dropout_masks():
 # evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, size", fast((3, 5), (1, 100), (2, 1), (3, 1), (4, 16), (4, 5)))
+@pytest.mark.parametrize("replicas, size", fast((3, 5), (1, 100), (3, 1), (4, 16)))
 def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, size):
     rows = classification(67)
     trainer = distloop.Trainer(classifier(is_weighted=True, metrics=True), on(replicas))
@@ -930,7 +912,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
 # prediction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, size", fast((3, 3), (1, 100), (2, 1), (3, 1), (4, 16), (4, 3)))
+@pytest.mark.parametrize("replicas, size", fast((3, 3), (1, 100), (3, 1), (4, 16)))
 def test_predictions_come_in_dataset_order_each_row_once(replicas, size):
     rows = classification(67)
 

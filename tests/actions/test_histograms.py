@@ -39,9 +39,7 @@ def train(workdir, model_fn, replicas=2, steps=9, actions=(), **settings):
     "settings",
     [
         {},
-        {"clip_norm": 0.1, "average_decay": 0.9},
-        {"precision": "mixed_float16"},
-        {"on_nonfinite": "skip"},
+        {"clip_norm": 0.1, "average_decay": 0.9, "precision": "mixed_float16", "on_nonfinite": "skip"},
         {"microbatches": 2, "replicas": 3},
         {"jit_compile": True, "replicas": 1},
     ],

@@ -113,13 +113,8 @@ def run_without(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "kind", "precision"),  # all pairs
-    [
-        *((1, kind, "float32") for kind in ("nan", "row")),
-        *((2, kind, "mixed_float16") for kind in ("nan", "row")),
-        *((1, kind, "mixed_float16") for kind in ("inf", "jump")),
-        *((2, kind, "float32") for kind in ("inf", "jump")),
-    ],
+    ("replicas", "kind", "precision"),
+    [(2, "nan", "mixed_float16"), (1, "row", "float32"), (2, "inf", "float32"), (1, "jump", "mixed_float16")],
 )
 def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path, run_without):
     without, expected, metrics = run_without(replicas, precision)

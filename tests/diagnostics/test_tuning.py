@@ -23,10 +23,10 @@ def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=
 
 @pytest.mark.slow
 def test_the_suggestion_is_the_same_on_any_number_of_replicas():
-    result = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 2, 4)]
-    assert result[0].suggestion == result[1].suggestion == result[2].suggestion
+    result = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 4)]
+    assert result[0].suggestion == result[1].suggestion
     assert 1e-3 < result[0].suggestion < 1
-    np.testing.assert_allclose(result[0].losses[:60], result[2].losses[:60], rtol=1e-5)
+    np.testing.assert_allclose(result[0].losses[:60], result[1].losses[:60], rtol=1e-5)
 
 
 def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes():
@@ -56,11 +56,10 @@ def test_each_step_takes_its_rate():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
-def test_a_learning_rate_test_changes_no_bit(precision):
+def test_a_learning_rate_test_changes_no_bit():
     schedule = keras.optimizers.schedules.CosineDecay(0.01, 20)
     data = [batches(shuffle=True) for _ in range(2)]
-    settings = dict(precision=precision, average_decay=0.9)
+    settings = dict(precision="mixed_float16", average_decay=0.9)
     model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(schedule), dropout=0.2, batch_norm="local")
     pair = [distloop.Trainer(model_fn, on(2, console="quiet", **settings)) for _ in data]
     for trainer, dataset in zip(pair, data, strict=True):

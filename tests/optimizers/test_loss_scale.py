@@ -12,7 +12,17 @@ import distloop
 from distloop.data.iterators import iterate
 from distloop.distributed import strategies
 from distloop.optimizers import loss_scale
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, local_values, on, refused
+from tests.problems import (
+    assert_close,
+    assert_equal,
+    classification,
+    classifier,
+    everything,
+    local_values,
+    on,
+    pairwise,
+    refused,
+)
 
 HALF = {"mixed_float16": tf.float16, "mixed_bfloat16": tf.bfloat16}
 EACH_HALF = pytest.mark.parametrize("name", HALF)
@@ -94,11 +104,10 @@ def test_a_trainer_leaves_no_policy_behind(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("model_class", [None, Lazy], ids=["built", "lazy"])
 @EACH_HALF
-def test_layers_compute_in_half_precision_and_weights_and_slots_stay_float32(name, num_devices, model_class):
-    trainer, dtypes = make_trainer(name, num_devices, model_class)
+def test_layers_compute_in_half_precision_and_weights_and_slots_stay_float32(name, model_class):
+    trainer, dtypes = make_trainer(name, 2, model_class)
     trainer.fit(distloop.make_dataset(DATA, 8), steps=1)
     assert set(dtypes) == {HALF[name]}
     assert {tf.as_dtype(v.dtype) for v in trainer.model.variables} == {tf.float32}
@@ -115,12 +124,11 @@ def test_float32_is_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
 @EACH_HALF
-def test_half_precision_trains_about_as_float32_does(name, num_devices):
+def test_half_precision_trains_about_as_float32_does(name):
     losses = []
     for precision_name in ("float32", name):
-        trainer, _ = make_trainer(precision_name, num_devices)
+        trainer, _ = make_trainer(precision_name, 2)
         first = trainer.evaluate(distloop.make_dataset(DATA, 8))["loss"]
         trainer.fit(distloop.make_dataset(DATA, 8), steps=20)
         losses.append(trainer.evaluate(distloop.make_dataset(DATA, 8))["loss"])
@@ -130,19 +138,17 @@ def test_half_precision_trains_about_as_float32_does(name, num_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
 @EACH_HALF
-def test_predictions_are_float32(name, num_devices):
-    trainer, dtypes = make_trainer(name, num_devices)
+def test_predictions_are_float32(name):
+    trainer, dtypes = make_trainer(name, 2)
     outputs = trainer.predict(distloop.make_dataset(DATA, 8))
     assert trainer.model.compute_dtype == HALF[name].name
     assert outputs.dtype == np.float32 and outputs.shape == (24, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
 @EACH_HALF
-def test_values_that_half_precision_cannot_add_up_are_averaged_in_float32(name, num_devices):
+def test_values_that_half_precision_cannot_add_up_are_averaged_in_float32(name):
     def model_fn():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
@@ -153,7 +159,7 @@ def test_values_that_half_precision_cannot_add_up_are_averaged_in_float32(name, 
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.0), loss_fn)
 
-    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=num_devices, precision=name))
+    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=2, precision=name))
     rows = distloop.make_dataset({"x": np.zeros([4096, 3], np.float32)}, 4096)
     tenth = float(tf.cast(tf.cast(0.1, HALF[name]), tf.float32))
     for found in (trainer.evaluate(rows), trainer.fit(rows, steps=1)):
@@ -172,8 +178,7 @@ def two_updates():
     return distloop.ModelSpec([a, b], updates=updates)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_float16_puts_a_loss_scale_optimizer_around_the_users(num_devices):
+def test_float16_puts_a_loss_scale_optimizer_around_the_users():
     given = []
 
     def model_fn():
@@ -181,7 +186,7 @@ def test_float16_puts_a_loss_scale_optimizer_around_the_users(num_devices):
         given.append(spec.optimizer)
         return spec
 
-    trainer = distloop.Trainer(model_fn, on(num_devices, precision="mixed_float16"))
+    trainer = distloop.Trainer(model_fn, on(2, precision="mixed_float16"))
     assert isinstance(trainer.optimizer, distloop.LossScaleOptimizer)
     assert trainer.optimizer.inner_optimizer is given[0]
     assert float(trainer.state.loss_scale) == trainer.optimizer.loss_scale.numpy() == 2.0**4
@@ -218,11 +223,10 @@ def test_several_updates_have_optimizers_and_loss_scales_by_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_the_loss_scale_and_skipped_steps_are_reported(num_devices):
+def test_the_loss_scale_and_skipped_steps_are_reported():
     rows = classification(16)
     rows["x"][8:] = np.nan
-    trainer = distloop.Trainer(classifier(), on(num_devices, precision="mixed_float16"))
+    trainer = distloop.Trainer(classifier(), on(2, precision="mixed_float16"))
     data = distloop.make_dataset(rows, 8)
     found = trainer.fit(data, steps=1)
     assert (found["loss_scale"], found["skipped_steps"]) == (2.0**4, 0.0)
@@ -262,10 +266,9 @@ def test_trainers_of_different_precisions_keep_their_own_side_by_side():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_evaluating_and_predicting_do_not_touch_the_loss_scale(num_devices):
+def test_evaluating_and_predicting_do_not_touch_the_loss_scale():
     rows = classification(40)
-    trainer = distloop.Trainer(classifier(batch_norm="local"), on(num_devices, precision="mixed_float16"))
+    trainer = distloop.Trainer(classifier(batch_norm="local"), on(2, precision="mixed_float16"))
     trainer.fit(distloop.make_dataset(rows, 16), steps=3)
     before = everything(trainer)
     assert before["streak/@0"] == trainer.optimizer.growth_steps - 10 + 3
@@ -416,9 +419,7 @@ def test_keras_own_loss_scale_optimizer_lets_the_overflow_of_another_replica_int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1.0, 2.0**15, 2.0**24])
-@REPLICAS
-@EACH_OPTIMIZER
+@pytest.mark.parametrize("optimizer, replicas, scale", pairwise(list(OPTIMIZERS), [1, 2, 4], [1.0, 2.0**15, 2.0**24]))
 def test_a_finite_step_is_that_of_the_plain_optimizer_on_the_sum(optimizer, replicas, scale):
     loop = Loop(scaling(optimizer, initial_scale=scale), replicas)
     plain, variables = OPTIMIZERS[optimizer](), [keras.Variable([1.0, -2.0]), keras.Variable(0.5)]

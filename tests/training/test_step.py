@@ -19,9 +19,13 @@ def train(replicas, jit_compile, model_fn, steps=8, **settings):
 # a sum in half precision may round at each of them: by 2^-11 of its size in float16, by 2^-9 in bfloat16.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision, tolerance", [("float32", 1e-6), ("mixed_float16", 16 * 2**-11), ("mixed_bfloat16", 16 * 2**-9)]
+    "replicas, microbatches, precision, tolerance",
+    [
+        (1, 1, "float32", 1e-6),
+        pytest.param(2, 2, "mixed_float16", 16 * 2**-11, marks=pytest.mark.slow),
+        pytest.param(1, 2, "mixed_bfloat16", 16 * 2**-9, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("replicas, microbatches", [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_a_compiled_step_trains_to_the_same_weights(precision, tolerance, replicas, microbatches):
     settings = dict(precision=precision, microbatches=microbatches, clip_norm=0.5)
     model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.1), is_weighted=True, l2=0.1, batch_norm="local")
