@@ -3,8 +3,13 @@
 import ast
 import functools
 import importlib.util
+import os
 import pathlib
 import re
+import shutil
+import site
+import subprocess
+import venv
 
 import pytest
 from absl import flags
@@ -15,7 +20,8 @@ from distloop.monitoring.records import ABOUT_THE_RUN
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
-PAGES = [*(ROOT / name for name in ("README.md", "WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
+README = ROOT / "README.md"
+PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "hosts"}
 OTHERS = LAUNCHER | {"help", "json", "png", "workloads", "replicas", "logdir", "flagfile"}
 
@@ -35,8 +41,34 @@ def shortened(program):
     )
 
 
+def fresh_environment(directory):
+    """Returns the Python of a new environment that has the packages of this one, and a copy of distloop's in place of
+    the clone; `pip install .` in an empty one does the same, and downloads TensorFlow."""
+    venv.create(directory, with_pip=False)
+    packages = next(directory.glob("lib/python*/site-packages"))
+    shutil.copytree(ROOT / "distloop", packages / "distloop", ignore=shutil.ignore_patterns("__pycache__"))
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))  # whose own .pth files do not count
+    return directory / "bin" / "python"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_without_the_clone(tmp_path):
+    program = "\n".join(blocks(README, "python"))
+    (tmp_path / "empty").mkdir()
+    script = tmp_path / "program.py"
+    script.write_text(f"{program}\nprint(logits.shape)\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TF_"))}
+    command = [fresh_environment(tmp_path / "environment"), script]
+    done = subprocess.run(command, cwd=tmp_path / "empty", env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *_, printed, shape = done.stdout.splitlines()
+    shown = re.search(r"print\(trainer\.evaluate\(test\)\)  # (.+)", program)[1]
+    assert re.fullmatch(re.escape(shown).replace(r"\.\.", r"\d+"), printed), done.stdout
+    assert shape == "(1000, 3)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = "\n".join(blocks(page, "python"))
