@@ -21,7 +21,8 @@ import distloop
 from experiments.public_models import zoo
 
 STEPS, SAVED_STEP = 3, 2
-FLOAT32, FLOAT64, HALF = 1e-4, 1e-9, 0.1  # tolerances
+# Tolerances. Some layers compute in float32 whatever the precision, such as the normalization of Qwen in KerasHub.
+FLOAT32, FLOAT64, HALF = 1e-4, 1e-6, 0.1
 MAX_STEPS_IN_FLOAT16 = 40  # some of them skipped, until the loss scale fits
 
 Weights = dict[str, np.ndarray]

@@ -4,7 +4,8 @@
     model = make("hub/BertBackbone")        # one layer, width 16, and a head for 10 classes
     inputs, labels = batch_for(model)
 
-All are deterministic: dropout is off, and BatchNormalization is synchronized, as equality over replicas needs.
+Each is the same function of its rows on any number of replicas: dropout is off, BatchNormalization is synchronized, and
+routers of experts have no balancing loss, which is a product of means over the rows of one replica.
 """
 
 import inspect
@@ -31,6 +32,7 @@ SMALL: dict[str, Any] = dict(
     encoder_hidden_dim=16, decoder_hidden_dim=16, encoder_intermediate_dim=32, decoder_intermediate_dim=32,
     intermediate_dim=32, mlp_dim=32, moe_intermediate_dim=16, shared_expert_intermediate_dim=16,
     shared_expert_intermediate_size=16, num_experts=2, top_k=1,
+    router_aux_loss_coef=0.0, router_aux_loss_coefficient=0.0,
     linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
     image_size=16, image_shape=(32, 32, 3), patch_size=8, dropout=0.0, dropout_rate=0.0, attention_dropout=0.0,
     max_encoder_sequence_length=TOKENS, max_decoder_sequence_length=TOKENS, num_mels=8, bucket_size=4,
@@ -53,7 +55,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
     "SmolLM3Backbone": {"layer_types": ["full_attention"]},
     "DenseNetBackbone": {"stackwise_num_repeats": [1, 1], "growth_rate": 8},
     "ResNetBackbone": {
-        "input_conv_filters": [8],
+        "input_conv_filters": [64],
         "input_conv_kernel_sizes": [3],
         "stackwise_num_filters": [64, 128],
         "stackwise_num_blocks": [1, 1],
@@ -65,7 +67,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
         "embed_dim": 8,
         "depths": [1, 1],
         "num_heads": [2, 2],
-        "window_size": 4,
+        "window_size": 2,
         "drop_path": 0.0,
     },
     "MiTBackbone": {
