@@ -8,6 +8,7 @@ With a `model_fn`, which makes a model and says how it is trained, and a dataset
 
 import importlib
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 from distloop import versions
@@ -57,6 +58,10 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 
 versions.require_supported()
+
+# TensorFlow reads this when it is imported: of its own log lines, errors remain. Without a driver for GPUs it reports
+# missing libraries as errors, so none remain; what fails raises an error in Python all the same.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if os.path.exists("/proc/driver/nvidia/version") else "3")
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
     from distloop.actions.action import Action as Action

@@ -106,7 +106,6 @@ def _environment(
     }
     if options.secret:
         variables["DISTLOOP_SECRET"] = options.secret
-    variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only; else each worker prints ten lines of information
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return variables

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import pathlib
 import re
 import subprocess
@@ -178,6 +179,16 @@ def test_the_report_starts_without_tensorflow_and_tensorboard():
     program = "import sys, distloop.report; print(sorted({'tensorflow', 'keras', 'tensorboard'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_tensorflow_logs_errors_at_most_unless_the_user_chose_a_level(level):
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environ |= {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
+    program = "import os, distloop; print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() in ([level] if level else ["2", "3"]), result.stderr
 
 
 def test_every_module_has_a_test_file():

@@ -22,7 +22,6 @@ def no_scheduler(monkeypatch):
         "TF_CONFIG",
         "CUDA_VISIBLE_DEVICES",
         "JOB_COMPLETION_INDEX",
-        "TF_CPP_MIN_LOG_LEVEL",
         "DISTLOOP_SECRET",
     ):
         monkeypatch.delenv(name, raising=False)
@@ -144,14 +143,6 @@ def test_too_few_gpus_are_refused(capsys, monkeypatch):
         "distloop.launch: 3 GPUs are too few for workers=2 with 2 each: ask for fewer, or set CUDA_VISIBLE_DEVICES=-1 "
         "to run on CPUs.\n"
     )
-
-
-@pytest.mark.parametrize("level", [None, "0"])
-def test_tensorflow_logs_errors_only_unless_the_user_chose_a_level(level, monkeypatch):
-    if level is not None:
-        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    (variables,) = environments()
-    assert variables["TF_CPP_MIN_LOG_LEVEL"] == (level or "2")
 
 
 @pytest.mark.parametrize(

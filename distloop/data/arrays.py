@@ -91,6 +91,6 @@ def make_dataset(
     if shuffle:
         numbers = numbers.shuffle(count if shuffle is True else shuffle, seed=seed)
     batches = numbers.batch(batch_size, drop_remainder=drop_remainder)
-    return batches.map(lambda rows: tf.nest.map_structure(lambda t: tf.gather(t, rows), tensors)).prefetch(
-        tf.data.AUTOTUNE
-    )
+    do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
+    gather = do_not_convert(lambda rows: tf.nest.map_structure(lambda t: tf.gather(t, rows), tensors))
+    return batches.map(gather).prefetch(tf.data.AUTOTUNE)

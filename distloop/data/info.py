@@ -107,7 +107,8 @@ def count_batches(dataset: tf.data.Dataset) -> float:
     length = cardinality(dataset)
     if length is None:
         logging.info("The dataset does not know its length: reading it once to count its batches.")
-        length = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+        add_one = tf.autograph.experimental.do_not_convert(lambda count, *_: count + 1)
+        length = int(dataset.reduce(np.int64(0), add_one))
     return length
 
 

@@ -202,10 +202,11 @@ class Source:
         """Returns the dataset with all that training needs: checked, padded, repeated, prefetched."""
         spec, num_missing = self.info.element_spec, self.info.num_missing_batches
         dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
+        do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
         if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
-            dataset = dataset.map(lambda *batch: check_rows(_pack_element(batch, spec)))
+            dataset = dataset.map(do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
         if self.layout.is_padded:
-            dataset = dataset.map(lambda *batch: pad(_pack_element(batch, spec), self.info.min_rows))
+            dataset = dataset.map(do_not_convert(lambda *batch: pad(_pack_element(batch, spec), self.info.min_rows)))
         if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
             filler = next(iterate(dataset))._replace(size=tf.constant(0))
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))

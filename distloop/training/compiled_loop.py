@@ -234,7 +234,11 @@ def compiled(fn: Callable[..., Any], eager: bool = False) -> Any:
         fn: without AutoGraph.
         eager: whether to return `fn` itself instead.
     """
-    return fn if eager else tf.function(lambda *arguments: fn(*arguments), autograph=False)
+    if eager:
+        return fn
+    function = tf.function(lambda *arguments: fn(*arguments), autograph=False)
+    function._omit_frequent_tracing_warning = True  # a trace for each kind of data: users could not avoid it
+    return function
 
 
 def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:

@@ -75,7 +75,7 @@ class PredictLoop:
     def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
-        self._step = step if eager else tf.function(step, autograph=False)  # one trace for its several callers
+        self._step = compiled(step, eager)  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         self._run_many = compiled(self._batches, eager)
 

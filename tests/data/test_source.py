@@ -1,9 +1,12 @@
 """Datasets with a place in them: kinds of data, passes, epochs, and the data that is refused."""
 
+import tempfile
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from distloop.data.arrays import make_dataset
 from distloop.data.source import Source, WorkerContext
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
 
@@ -18,6 +21,15 @@ def taken(source, count, strategy=ONE):
 
 def test_a_dataset_is_read_in_order_and_repeated():
     assert taken(Source(numbers(5, 2), ONE), 5) == [[[0, 1]], [[2, 3]], [[4]], [[0, 1]], [[2, 3]]]
+
+
+def test_autograph_writes_no_file_for_a_function_of_ours(tmp_path, monkeypatch):
+    dataset = of_unknown_length(numbers(6, 2).map(lambda batch: {"x": batch["x"], "y": batch["x"]}))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert taken(Source(dataset, mirrored(2)), 1) == [[[0, 1]]]
+    assert Source(dataset, ONE).batches_per_epoch() == 3
+    assert len(list(make_dataset(np.zeros([4, 1]), 2))) == 2
+    assert not list(tmp_path.iterdir())  # a process that is killed would leave it
 
 
 def test_a_source_that_is_not_repeated_ends():

@@ -1,10 +1,11 @@
 """The compiled steps between two boundaries: which rows they return, and how often they are traced."""
 
 import numpy as np
+import tensorflow as tf
 
 import distloop
 from distloop.fit import make_training_source
-from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.compiled_loop import CompiledLoop, compiled
 from distloop.training.step import TrainStep
 from tests.problems import classification, classifier, on
 
@@ -35,3 +36,11 @@ def test_a_single_step_is_run_without_a_tensorflow_loop():
     loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
     (row,) = loop.run(make_training_source(data, trainer.state, trainer.config), 1, 0, executor="", is_single=True)
     assert row.steps == 1 and row.examples == 16 and trainer.step == 1
+
+
+def test_traces_for_many_kinds_of_data_raise_no_warning(caplog, monkeypatch):
+    monkeypatch.setattr(tf.get_logger(), "propagate", True)
+    function = compiled(lambda x: x + 1)
+    for size in range(8):
+        function(tf.zeros([size]))
+    assert not caplog.records
