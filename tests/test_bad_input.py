@@ -102,6 +102,17 @@ def test_a_loss_that_is_reduced_with_its_axes_kept(replicas, is_static):
 
 
 @REPLICAS
+def test_labels_that_lack_the_axis_of_the_predictions(replicas):
+    fit_refused(
+        'loss_fn returned "loss" of shape [B, B]',
+        "[B] and [B, 1] were broadcast",
+        "one value per example",
+        replicas=replicas,
+        returned=lambda model, batch: {"loss": tf.square(batch["y"][:, 0] - model(batch["x"])[:, :1])},
+    )
+
+
+@REPLICAS
 def test_a_value_that_is_reduced_over_the_batch(replicas):
     fit_refused(
         'loss_fn returned "error" of shape [2]',

@@ -9,11 +9,13 @@ would, on any number of devices, and trains two steps; then it restores everythi
 the list. This module does not know how a run goes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from absl import logging
 
 from distloop.data.source import Data
 from distloop.diagnostics import checks, replica_checks
-from distloop.diagnostics.findings import Audit, Finding, Unchecked
+from distloop.diagnostics.findings import Audit, Finding, Unchecked, failure
 from distloop.diagnostics.probe import Probe
 from distloop.distributed import devices
 from distloop.monitoring.console import say
@@ -22,11 +24,12 @@ from distloop.training.state import TrainState
 Check = Callable[[Probe], Iterator[Finding | Unchecked]]
 
 # The other checks need steps that run, so they wait until these find nothing.
-FIRST_CHECKS: tuple[Check, ...] = (checks.created_variables, checks.unsaved_random_states)
+FIRST_CHECKS: tuple[Check, ...] = (checks.created_variables, checks.unsaved_random_states, checks.labels)
 CHECKS: tuple[Check, ...] = (
     checks.foreign_variables,
     checks.python_values,
     checks.variables_left_out,
+    checks.training_argument,
     checks.identical_draws,
     replica_checks.dependence_on_replicas,
     replica_checks.drift,
@@ -44,15 +47,28 @@ def audit(state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1
         microbatches: as for `TrainStep`.
 
     Raises:
-        ValueError: if the data is a `DistributedDataset`, its first batch has one row, or `loss_fn` breaks a rule.
+        ValueError: if the data is a `DistributedDataset`, or its first batch has one row.
     """
+    results: list[Finding | Unchecked]
     with devices.preserved_random_state():
         probe = Probe(state, data, seed=seed, microbatches=microbatches)
-        results: list[Finding | Unchecked] = [*checks.data_order(probe)]
-        obstacles = [result for check in FIRST_CHECKS for result in check(probe)]
-        results += obstacles or [result for check in CHECKS for result in check(probe)]
+        results = _results([checks.data_order], probe)
+        obstacles = _results(FIRST_CHECKS, probe)
+        results += obstacles or _results(CHECKS, probe)
     findings = dict.fromkeys(result for result in results if isinstance(result, Finding))  # each once, in order
     return Audit(tuple(findings), tuple(result.what for result in results if isinstance(result, Unchecked)))
+
+
+def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | Unchecked]:
+    """Returns the results of checks; an error in the user's code or data is one of them and ends its check."""
+    results: list[Finding | Unchecked] = []
+    for check in checks:
+        try:
+            results += check(probe)
+        except Exception as error:
+            logging.info("The audit's check %s stopped.", check.__name__, exc_info=True)
+            results.append(failure(error))
+    return results
 
 
 def print_and_exit(result: Audit) -> None:

@@ -2,17 +2,26 @@
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from distloop.diagnostics.findings import Finding
-from distloop.diagnostics.probe import Probe
+from distloop.diagnostics.probe import NUM_BATCHES, REPLICAS, Probe
+from distloop.diagnostics.tracing import as_replica, compiled
 from distloop.training import nonfinite, unsaved_draws
+from distloop.training.spec import Update
 from distloop.variables import named_variables
 
+_NOISE_LAYERS = (
+    keras.layers.Dropout,
+    keras.layers.AlphaDropout,
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
+)
 _GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer in the model or of the model itself"
 
 
@@ -48,6 +57,71 @@ def unsaved_random_states(probe: Probe) -> Iterator[Finding]:
             nonfinite.describe(op, probe.layers, has_direction=False),
             f"a resumed run would draw others, so fit refuses it: {unsaved_draws.ADVICE}",
         )
+
+
+def labels(probe: Probe) -> Iterator[Finding]:
+    """Checks that the labels of the first batches are numbers of classes; -1 stands for no class in `tf.one_hot`."""
+    if not probe.trace.labels:
+        return
+    with probe.restored():
+        batches = [rows for rows in probe.dataset().take(NUM_BATCHES) if _specs(rows) == _specs(probe.rows)]
+        ranges = np.array([probe.trace.run(rows, rows)[1] for rows in batches])  # [N, L, 2]
+    for (op, _, num_classes), lowest, highest in zip(
+        probe.trace.labels, ranges.min(0)[:, 0], ranges.max(0)[:, 1], strict=True
+    ):
+        if lowest < (-1 if op.type == "OneHot" else 0) or highest >= num_classes:
+            yield Finding(
+                "labels out of range",
+                nonfinite.describe(op, probe.layers, has_direction=False),
+                f"they go from {lowest} to {highest}, and there are {num_classes} classes, 0 to {num_classes - 1}: "
+                "number them from 0, or give the last layer more outputs",
+            )
+
+
+def training_argument(probe: Probe) -> Iterator[Finding]:
+    """Checks that `loss_fn` passes `training` on to layers that need it."""
+    for update in probe.state.spec.updates:
+        trained = {id(v) for v in probe.state.variables_of_update[update.name]}
+        layers = [*_layers_with_modes(probe.state.layers_of_update[update.name], trained)]
+        if layers and _ignores_training(probe, update):
+            for layer in layers:
+                yield Finding(
+                    "training has no effect",
+                    layer.path or layer.name,
+                    "loss_fn computes the same with training=True and training=False, so the layer works in one mode "
+                    "in both: pass the argument on, as in model(x, training=training)",
+                )
+
+
+def _ignores_training(probe: Probe, update: Update) -> bool:
+    """Returns whether an update's `loss_fn` has the same operations for training as for evaluation."""
+    types: list[list[str]] = []
+
+    def trace(rows: Any) -> None:
+        for training in (True, False):
+            with as_replica(0, REPLICAS, set()) as operations:
+                update.loss_fn(rows, training)
+            types.append([op.type for op in unsaved_draws.with_called(operations)])
+
+    compiled(trace, probe.rows)
+    return types[0] == types[1]
+
+
+def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any]:
+    """Yields the layers that compute otherwise in training, those in parts that no update trains left out."""
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            if layer.trainable:
+                yield layer
+        elif isinstance(layer, _NOISE_LAYERS):
+            if getattr(layer, "rate", 0) or getattr(layer, "stddev", 0):
+                yield layer
+        elif not layer.weights or any(id(weight) in trained for weight in layer.weights):
+            yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
+
+
+def _specs(rows: Any) -> Any:
+    return tf.nest.map_structure(tf.type_spec_from_value, rows)
 
 
 def foreign_variables(probe: Probe) -> Iterator[Finding]:

@@ -1,8 +1,14 @@
 """The report of an audit: its findings, and the properties that it could not check."""
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import tensorflow as tf
+
+from distloop.errors import as_user_error
+from distloop.training.nonfinite import user_line
 
 _NUM_NAMES = 3  # in a line
 
@@ -22,6 +28,15 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return _line([self])
+
+
+def failure(error: Exception) -> Finding:
+    """Returns the finding of an error that the user's code or data raised."""
+    if isinstance(error, tf.errors.OpError):
+        error = as_user_error(error) or error
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    where = user_line(traceback.extract_tb(error.__traceback__)) or type(error).__name__
+    return Finding("stops with an error", where, line.strip().rstrip("."))
 
 
 class Unchecked(NamedTuple):

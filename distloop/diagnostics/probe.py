@@ -28,6 +28,7 @@ from distloop.diagnostics.tracing import (
     compiled,
     drawing_operations,
     hold_draws,
+    labelled_operations,
     no_new_variables,
 )
 from distloop.distributed import devices
@@ -41,7 +42,7 @@ from distloop.training.variable_writes import written_resources
 from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one
-_NUM_ORDERED_BATCHES = 8  # of a pass over the data, to compare with another pass
+NUM_BATCHES = 8  # of a pass over the data, whose order and labels are looked at
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 1e-3, 5e-2
 
 
@@ -50,15 +51,18 @@ class Trace(NamedTuple):
 
     Attributes:
         calls: the operations of each call.
-        run: the compiled function of the rows in both orders; returns the random numbers of the first and third call.
+        run: the compiled function of the rows in both orders; returns the random numbers of the first and third call,
+            and the least and the largest number of each of `labels`.
         collectives: how `loss_fn` communicates with other replicas, such as "all_reduce".
         created: if `loss_fn` created a variable, the error that stopped the trace; `run` is None.
+        labels: the operations of the first call that take class numbers, each with these and the number of classes.
     """
 
     calls: list[list[tf.Operation]]
     run: Any
     collectives: set[str]
     created: VariableCreated | None = None
+    labels: Sequence[tuple[tf.Operation, tf.Tensor, int]] = ()
 
 
 class Measurement(NamedTuple):
@@ -114,7 +118,7 @@ class Probe:
         self._data = data
         self._seed = seed
         self._microbatches = microbatches
-        self.rows = next(iter(self._dataset()), None)
+        self.rows = next(iter(self.dataset()), None)
         if self.rows is None or shards.batch_size(self.rows) < REPLICAS:
             raise ValueError(
                 f"The dataset's first batch has less than {REPLICAS} rows; an audit splits it between as many "
@@ -140,13 +144,14 @@ class Probe:
             random.seed(self._seed)
             np.random.seed(self._seed)
             tf.random.set_seed(self._seed)
-            passes.append([_checksum(rows) for rows in self._dataset().take(_NUM_ORDERED_BATCHES)])
+            passes.append([_checksum(rows) for rows in self.dataset().take(NUM_BATCHES)])
         return passes
 
     @functools.cached_property
     def trace(self) -> Trace:
         """Three calls of `loss_fn`, which are traced and not run."""
         state, calls, collectives = self.state, [], set[str]()
+        labels: list[tuple[tf.Operation, tf.Tensor, int]] = []
 
         def trace(rows: Any, other_rows: Any) -> Any:
             first_seeds = [tf.convert_to_tensor(seed) for seed in state.seeds]
@@ -157,10 +162,12 @@ class Probe:
                     for update in state.spec.updates:
                         update.loss_fn(batch, True)
                 calls.append(operations)
-            return [[op.outputs[0] for op in drawing_operations(calls[call])] for call in (0, 2)]
+            labels.extend(labelled_operations(calls[0]))
+            draws = [[op.outputs[0] for op in drawing_operations(calls[call])] for call in (0, 2)]
+            return draws, [(tf.reduce_min(numbers), tf.reduce_max(numbers)) for _, numbers, _ in labels]
 
         try:
-            return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives)
+            return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives, None, labels)
         except VariableCreated as created:
             return Trace(calls, None, collectives, created)
         except VariableCreatedError as error:
@@ -187,8 +194,8 @@ class Probe:
     @functools.cached_property
     def draws(self) -> list[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
         """Operations of `loss_fn` that draw random numbers, each with what replicas 0 and 1 draw."""
-        with self._restored():
-            drawn = self.trace.run(self.rows, self._reversed_rows())
+        with self.restored():
+            drawn, _ = self.trace.run(self.rows, self._reversed_rows())
         return list(zip(drawing_operations(self.trace.calls[0]), *drawn, strict=False))
 
     @functools.cached_property
@@ -205,7 +212,7 @@ class Probe:
         Returns:
             A measurement for each batch, and how `loss_fn` communicates with other replicas.
         """
-        with self._restored() as restore:
+        with self.restored() as restore:
             return self._measure(update, batches, training, restore)
 
     def _measure(
@@ -267,7 +274,7 @@ class Probe:
                 if _is_comparable(operations[0])
             ]
 
-        with self._restored():
+        with self.restored():
             outputs = compiled(trace, self.rows, self.halves)(self.rows, self.halves)
         operations = [op for op in calls[0] if _is_comparable(op)] if calls else []
         return [(op, whole, halves) for op, (whole, *halves) in zip(operations, outputs, strict=True)]
@@ -275,9 +282,9 @@ class Probe:
     @functools.cached_property
     def two_steps(self) -> TwoSteps:
         """Two steps of training on the beginning of the data."""
-        with self._restored():
+        with self.restored():
             before = self._gradients()
-            source = Source(self._dataset(), self.state.strategy, microbatches=self._microbatches)
+            source = Source(self.dataset(), self.state.strategy, microbatches=self._microbatches)
             step = TrainStep(self.state, microbatches=self._microbatches)
 
             def train(iterator: Any) -> tf.Tensor:
@@ -312,11 +319,12 @@ class Probe:
             and len({part.numpy().tobytes() for part in self.state.replica_variables(variable)}) > 1
         ]
 
-    def _restored(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def restored(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Restores all variables on exit; yields a function that does so at once."""
         variables = [*_variables_of(self.state), *(variable for variable, _ in self.foreign_variables)]
         return _restored([part for variable in variables for part in self.state.replica_variables(variable)])
 
-    def _dataset(self) -> tf.data.Dataset:
+    def dataset(self) -> tf.data.Dataset:
         """Returns the data, to be read from its beginning."""
         data = self._data
         if isinstance(data, tf.data.Dataset):

@@ -86,6 +86,23 @@ def drawing_operations(operations: Iterable[tf.Operation]) -> list[tf.Operation]
     return [op for op in operations if _DRAWS.search(op.type)]
 
 
+def labelled_operations(operations: Iterable[tf.Operation]) -> Iterator[tuple[tf.Operation, tf.Tensor, int]]:
+    """Yields the operations that take numbers of classes, each with these numbers and how many classes there are.
+
+    `tf.one_hot` accepts any number; the cross entropy of others is an error on a CPU, and NaN on a GPU.
+    """
+    for op in operations:
+        if op.type == "SparseSoftmaxCrossEntropyWithLogits":
+            logits, numbers = op.inputs
+            classes = logits.shape[-1]
+        elif op.type == "OneHot":
+            numbers, classes = op.inputs[0], tf.get_static_value(op.inputs[1])
+        else:
+            continue
+        if classes is not None:
+            yield op, tf.cast(numbers, tf.int64), int(classes)
+
+
 def hold_draws(operations: Sequence[tf.Operation]) -> bool:
     """Replaces floating-point random numbers in a graph by a constant, so that whole and halved batches get the same.
 

@@ -15,7 +15,7 @@ from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import as_user_error
-from distloop.training import metrics, unsaved_draws
+from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.forward_backward import tally_outputs
 from distloop.training.metric_state import check_arguments
@@ -54,6 +54,7 @@ class EvalStep:
                 with gathering.shard(row_weights):
                     outputs = update.loss_fn(rows, False)
                 tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
+                broadcasts.refuse_pairs(outputs, update.loss_fn, rows, False)
                 arguments = metric_rows.join(metric_rows.tensors)
                 state.keras_metrics.update_gathered(*state.keras_metrics.add(arguments, row_weights))
                 named.update({prefix + name: tally for name, tally in tallies.items()})

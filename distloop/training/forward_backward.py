@@ -23,7 +23,7 @@ from distloop.distributed import gathering
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import Placement
 from distloop.optimizers.gradients import Packing
-from distloop.training import metrics, variable_writes
+from distloop.training import broadcasts, metrics, variable_writes
 from distloop.training.metric_state import Join, KerasMetrics, Rows, check_arguments, take_rows
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
@@ -291,6 +291,8 @@ class ForwardBackward:
                 objective += tallies[REGULARIZATION].total
             if factor is not None:
                 objective *= factor
+        # Last, since tracing the loss again replaces the losses that Keras layers carry.
+        broadcasts.refuse_pairs(outputs, self.update.loss_fn, rows, training)
         gradients = state.placement.differentiate(tape, objective, tensors)
         new_values = [
             tf.convert_to_tensor(variable if gradient is None else gradient)

@@ -132,7 +132,34 @@ def count_in_python(loss, batch):
     return loss * (1.0 + len(CALLS))
 
 
+def trained_in_one_mode():
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dropout(0.5, name="drop"), keras.layers.Dense(4)], name="net"
+    )
+    frozen = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(8)], name="frozen")
+    frozen.trainable = False
+
+    def loss_fn(batch, training):
+        logits = model(frozen(batch["x"], training=False))
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+    return distloop.ModelSpec([model, frozen], keras.optimizers.SGD(0.1), loss_fn)
+
+
 BUGS = {
+    "labels from 1": (
+        planted(lambda loss, batch: loss * tf.reduce_sum(tf.one_hot(batch["label"] + 1, 4), -1)),
+        ("labels out of range", "OneHot (test_audit.py:", "from 1 to 4", "4 classes, 0 to 3"),
+    ),
+    "training that is not passed on": (trained_in_one_mode, ("training has no effect", "drop", "training=training")),
+    "labels without the axis of the predictions": (
+        planted(lambda loss, batch: (batch["weight"] - loss[:, None]) ** 2),
+        ("stops with an error", 'loss_fn returned "loss" of shape [B, B]'),
+    ),
+    "a loss for one number of rows": (
+        planted(lambda loss, batch: tf.reshape(loss, [16])),
+        ("stops with an error", "test_audit.py:", "16"),
+    ),
     "a division by the rows of a share": (
         planted(lambda loss, batch: loss / tf.cast(tf.shape(loss)[0], tf.float32)),
         ("depends on the number of replicas", "loss", "RealDiv", "test_audit.py"),

@@ -1,0 +1,74 @@
+"""Values of shape [B, B]: refused where a broadcast made them, accepted where they are meant or T happens to be B."""
+
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.training.broadcasts import refuse_pairs
+from tests.problems import refused
+
+B = 6
+POSITIONS = tf.reshape(tf.range(B, dtype=tf.float32), [B])
+SIZES = pytest.mark.parametrize("size", [None, B])
+
+
+def check(value_of, size=B):
+    """Traces a loss with so many rows, None for any number, and checks its values."""
+
+    def loss_fn(batch, training):
+        return {"loss": value_of(batch["label"], batch["score"], batch["tokens"])}  # [B], [B, 1], [B, T]
+
+    def trace(batch):
+        refuse_pairs(loss_fn(batch, True), loss_fn, batch, True)
+
+    shapes = {"label": [size], "score": [size, 1], "tokens": [size, B]}
+    specs = {name: tf.TensorSpec(shape) for name, shape in shapes.items()}
+    tf.function(trace, autograph=False).get_concrete_function(specs)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    "value_of",
+    [
+        lambda label, score, tokens: (label - score) ** 2,
+        lambda label, score, tokens: distloop.weighted(tf.where(score > label, score - label, 0.0), label),
+        lambda label, score, tokens: tf.nn.relu(score) - score * label + tf.math.log1p(tf.exp(-tf.abs(score))),
+    ],
+    ids=["squared error", "weighted", "cross entropy"],
+)
+def test_labels_without_the_axis_of_the_predictions_are_refused(value_of, size):
+    refused(
+        lambda: check(value_of, size),
+        'loss_fn returned "loss" of shape [B, B]',
+        "[B, 1]",
+        "were broadcast against each other (test_broadcasts.py:",
+        "predictions[:, 0]",
+    )
+
+
+@SIZES
+@pytest.mark.parametrize(
+    "value_of",
+    [
+        lambda label, score, tokens: (tokens - score) ** 2,
+        lambda label, score, tokens: POSITIONS * score,
+        lambda label, score, tokens: (
+            tf.cast(label[:, None] == label, tf.float32) * tf.matmul(score, score, transpose_b=True)
+        ),
+        lambda label, score, tokens: (label[None, :] - score) ** 2,
+        lambda label, score, tokens: (distloop.gather_rows(label)[0] - score) ** 2,
+        lambda label, score, tokens: (label[:, None] - score) ** 2,
+        lambda label, score, tokens: tf.reshape(label, [B]) - score,
+    ],
+    ids=[
+        "tokens",
+        "positions",
+        "masked pairs",
+        "an axis of its own",
+        "gathered rows",
+        "right",
+        "a fixed number of rows",
+    ],
+)
+def test_values_of_tokens_and_pairs_that_are_meant_are_accepted(value_of, size):
+    check(value_of, size)
