@@ -113,7 +113,7 @@ class Fit:
                     self.checkpoints.save()
                     self.checkpoints.wait()
                 if self._is_chief:  # with console=quiet, too
-                    say(f"{interrupted}; the same command goes on from there.")
+                    say(f"{interrupted}, checkpoint saved. Run the same command to resume.")
                 raise SystemExit(EXIT_CODE) from None
 
     def train(self) -> dict[str, float]:
@@ -149,6 +149,7 @@ class Fit:
                 clock=self.clock,
                 profile=profile if self._is_chief else None,
                 executor=self._executor,
+                show_progress=self._show_progress(write),
             )
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
@@ -156,6 +157,10 @@ class Fit:
             if isinstance(writer, Console):
                 writer.summarize(self.clock)
         return metrics
+
+    def _show_progress(self, write: Write) -> Callable[[int, str], None] | None:
+        consoles = [writer for writer in write.writers if isinstance(writer, Console)]
+        return consoles[0].show_progress if consoles and not self.config.eager else None  # eager: it is the debugger's
 
     def _go_back(self, diverged: Diverged) -> None:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""

@@ -322,10 +322,11 @@ def test_sigterm_to_one_worker_saves_and_stops_all(start, workdir):
     asked = before + 9
     assert asked <= newest(workdir) <= asked + 2  # two loops
     assert workers[1].lines == [
-        "distloop: SIGTERM, the run is saved and left when this loop ends; again to leave at once."
+        "distloop: SIGTERM: stopping, saving after the current step. Send it again to quit now."
     ]
     assert workers[0].lines == [
-        f"distloop: worker 1 was asked to stop at step {newest(workdir)}; the same command goes on from there."
+        f"distloop: Interrupted by worker 1 at step {newest(workdir)}, checkpoint saved. "
+        "Run the same command to resume."
     ]
 
 

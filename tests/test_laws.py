@@ -11,6 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import keras_hooks
+from distloop.training import loop
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import Diverged
 from tests import problems
@@ -333,7 +334,8 @@ def test_a_step_has_one_reduction(microbatches):
 
 def run_arguments(trainer):
     source = trainer._train_source
-    return source.iterator(), source.layout, tf.constant(1, tf.int64), tf.constant(100, tf.int64)
+    limits = tf.constant(1, tf.int64), tf.constant(100, tf.int64), tf.constant(np.inf, tf.float64)
+    return source.iterator(), source.layout, *limits
 
 
 def train_graph(trainer):
@@ -665,7 +667,7 @@ CUTS = [
 
 
 @pytest.mark.slow
-def test_how_a_run_is_cut_changes_no_bit():
+def test_how_a_run_is_cut_changes_no_bit(monkeypatch):
     def run(**cut):
         trainer = distloop.Trainer(classifier(dropout=0.5, batch_norm="local", l2=0.1), on(2, average_decay=0.9, **cut))
 
@@ -681,6 +683,8 @@ def test_how_a_run_is_cut_changes_no_bit():
     expected = run()
     for cut in CUTS:
         assert_equal(run(**cut), expected)
+    monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
+    assert_equal(run(), expected)
 
 
 @pytest.mark.parametrize("replicas", fast(2, 1))

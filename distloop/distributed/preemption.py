@@ -4,7 +4,7 @@
         while not requests.reason:
             ...                       # a loop; then save, and leave with EXIT_CODE
 
-After the first signal the current loop ends and the run is saved; the second ends the process at once. Signals within a
+After the first signal the current step ends and the run is saved; the second ends the process at once. Signals within a
 second count as one: schedulers signal every process, and a launcher passes its own signal on. A forked child has the
 handlers that the process had before, and shares nothing with it. It does not know what is saved.
 """
@@ -24,6 +24,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 _ONE_SIGNAL_SECS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_WORDS = {signal.SIGTERM: ("SIGTERM", "Send it again"), signal.SIGINT: ("Ctrl-C", "Press it again")}
 
 _entered: list["StopRequests"] = []  # of this process, the outermost first
 _forking = threading.local()  # the signals that the forking thread blocked before the fork
@@ -51,10 +52,10 @@ class StopRequests:
 
     @property
     def reason(self) -> str | None:
-        """Why the run has to end; None if it goes on."""
+        """What the run is interrupted by, as in "by SIGTERM" or "after 90 seconds"; None if it goes on."""
         if self._signal is not None:
             return self._signal
-        return f"{self._max_secs:g} seconds are over" if time.monotonic() >= self._deadline else None
+        return f"after {self._max_secs:g} seconds" if time.monotonic() >= self._deadline else None
 
     def __enter__(self) -> "StopRequests":
         if self._catch_signals and threading.current_thread() is threading.main_thread():
@@ -87,18 +88,19 @@ class StopRequests:
             number, now = byte[0], time.monotonic()
             if number not in _SIGNALS or now - last_signal_at < _ONE_SIGNAL_SECS:
                 continue
-            last_signal_at, name = now, signal.Signals(number).name
+            last_signal_at = now
             if self._signal is not None:
-                _leave(name, 128 + number)
-            self._signal = f"{name} came"
-            output.say(f"distloop: {name}, the run is saved and left when this loop ends; again to leave at once.", 0.1)
+                _leave(128 + number)
+            name, again = _WORDS[number]
+            self._signal = f"by {name}"
+            output.say(f"distloop: {name}: stopping, saving after the current step. {again} to quit now.", 0.1)
         os.close(read_end)
 
 
-def _leave(name: str, code: int) -> NoReturn:
+def _leave(code: int) -> NoReturn:
     """Ends the process within a second, whether somebody reads its output or not."""
     threading.Timer(1.0, os._exit, [code]).start()
-    output.say(f"distloop: {name} again, leaving at once.")
+    output.say("distloop: quitting now, without saving.")
     sys.stdout.flush()
     os._exit(code)
 

@@ -26,6 +26,7 @@ from distloop.monitoring import timing
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 from distloop.monitoring.run_files import Series
 
+_SILENT_SECS = 30.0  # after which a line shows the progress where there is no display
 _DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
 _MAX_METRICS = 20  # in the closing table
 _MAX_IN_LINE = 12  # metrics in a line above the display
@@ -41,7 +42,7 @@ class Console:
     """Shows the progress of a run: a live display on a terminal, otherwise one line per write.
 
     On a terminal two lines stay at the bottom, a progress bar and the training metrics; a write with evaluations leaves
-    a line above them. A line reads
+    a line above them, and `show_progress` moves the bar between two writes. A line reads
 
         step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
 
@@ -71,6 +72,7 @@ class Console:
         self._step = start
         self._evals = frozenset(evals)
         self._since = (start, time.monotonic())
+        self._printed_at = time.monotonic()  # the last line
         self._has_written = False
         self._last: Mapping[str, float] = {}  # the last metrics
         self._series: dict[str, Series] = {}  # of evaluations
@@ -79,7 +81,7 @@ class Console:
         # With FORCE_COLOR rich takes any file for a terminal.
         self._is_terminal = self._console.is_interactive and self._console.file.isatty()
         if may_draw and self._is_terminal:
-            # Drawn by write(): needs no thread, and shows nothing before the first metrics.
+            # Drawn by write() and show_progress(): needs no thread.
             self._live = rich.live.Live(
                 console=self._console,
                 auto_refresh=False,
@@ -87,6 +89,7 @@ class Console:
                 redirect_stderr=stream is None,
             )
         self._shown: tuple[list[str], list[str]] = ([], [])  # words of the display's two lines
+        self._bottleneck: list[str] = []  # as of the last write
         self._drawn_at = 0.0  # seconds of the monotonic clock
 
     def remember(self, rows: Iterable[Mapping[str, float]]) -> None:
@@ -106,11 +109,10 @@ class Console:
         about = [f"step {step}/{self._steps}"]
         speed, left = self._speed(step, metrics.get("steps_per_sec"))
         cause, share = timing.bottleneck(metrics)
-        bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if cause != "step" else []
+        self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if cause != "step" else []
         shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
         if self._live is None:
-            line = "  ".join([*about, *shown.values(), *speed, *bottleneck, *left])
-            print(line, file=self._console.file, flush=True)
+            self._print([*about, *shown.values(), *speed, *self._bottleneck, *left])
             return
         if any(self._is_eval(name) for name in shown):
             self._start_display()
@@ -119,11 +121,30 @@ class Console:
                 evals = [text for name, text in shown.items() if self._is_eval(name)][:_MAX_IN_LINE]
                 named = [*evals, f"and {len(named) - len(evals)} more"]
             self._console.print("  ".join([*about, *named]), markup=False)
-        done = [f"{100 * step // self._steps} %"] if self._steps else []
         names = sorted((name for name in shown if not self._is_eval(name)), key=lambda name: not name.endswith("loss"))
         training = [shown[name] for name in names]  # the terminal's width cuts it off
-        self._shown = ([*about, *done, *speed, *left, *bottleneck], training)
+        self._shown = ([*self._progress(step), *speed, *left, *self._bottleneck], training)
         if time.monotonic() - self._drawn_at >= _DRAW_SECS or step >= self._steps:
+            self._draw()
+
+    def show_progress(self, step: int, doing: str = "") -> None:
+        """Shows how far the run is, between two writes; without a display only after 30 s without a line.
+
+        Args:
+            step: number of steps done.
+            doing: what the run does in place of steps, such as tracing; shown at once.
+        """
+        now = time.monotonic()
+        if self._live is None and not doing and (now - self._printed_at < _SILENT_SECS or step == self._step):
+            return
+        self._step = step
+        speed, left = ([], []) if doing else self._speed(step, self._last.get("steps_per_sec"))
+        words = [*self._progress(step), *speed, *left, *([doing] if doing else self._bottleneck)]
+        if self._live is None:
+            self._print(words)
+            return
+        self._shown = (words, self._shown[1])
+        if doing or now - self._drawn_at >= _DRAW_SECS:
             self._draw()
 
     def close(self) -> None:
@@ -192,6 +213,15 @@ class Console:
             rows.append((name, show_number(series.last), best, at))
         training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
         return rows + [(name, show_number(v), "", "") for name, v in training.items() if self._is_shown(name, v)]
+
+    def _progress(self, step: int) -> list[str]:
+        """Returns the words about how far the run is; the share of its steps is for the display alone."""
+        shows_share = self._steps and self._live is not None
+        return [f"step {step}/{self._steps}", *([f"{100 * step // self._steps} %"] if shows_share else [])]
+
+    def _print(self, words: Iterable[str]) -> None:
+        self._printed_at = time.monotonic()
+        print("  ".join(words), file=self._console.file, flush=True)
 
     def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stores metrics for the closing table."""

@@ -60,11 +60,13 @@ class CompiledLoop:
             self._last_batch = shards.LastBatch(source.iterator())
         if not self._eager:
             with tf.experimental.function_executor_type(executor):
-                self._run(source.iterator(), source.layout, tf.constant(0, tf.int64), tf.constant(1, tf.int64))
+                self._run(source.iterator(), source.layout, *_limits(0, 1, np.inf))
             diagnosis.warn(self._step)
 
-    def run(self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool) -> list[Row]:
-        """Runs `count` steps, or up to the first that fails.
+    def run(
+        self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = np.inf
+    ) -> list[Row]:
+        """Runs `count` steps, or up to the first that fails; after `secs` it begins no other step.
 
         Args:
             source: the data.
@@ -72,14 +74,15 @@ class CompiledLoop:
             log_every: steps between two logs, each of which ends a row; 0: no log.
             executor: what runs the operations, as `strategies.choose_executor` returns it.
             is_single: whether `count` is 1 and the step runs outside a TensorFlow loop, so that a profiler sees it.
+            secs: how long to run steps, of which there is one at least.
 
         Returns:
             The rows in order; only the last one may hold a diagnosis.
         """
-        counts = tf.constant(count, tf.int64), tf.constant(log_every or count + 1, tf.int64)
         start = time.time()
+        limits = _limits(count, log_every or count + 1, start + secs)
         with tf.experimental.function_executor_type(executor):
-            result = (self._run_one if is_single else self._run)(source.iterator(), source.layout, *counts)
+            result = (self._run_one if is_single else self._run)(source.iterator(), source.layout, *limits)
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
         return self._unpack(result, start)
 
@@ -126,14 +129,23 @@ class CompiledLoop:
         layout: Layout,
         count: tf.Tensor,
         log_every: tf.Tensor,
+        deadline: tf.Tensor,
         while_loop: Callable[..., Any] = tf.while_loop,
     ) -> dict[str, Any]:
-        """Runs `count` steps, or up to the first that fails; a row for each log and for the steps after the last."""
+        """Runs `count` steps, or up to the first that fails; a row for each log and for the steps after the last.
+
+        After the deadline (Unix, seconds) no step begins, but for the first one.
+        """
         first = self._state.step.read_value()
+
+        def goes_on(done: tf.Tensor, failed: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([failed]):  # the clock is read when the step before has ended
+                in_time = tf.timestamp() < deadline
+            return (done < target) & ~failed & (in_time | (done == 0))
 
         def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
             target = tf.minimum(count, done + log_every - (first + done) % log_every)
-            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target, while_loop)
+            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target, goes_on, while_loop)
             with tf.device(HOST), tf.control_dependencies([sums]):
                 row = self._pack(layout, done, sums)
             return done, failed, rows.write(rows.size(), row), diagnosis
@@ -142,7 +154,7 @@ class CompiledLoop:
             rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
             self._step_starts.assign(tf.zeros([count], tf.float64))
             _, failed, rows, diagnosis = while_loop(
-                lambda done, failed, rows, _: (rows.size() == 0) | ((done < count) & ~failed),
+                lambda done, failed, rows, _: (rows.size() == 0) | goes_on(done, failed, count),
                 to_next_log,
                 (tf.constant(0, tf.int64), tf.constant(False), rows, tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), _VECTOR),
@@ -183,9 +195,15 @@ class CompiledLoop:
         }
 
     def _steps(
-        self, iterator: Any, layout: Layout, done: tf.Tensor, target: tf.Tensor, while_loop: Callable[..., Any]
+        self,
+        iterator: Any,
+        layout: Layout,
+        done: tf.Tensor,
+        target: tf.Tensor,
+        goes_on: Callable[..., tf.Tensor],
+        while_loop: Callable[..., Any],
     ) -> Any:
-        """Runs steps until `target` of them are done, or up to the first that fails."""
+        """Runs steps as long as `goes_on(done, failed, target)`."""
 
         def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
@@ -220,7 +238,7 @@ class CompiledLoop:
         with tf.device(HOST):
             # The number of values that loss_fn returns is known only when the body is traced: one zero stands for all.
             return while_loop(
-                lambda done, failed, *_: (done < target) & ~failed,
+                lambda done, failed, *_: goes_on(done, failed, target),
                 body,
                 (done, tf.constant(False), tf.zeros([1], tf.float64), tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
@@ -239,6 +257,11 @@ def compiled(fn: Callable[..., Any], eager: bool = False) -> Any:
     function = tf.function(lambda *arguments: fn(*arguments), autograph=False)
     function._omit_frequent_tracing_warning = True  # a trace for each kind of data: users could not avoid it
     return function
+
+
+def _limits(count: int, log_every: int, deadline: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    with tf.device(HOST):
+        return tf.constant(count, tf.int64), tf.constant(log_every, tf.int64), tf.constant(deadline, tf.float64)
 
 
 def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:

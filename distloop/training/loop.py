@@ -1,13 +1,13 @@
 """Training loop: run to the next boundary, then act, until the run ends.
 
-Between two boundaries a `CompiledLoop` runs steps without the host. The host synchronizes once per boundary. If only
-writers consume the logs, a compiled loop runs through several logs, and the host fetches their numbers at once. This
-module does not know flags or files.
+Between two boundaries a `CompiledLoop` runs steps without the host, for about a second: then the host looks whether the
+run is to stop, and shows how far it is. If only writers consume the logs, a compiled loop runs through several logs,
+and the host fetches their numbers at once. This module does not know flags or files.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.window import Row, Window
 
-_LOOP_SECS = 0.5  # about the longest that a loop runs through several logs
+_LOOP_SECS = 1.0  # after which a loop begins no other step
+_MOST_STEPS = 10_000  # of a loop
 
 
 class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from before
@@ -72,6 +73,9 @@ class TrainLoop:
         self._clock = Clock()
         self._profile: Profile | None = None
         self._executor = strategies.PARALLEL_EXECUTOR
+        self._show_progress: Callable[[int, str], None] = _show_nothing
+        self._is_alone = workers.num_workers(state.strategy) == 1
+        self._most_steps = 1  # of the next loop
 
     def train(
         self,
@@ -84,6 +88,7 @@ class TrainLoop:
         clock: Clock | None = None,
         profile: Profile | None = None,
         executor: str = strategies.PARALLEL_EXECUTOR,
+        show_progress: Callable[[int, str], None] | None = None,
     ) -> dict[str, float]:
         """Trains until a step, and runs the actions that are due at each boundary.
 
@@ -92,10 +97,11 @@ class TrainLoop:
             until: the global step to end with.
             actions: in order.
             window: what `save_window` returned, to go on with; None: a new window begins.
-            stop_requests: asked after each boundary whether to go on; None: nothing stops the run.
+            stop_requests: asked after each loop whether to go on; None: nothing stops the run.
             clock: of the run; None: a new one.
             profile: of some of its steps.
             executor: what runs the operations, as `strategies.choose_executor` returns it.
+            show_progress: called after each loop with the step, and before tracing with what is being done, too.
 
         Returns:
             The numbers of the last report.
@@ -106,6 +112,8 @@ class TrainLoop:
             ValueError: if the data ends, or changes.
         """
         self._clock, self._profile, self._executor = clock or Clock(), profile, executor
+        self._show_progress = show_progress or _show_nothing
+        self._most_steps = _MOST_STEPS if self._is_alone else 1
         if window is None:
             self._open_window()
         else:
@@ -125,8 +133,9 @@ class TrainLoop:
                 if stop_reason:
                     logging.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
                     return reported
-            if stop_requests is not None and step < until and (reason := self._interruption(stop_requests)):
-                raise Interrupted(f"{reason} at step {step}")
+            self._show_progress(step, "")
+            if step < until:
+                self._agree_on_next_loop(stop_requests, step)
         return reported
 
     @property
@@ -141,17 +150,22 @@ class TrainLoop:
     def _run_to_boundary(self, source: Source, step: int, until: int, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
-        count = self._next_boundary(step, until, actions) - step
+        count = min(self._next_boundary(step, until, actions) - step, self._most_steps)
         count = count if most_steps is None else min(count, most_steps)
         try:
             if self._traced_for is not source:
                 workers.report_phase(self._state.strategy, "tracing the step")
+                self._show_progress(step, "tracing the train step ...")
                 self._compiled.trace(source, self._executor)
+                self._show_progress(step, "")
                 self._traced_for = source
             workers.report_phase(self._state.strategy, "training")
             is_single = self._profile is not None and self._profile.is_single(step)
             with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
-                rows = self._compiled.run(source, count, self._log_every, executor=self._executor, is_single=is_single)
+                secs = _LOOP_SECS if self._is_alone else np.inf  # each worker would end with another step
+                rows = self._compiled.run(
+                    source, count, self._log_every, executor=self._executor, is_single=is_single, secs=secs
+                )
         except tf.errors.OpError as error:
             explained = as_user_error(error) or explain_compile_error(self._step, error)
             if explained is None:
@@ -159,25 +173,22 @@ class TrainLoop:
             raise explained from error
         workers.report_phase(self._state.strategy, "between two loops")
         input_secs = sum(row.input_secs for row in rows)
-        host_secs = self._clock.loop(rows[0].end - rows[0].seconds, rows[-1].end, input_secs)
+        start, end = rows[0].end - rows[0].seconds, rows[-1].end
+        host_secs = self._clock.loop(start, end, input_secs)
+        if not self._is_alone:
+            in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
+            self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
 
     def _next_boundary(self, step: int, until: int, actions: Sequence[Action]) -> int:
-        """Returns the next step at which the host looks.
+        """Returns the next step at which the host has to look, unless time is over before.
 
-        If only writers consume the logs, that is several logs away: as many as take no longer than a person would wait.
+        Logs that only writers consume need no boundary: the compiled loop returns a row for each.
         """
-        everys, log_every, logs = [action.every for action in actions], self._log_every, 1
-        if (
-            log_every
-            and not self._state.keras_metrics
-            and all(a.every is not None or member(a, "only_writes") for a in actions)
-        ):
-            if secs := self._window.secs_per_log:
-                logs = max(1, int(min(_LOOP_SECS / secs, (self._steps_per_loop or np.inf) / log_every)))
-            logs = int(workers.gather(self._state.strategy, logs)[0])  # the chief's clock counts
-        last_log = (step // log_every + logs) * log_every if log_every else until
-        boundary = min(schedule.next_boundary(step, until, everys, self._steps_per_loop), last_log)
+        everys = [action.every for action in actions]
+        if self._state.keras_metrics or any(a.every is None and not member(a, "only_writes") for a in actions):
+            everys.append(self._log_every)
+        boundary = schedule.next_boundary(step, until, everys, self._steps_per_loop)
         return boundary if self._profile is None else int(min(boundary, self._profile.next_boundary(step)))
 
     def _is_boundary(self, step: int, until: int, actions: Sequence[Action]) -> bool:
@@ -193,7 +204,7 @@ class TrainLoop:
         return report
 
     def _open_window(self) -> None:
-        self._window = Window(secs_per_log=self._window.seconds)
+        self._window = Window()
         self._state.keras_metrics.reset()
 
     def _explain_failure(self, source: Source, step: int, diagnosis: np.ndarray) -> Diverged:
@@ -201,8 +212,18 @@ class TrainLoop:
         explanation = explain(self._step, step, diagnosis, None if batch is None else (batch, source.layout))
         return Diverged(explanation, step, source.batches_taken - 1)
 
-    def _interruption(self, stop_requests: StopRequests) -> str | None:
-        """Returns why the run is to be left, if any worker has a reason to; else None."""
-        reason = stop_requests.reason
-        asked = np.flatnonzero(workers.gather(self._state.strategy, reason is not None))
-        return reason or (f"worker {asked[0]} was asked to stop" if len(asked) else None)
+    def _agree_on_next_loop(self, stop_requests: StopRequests | None, step: int) -> None:
+        """Exchanges between workers whether the run goes on, and how many steps the chief lets the next loop run.
+
+        Raises:
+            Interrupted: if any worker has a reason to leave the run.
+        """
+        reason = stop_requests.reason if stop_requests is not None else None
+        most_steps = workers.gather(self._state.strategy, 0 if reason else self._most_steps)
+        if not most_steps.all():
+            raise Interrupted(f"Interrupted {reason or f'by worker {most_steps.argmin()}'} at step {step}")
+        self._most_steps = int(most_steps[0])
+
+
+def _show_nothing(step: int, doing: str) -> None:
+    """Shows no progress."""

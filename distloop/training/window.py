@@ -89,17 +89,15 @@ class Window:
         seconds: how long these took.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None, *, secs_per_log: float = 0.0) -> None:
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         """Opens a window.
 
         Args:
             saved: what `save` returned, to go on with; None: an empty window.
-            secs_per_log: how long the window before took; 0: unknown.
         """
         saved = saved or {"sums": [], "steps": 0, "seconds": 0.0}
         self.steps: int = saved["steps"]
         self.seconds: float = saved["seconds"]
-        self.secs_per_log = secs_per_log
         self._sums = np.array(saved["sums"])  # [2 * M + 2]: tallies, examples, seconds waited for data
         self._numbers: dict[str, float] = {}
         self._host_secs = 0.0

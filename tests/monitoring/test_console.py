@@ -219,6 +219,40 @@ def test_an_evaluation_of_many_metrics_leaves_a_short_line_on_a_terminal(termina
     assert "test/m11 1  and 9 more" in plain(terminal.getvalue())
 
 
+# Between two writes.
+
+
+def test_the_bar_stands_before_the_first_step_and_moves_between_writes(terminal, clock):
+    console = Console(300, 0, terminal)
+    console.show_progress(0, "tracing the train step ...")
+    assert "step 0/300  0 %  tracing the train step ..." in plain(terminal.getvalue())
+    clock[0] += 20.0
+    console.show_progress(0)
+    clock[0] += 4.0
+    console.show_progress(2)
+    assert "step 2/300  0 %  0.5 steps/s  eta 0:09:56" in plain(terminal.getvalue())  # without tracing
+    console.write(3, {"loss": 0.5})
+    clock[0] += 4.0
+    console.show_progress(5)
+    lines = [line.strip() for line in re.split(r"[\r\n]", plain(terminal.getvalue()))]
+    assert "step 5/300  1 %" in lines[-2] and lines[-1] == "loss 0.5"
+    console.close()
+
+
+def test_without_a_display_a_line_comes_after_half_a_minute_of_silence(clock):
+    stream = io.StringIO()
+    console = Console(300, 0, stream)
+    console.show_progress(0, "tracing the train step ...")
+    console.show_progress(0)
+    for step in range(1, 50):
+        clock[0] += 1.0
+        console.show_progress(step)
+    assert stream.getvalue().splitlines() == [
+        "step 0/300  tracing the train step ...",
+        "step 30/300  1 steps/s  eta 0:04:30",
+    ]
+
+
 # What holds the run up.
 
 

@@ -27,6 +27,10 @@ def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
     assert len(row.step_secs) == 2 and np.isclose(row.step_secs.sum(), row.seconds, atol=0.05)
     assert row.diagnosis is None and set(row.numbers) == {"skipped_steps", "learning_rate", "weight_norm"}
     assert trainer.step == 8
+    for deadline in (0.0, -100.0):  # in the past: the first step is run all the same
+        (row,) = loop.run(source, 50, 20, executor="", is_single=False, secs=deadline)
+        assert row.steps == 1 and len(row.step_secs) == 1
+    assert trainer.step == 10
 
 
 def test_a_single_step_is_run_without_a_tensorflow_loop():

@@ -38,7 +38,8 @@ def runs_xla(trainer):
     """Returns whether XLA compiles any part of the compiled loop."""
     source = trainer._train_source
     run = trainer._train_loop._compiled._run
-    graph = run.get_concrete_function(source.iterator(), source.layout, *[tf.constant(1, tf.int64)] * 2).graph
+    limits = [tf.constant(1, tf.int64)] * 2 + [tf.constant(np.inf, tf.float64)]
+    graph = run.get_concrete_function(source.iterator(), source.layout, *limits).graph
     return any("_XlaMustCompile" in node.attr for f in graph.as_graph_def().library.function for node in f.node_def)
 
 
