@@ -121,10 +121,7 @@ class Config:
         choices=("auto", "parallel", "serial"),
     )
     steps_per_loop: int = setting(
-        NUMERICS,
-        1000,
-        "The most steps that run before control returns to the host, which it does after a second in any case; 0: no "
-        "limit.",
+        NUMERICS, 1000, "The most steps before control returns to the host, as it does after every second; 0: no limit."
     )
 
     eval_every: int = setting(CHECKPOINTS, 0, "Steps between two evaluations; 0: only at the end.")

@@ -2,7 +2,7 @@
 
     run = Fit(state=state, config=config, ...)
     if run.resume().is_over:
-        return {}
+        return run.last_numbers()
     with run.interruptible():       # when asked to stop: saves, and leaves with code 75
         return run.train()
 
@@ -87,8 +87,6 @@ class Fit:
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.until)
-        if self._stop_reason:
-            self._say(f"this run stopped at step {self._step} ({self._stop_reason}); other steps make it go on.")
         self._loop = self.make_loop()
         self._attach()
         return self
@@ -97,6 +95,15 @@ class Fit:
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
         return self._step >= self.until or bool(self._stop_reason)
+
+    def last_numbers(self) -> dict[str, float]:
+        """Returns the numbers of the last report of a run that is over, and prints why nothing is done."""
+        if self._stop_reason:
+            why = f"Stopped at step {self._step} before ({self._stop_reason}): raise steps"
+        else:
+            why = f"Already at step {self._step} of {self.until}: raise steps"
+        self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
+        return self._loop.reported
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -126,7 +126,7 @@ class Trainer:
         evals: Mapping[str, Data] | None = None,
         actions: Sequence[Action] = (),
     ) -> dict[str, float]:
-        """Trains until a global step; does nothing if the run is there already.
+        """Trains until a global step; says so and does nothing if the run is there already.
 
         A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
         With a workdir, training resumes from the newest checkpoint, and saves every `checkpoint_every` steps and at the
@@ -143,7 +143,7 @@ class Trainer:
             actions: called in order after the evaluations; see `distloop.Action`.
 
         Returns:
-            The last metrics, those of evaluations as `"test/accuracy"`; empty if there was nothing to do.
+            The last metrics, those of evaluations as `"test/accuracy"`; of a run that was there already, too.
 
         Raises:
             ValueError: if the data, the loss or an argument breaks a rule, or another process writes to the workdir.
@@ -182,7 +182,7 @@ class Trainer:
         )
         with weights_returned(self.state.spec), self._checkpoints.lock:
             if run.resume().is_over:
-                return {}
+                return run.last_numbers()
             with run.interruptible():
                 metrics = run.train()
         if self.config.fast_dev_run:

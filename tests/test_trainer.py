@@ -20,12 +20,13 @@ def batches(size=16, rows=67, **arguments):
     return distloop.make_dataset(classification(rows), size, **arguments)
 
 
-def test_fit_trains_until_a_global_step_and_does_nothing_after_it():
+def test_fit_trains_until_a_global_step_and_does_nothing_after_it(capsys):
     trainer = distloop.Trainer(classifier(), on(1))
     assert trainer.step == 0
     first = trainer.fit(batches(), steps=5)
     before = everything(trainer)
-    assert trainer.fit(batches(), steps=5) == {}
+    assert trainer.fit(batches(), steps=5) == first
+    assert "distloop: Already at step 5 of 5: raise steps to go on." in capsys.readouterr().out.splitlines()
     assert_equal(everything(trainer), before)
     assert trainer.step == 5 and int(trainer.optimizer.iterations) == 5
     assert first["loss"] > 0

@@ -155,6 +155,7 @@ class RunCheckpoints:
             source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
             window = saved.notes["window"]
+            loop.reported = saved.notes.get("reported", {})
         action_state.check(self._actions)
         self._saved, self.is_new = None, False
         return window if window["steps"] else None
@@ -179,9 +180,11 @@ class RunCheckpoints:
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         workers.report_phase(self._state.strategy, "saving")
+        reported = self._loop.reported if report is None else report.metrics
         notes = {
             "input": self._source.save_position(),
             "window": self._loop.save_window(),
+            "reported": {name: float(value) for name, value in reported.items()},
             "actions": action_state.states_of(self._actions),
             "stop_reason": report.stop_reason if report is not None else None,
             "until": self._until,

@@ -24,7 +24,10 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 _ONE_SIGNAL_SECS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_WORDS = {signal.SIGTERM: ("SIGTERM", "Send it again"), signal.SIGINT: ("Ctrl-C", "Press it again")}
+_WORDS: dict[int, tuple[str, str]] = {
+    signal.SIGTERM: ("SIGTERM", "Send it again"),
+    signal.SIGINT: ("Ctrl-C", "Press it again"),
+}
 
 _entered: list["StopRequests"] = []  # of this process, the outermost first
 _forking = threading.local()  # the signals that the forking thread blocked before the fork

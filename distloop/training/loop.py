@@ -49,7 +49,11 @@ class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from befor
 
 
 class TrainLoop:
-    """Trains until a step, and stops at boundaries for actions."""
+    """Trains until a step, and stops at boundaries for actions.
+
+    Attributes:
+        reported: the numbers of the last report, by name; empty: there was none.
+    """
 
     def __init__(
         self, state: TrainState, step: TrainStep, *, log_every: int = 0, steps_per_loop: int = 0, eager: bool = False
@@ -67,6 +71,7 @@ class TrainLoop:
         self._step = step
         self._log_every = log_every
         self._steps_per_loop = steps_per_loop
+        self.reported: dict[str, float] = {}
         self._compiled = CompiledLoop(state, step, eager=eager)
         self._traced_for: Source | None = None
         self._window = Window()
@@ -119,7 +124,6 @@ class TrainLoop:
         else:
             self._window = Window(window)
         step = int(self._state.step)
-        reported: dict[str, float] = {}
         while step < until:
             for row in self._run_to_boundary(source, step, until, actions):
                 step += row.steps
@@ -129,14 +133,14 @@ class TrainLoop:
                     raise self._explain_failure(source, step, row.diagnosis)
                 if not self._is_boundary(step, until, actions):
                     continue
-                reported, stop_reason = run_actions(actions, self._report(step, until, row.end), self._clock)
+                self.reported, stop_reason = run_actions(actions, self._report(step, until, row.end), self._clock)
                 if stop_reason:
                     logging.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
-                    return reported
+                    return self.reported
             self._show_progress(step, "")
             if step < until:
                 self._agree_on_next_loop(stop_requests, step)
-        return reported
+        return self.reported
 
     @property
     def histograms(self) -> Any:

@@ -27,11 +27,12 @@ def data():
 
 
 @pytest.mark.slow
-def test_running_again_finishes_or_does_nothing(tmp_path):
+def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp_path, capsys):
     first = make_trainer(tmp_path)
-    first.fit(data(), steps=6)
+    numbers = first.fit(data(), steps=6, evals={"test": data()})
     again = make_trainer(tmp_path)
-    assert again.fit(data(), steps=6) == {} and again.step == 6
+    assert again.fit(data(), steps=6) == numbers and "test/loss" in numbers and again.step == 6
+    assert "distloop: Already at step 6 of 6: raise steps or use another workdir.\n" in capsys.readouterr().out
     assert_equal(everything(again), everything(first))
     further = make_trainer(tmp_path)
     further.fit(data(), steps=8)
@@ -353,7 +354,8 @@ def test_a_run_that_an_action_ended_is_over(tmp_path, capsys):
     assert fit(40) == 12
     capsys.readouterr()
     assert fit(40, stop_at=None) == 12
-    assert "this run stopped at step 12 (it is good enough)" in capsys.readouterr().out
+    said = "distloop: Stopped at step 12 before (it is good enough): raise steps or use another workdir.\n"
+    assert said in capsys.readouterr().out
     assert fit(44, stop_at=None) == 44
     assert fit(44, stop_at=None) == 44
 
