@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from absl import flags
 
+from distloop import durations
+
 T = TypeVar("T", str, int, float, bool)
 
 # The headings of `--help` and of the settings page, in order.
@@ -96,9 +98,7 @@ class Config:
     microbatches: int = setting(
         OPTIMIZATION, 1, "Parts in which each replica computes its batch, to save memory.", minimum=1
     )
-    clip_norm: float = setting(
-        OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: no clipping."
-    )
+    clip_norm: float = setting(OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: none.")
     average_decay: float = setting(
         OPTIMIZATION, 0.0, "Decay per step of the moving average of the weights; 0: no average.", below=1
     )
@@ -126,8 +126,8 @@ class Config:
 
     eval_every: int = setting(CHECKPOINTS, 0, "Steps between two evaluations; 0: only at the end.")
     eval_first: bool = setting(CHECKPOINTS, False, "Also evaluate before the first step.")
-    checkpoint_every: int = setting(
-        CHECKPOINTS, 0, "Steps between two checkpoints; 0: only at the end. Needs a workdir."
+    checkpoint_every: int | str = setting(
+        CHECKPOINTS, "10 min", "Steps or time between two checkpoints: 500, 90 s, 2 h; 0: only at the end."
     )
     keep_checkpoints: int = setting(CHECKPOINTS, 3, "Number of newest checkpoints to keep.", minimum=1)
     resume: bool = setting(CHECKPOINTS, True, "Resume from the newest checkpoint in the workdir, if there is one.")
@@ -376,6 +376,8 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
 
 def _converted(kind: Any, value: Any) -> Any:
     """Returns `value` as a `kind`, or None if the conversion would be a guess."""
+    if kind == int | str:
+        return durations.normalize(value)
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is str:
@@ -392,7 +394,7 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     if field.metadata["choices"]:
         return "one of " + ", ".join(field.metadata["choices"])
     if field.type not in (int, float):
-        return {str: "a string", bool: "True or False"}[field.type]  # type: ignore[index]
+        return {str: "a string", bool: "True or False", int | str: durations.ALLOWED}[field.type]  # type: ignore[index]
     minimum, below = field.metadata["minimum"], field.metadata["below"]
     words = f"a {'whole ' if field.type is int else ''}number, {minimum} or more"
     return words if below == math.inf else f"{words} and below {below}"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from distloop import flags
+from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
 from distloop.actions.evaluate import Evaluate
@@ -147,16 +147,19 @@ class Fit:
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], Report(0, 0, {}, self.state, time=time.time()), self.clock)
+            actions = self._all_actions(write, profile)
+            secs = durations.parse(self.config.checkpoint_every).secs
             metrics = self._loop.train(
                 self.source,
                 self.until,
-                self._all_actions(write, profile),
+                actions,
                 window=self._window,
                 stop_requests=self._stop_requests,
                 clock=self.clock,
                 profile=profile if self._is_chief else None,
                 executor=self._executor,
                 show_progress=self._show_progress(write),
+                by_clock=(secs, actions[-1]) if secs and self.config.workdir else None,  # the last one saves
             )
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
@@ -212,7 +215,7 @@ class Fit:
         saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None
         for action in actions:
             member(action, "set_saves")(saves)
-        return [*actions, write, *([Save(saves, self.config.checkpoint_every)] if saves else [])]
+        return [*actions, write, *([Save(saves, durations.parse(self.config.checkpoint_every).steps)] if saves else [])]
 
     def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         with self.checkpoints.disk_watch.over("saving"):
@@ -230,7 +233,9 @@ class Fit:
                 os.makedirs(summaries, exist_ok=True)
                 writers.append(SummaryWriter(summaries, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
-                writers.append(JsonWriter(os.path.join(workdir, "metrics.jsonl"), self._step))
+                writers.append(rows := JsonWriter(os.path.join(workdir, "metrics.jsonl"), self._step))
+                if rows.renamed:
+                    self._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
             except OSError as error:
                 raise ValueError(
                     f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "

@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
     Attributes:
         name: its name.
-        type: str, int, float or bool.
+        type: str, int, float, bool, or int | str for a duration.
         default: its default.
         choices: the allowed values; empty: any.
         help: what it does.
@@ -84,9 +84,9 @@ def define_flags(**new_defaults: Any) -> None:
         )
     for name, field in fields().items():
         if name in flags.FLAGS:
-            flags.FLAGS.set_default(name, getattr(defaults, name))
+            flags.FLAGS.set_default(name, _default(field, defaults))
         else:
-            _define_flag(field, getattr(defaults, name))
+            _define_flag(field, _default(field, defaults))
     # absl sorts flags by name and has no setting for it; an attribute of the instance takes precedence over the method.
     flags.FLAGS.__dict__["main_module_help"] = help_text
 
@@ -205,7 +205,7 @@ def _flag_type(field: dataclasses.Field[Any]) -> str:
     """Returns absl's name for the type of the field's flag."""
     if field.metadata["choices"]:
         return "string enum"
-    return {str: "string", int: "int", float: "float", bool: "bool"}[field.type]  # type: ignore[index]
+    return {str: "string", int | str: "string", int: "int", float: "float", bool: "bool"}[field.type]  # type: ignore[index]
 
 
 def _type_of(flag: flags.Flag[Any]) -> type:
@@ -220,6 +220,12 @@ def _may_define(field: dataclasses.Field[Any]) -> bool:
     flag = flags.FLAGS[field.name]
     choices = tuple(getattr(flag.parser, "enum_values", ()))
     return flag.flag_type() == _flag_type(field) and choices == field.metadata["choices"]
+
+
+def _default(field: dataclasses.Field[Any], defaults: Config) -> Any:
+    """Returns the default of a field's flag, of the flag's type."""
+    value = getattr(defaults, field.name)
+    return str(value) if _flag_type(field) == "string" else value
 
 
 def _define_flag(field: dataclasses.Field[Any], default: Any) -> None:
@@ -247,7 +253,7 @@ def _describe(setting: Setting) -> str:
     return "\n".join([*head, *body])
 
 
-_PLACEHOLDERS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "N|TIME"}
 
 
 def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:

@@ -129,8 +129,8 @@ class Trainer:
         """Trains until a global step; says so and does nothing if the run is there already.
 
         A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
-        With a workdir, training resumes from the newest checkpoint, and saves every `checkpoint_every` steps and at the
-        end. After SIGTERM, Ctrl-C or `max_secs` it saves at the next boundary, and the process exits with code 75.
+        With a workdir, training resumes from the newest checkpoint, and saves every 10 minutes (`checkpoint_every`) and
+        at the end. After SIGTERM, Ctrl-C or `max_secs` it saves after the current step, and exits with code 75.
 
         Args:
             train: a dataset of global batches, a function that returns one, a function of `tf.distribute.InputContext`

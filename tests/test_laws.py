@@ -667,7 +667,7 @@ CUTS = [
 
 
 @pytest.mark.slow
-def test_how_a_run_is_cut_changes_no_bit(monkeypatch):
+def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
     def run(**cut):
         trainer = distloop.Trainer(classifier(dropout=0.5, batch_norm="local", l2=0.1), on(2, average_decay=0.9, **cut))
 
@@ -684,7 +684,8 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch):
     for cut in CUTS:
         assert_equal(run(**cut), expected)
     monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
-    assert_equal(run(), expected)
+    assert_equal(run(workdir=str(tmp_path), checkpoint_every="0.001 s"), expected)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # besides the last one: saved by the clock
 
 
 @pytest.mark.parametrize("replicas", fast(2, 1))

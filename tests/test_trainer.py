@@ -400,7 +400,7 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
     ]
     assert lines[7] == "step 0/4  tracing the train step ..."
     assert lines[8].startswith("step 4/4  loss ")
-    assert lines[9].startswith("distloop: step 4/4 reached in ")
+    assert lines[9].startswith("distloop: Finished 4 steps in ")
     assert [line.split()[1] for line in lines[10:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time"]
     phases = ["start-up", "input", "step", "evaluation", "saving", "logging", "other"]
     assert [part.split()[0] for part in lines[-1].removeprefix("distloop: time ").split(", ")] == phases

@@ -152,6 +152,8 @@ class RunCheckpoints:
             self._actions = action_state.by_name(actions)
         window: dict[str, Any] = {"steps": 0}
         if (saved := self._saved) is not None:
+            if (num_batches := saved.notes["input"]["batches"]) and saved.step < until:
+                self._say(f"Skipping the {num_batches:,} batches already seen.")
             source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
             window = saved.notes["window"]

@@ -12,7 +12,6 @@ from inspect import signature
 from typing import Any, TypeAlias
 
 import tensorflow as tf
-from absl import logging
 
 from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
@@ -187,8 +186,6 @@ class Source:
         self._may_go_back |= self._iterator is not None and not self.layout.is_split
         self.batches_taken = position["batches"]
         self.skipped_batches = set(position["skipped"])
-        if self.batches_taken:
-            logging.info("Reading the dataset up to batch %d.", self.batches_taken)
         if self.layout.is_split:
             left = self._left_of_pass()
             self._iterator = iterate(self._dataset)

@@ -8,6 +8,7 @@ It does not know how the workers met (`strategies`), nor how a failure is notice
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,8 @@ def report_phase(strategy: tf.distribute.Strategy, phase: str) -> None:
         heartbeat.phase = phase
 
 
-def gather(strategy: tf.distribute.Strategy, value: float) -> np.ndarray:
-    """Returns one number of every worker, on every worker: `[W]`, float64. All workers must call it."""
+def gather(strategy: tf.distribute.Strategy, value: float | Sequence[float]) -> np.ndarray:
+    """Returns a number, or K of them, of every worker on every worker: `[W]` or `[W, K]`. All workers must call it."""
     if num_workers(strategy) == 1:
         return np.array([value], np.float64)
     heartbeat = heartbeat_of(strategy)
@@ -77,7 +78,7 @@ def gather(strategy: tf.distribute.Strategy, value: float) -> np.ndarray:
 @functools.cache
 def _gather_function(strategy: tf.distribute.Strategy) -> Any:
     one_hot = np.eye(num_workers(strategy))[worker_index(strategy)]
-    return tf.function(lambda value: sum_over_workers(strategy, one_hot * value), autograph=False)
+    return tf.function(lambda value: sum_over_workers(strategy, tf.tensordot(one_hot, value, 0)), autograph=False)
 
 
 def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:

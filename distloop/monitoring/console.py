@@ -69,7 +69,7 @@ class Console:
             may_draw: False: print lines on a terminal, too.
         """
         self._steps = steps
-        self._step = start
+        self._start = self._step = start
         self._evals = frozenset(evals)
         self._since = (start, time.monotonic())
         self._printed_at = time.monotonic()  # the last line
@@ -163,7 +163,12 @@ class Console:
         total = sum(seconds.values())
         rows = self._closing_rows()
         left_out = f"and {len(rows) - _MAX_METRICS} more" if len(rows) > _MAX_METRICS else ""
-        end = f"step {self._step}/{self._steps} reached in {timing.show_secs(total)}"
+        duration = f"{total:.0f} s" if total < 60 else timing.show_secs(total)
+        if self._step < self._steps:
+            end = f"Ended at step {self._step} of {self._steps} after {duration}"
+        else:
+            resumed = f" from step {self._start}" if self._start else ""
+            end = f"Finished {self._step - self._start} steps{resumed} in {duration}"
         if self._is_terminal:
             self._show_tables(end, rows[:_MAX_METRICS], left_out, seconds)
         else:

@@ -30,6 +30,9 @@ class JsonWriter:
 
     JSON has no NaN and no infinity: both become null, which keeps a column numeric in every reader (pandas reads NaN).
     TensorBoard's files hold the original value. A flush writes all rows or none.
+
+    Attributes:
+        renamed: where the rows of an earlier run are now; empty if there were none.
     """
 
     def __init__(self, path: str, start: int | None = None):
@@ -44,6 +47,7 @@ class JsonWriter:
             OSError: if it cannot be written.
         """
         self.path = path
+        self.renamed = ""
         self._rows = b""  # not flushed yet
         directory = os.path.dirname(path) or "."
         make_directory(directory)
@@ -51,7 +55,8 @@ class JsonWriter:
             if start:
                 _drop_rows(path, start)
             elif os.path.getsize(path):
-                os.replace(path, next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}")))
+                self.renamed = next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))
+                os.replace(path, self.renamed)
         self._file = open(path, "ab+", buffering=0)
         sync(directory)  # the name of a new file, too
         self._size = self._file.seek(0, os.SEEK_END)  # the end of the last whole row

@@ -7,6 +7,7 @@ and the host fetches their numbers at once. This module does not know flags or f
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class TrainLoop:
         self._show_progress: Callable[[int, str], None] = _show_nothing
         self._is_alone = workers.num_workers(state.strategy) == 1
         self._most_steps = 1  # of the next loop
+        self._secs = 0.0  # by the chief's clock, since training began, of the last look at it
 
     def train(
         self,
@@ -94,6 +96,7 @@ class TrainLoop:
         profile: Profile | None = None,
         executor: str = strategies.PARALLEL_EXECUTOR,
         show_progress: Callable[[int, str], None] | None = None,
+        by_clock: tuple[float, Action] | None = None,
     ) -> dict[str, float]:
         """Trains until a step, and runs the actions that are due at each boundary.
 
@@ -107,6 +110,8 @@ class TrainLoop:
             profile: of some of its steps.
             executor: what runs the operations, as `strategies.choose_executor` returns it.
             show_progress: called after each loop with the step, and before tracing with what is being done, too.
+            by_clock: seconds, and an action that is called alone after a loop whenever so many have passed by the
+                chief's clock, with the numbers of the last report: nothing else of a run depends on time.
 
         Returns:
             The numbers of the last report.
@@ -119,6 +124,7 @@ class TrainLoop:
         self._clock, self._profile, self._executor = clock or Clock(), profile, executor
         self._show_progress = show_progress or _show_nothing
         self._most_steps = _MOST_STEPS if self._is_alone else 1
+        self._started_at, self._secs = time.monotonic(), 0.0
         if window is None:
             self._open_window()
         else:
@@ -139,7 +145,10 @@ class TrainLoop:
                     return self.reported
             self._show_progress(step, "")
             if step < until:
+                before = self._secs
                 self._agree_on_next_loop(stop_requests, step)
+                if by_clock is not None and before // by_clock[0] < self._secs // by_clock[0]:
+                    self._call_by_clock(by_clock[1], step, until)
         return self.reported
 
     @property
@@ -217,16 +226,22 @@ class TrainLoop:
         return Diverged(explanation, step, source.batches_taken - 1)
 
     def _agree_on_next_loop(self, stop_requests: StopRequests | None, step: int) -> None:
-        """Exchanges between workers whether the run goes on, and how many steps the chief lets the next loop run.
+        """Exchanges whether the run goes on, how many steps the chief lets the next loop run, and the chief's time.
 
         Raises:
             Interrupted: if any worker has a reason to leave the run.
         """
         reason = stop_requests.reason if stop_requests is not None else None
-        most_steps = workers.gather(self._state.strategy, 0 if reason else self._most_steps)
+        secs = time.monotonic() - self._started_at
+        answers = workers.gather(self._state.strategy, [0 if reason else self._most_steps, secs])
+        most_steps = answers[:, 0]
         if not most_steps.all():
             raise Interrupted(f"Interrupted {reason or f'by worker {most_steps.argmin()}'} at step {step}")
-        self._most_steps = int(most_steps[0])
+        self._most_steps, self._secs = int(answers[0, 0]), float(answers[0, 1])
+
+    def _call_by_clock(self, action: Action, step: int, until: int) -> None:
+        with self._clock.phase(member(action, "phase")):
+            action(Report(step, until, self.reported, self._state, time=time.time()))
 
 
 def _show_nothing(step: int, doing: str) -> None:

@@ -340,6 +340,16 @@ def test_portable_names_hold_where_keras_counts_on(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_without_a_checkpoint_says_that_it_starts_over(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 70, "time": 1.0, "loss": 0.5}\n')
+    config = on(1, workdir=str(tmp_path), checkpoint_every="1 h")
+    distloop.Trainer(classifier(), config).fit(distloop.make_dataset(classification(16), 16), steps=1)
+    said = "distloop: No checkpoint to resume from: starting over at step 0. Earlier rows: "
+    assert f"{said}{tmp_path}/metrics.jsonl.1.\n" in capsys.readouterr().out
+    assert os.listdir(tmp_path / "checkpoints") == ["1"]
+
+
+@pytest.mark.slow
 def test_a_run_that_an_action_ended_is_over(tmp_path, capsys):
     def fit(steps, stop_at=12):
         def stop(report):

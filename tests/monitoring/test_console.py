@@ -303,7 +303,7 @@ def test_the_summary_shows_last_and_best_metrics_and_the_time_by_phase(ended):
     stream.truncate(0), stream.seek(0)
     console.summarize(ended)
     assert stream.getvalue().splitlines() == [
-        "distloop: step 10/10 reached in 0:00:20",
+        "distloop: Finished 10 steps in 20 s",
         "distloop: test/accuracy 0.5, best 0.75 at step 5",
         "distloop: test/speed 2",
         "distloop: loss 0.25",
@@ -345,8 +345,12 @@ def test_the_closing_table_shows_evaluations_first():
 
 def test_a_run_without_metrics_has_a_summary():
     stream = io.StringIO()
-    Console(10, 10, stream).summarize(Clock())
-    assert stream.getvalue().startswith("distloop: step 10/10 reached in 0:00:00\n")
+    Console(10, 4, stream).summarize(Clock())
+    assert stream.getvalue().startswith("distloop: Ended at step 4 of 10 after 0 s\n")
+    console = Console(10, 4, stream)
+    console.write(10, {})
+    console.summarize(Clock())
+    assert "distloop: Finished 6 steps from step 4 in 0 s\n" in stream.getvalue()
 
 
 # Sums and what they are made of.

@@ -10,10 +10,11 @@ from distloop.training.loop import TrainLoop
 
 
 @pytest.fixture
-def loop():
-    """A loop whose next length is 8 steps on this worker."""
+def loop(monkeypatch):
+    """A loop whose next length is 8 steps on this worker, which began to train 20 s ago."""
+    monkeypatch.setattr("distloop.training.loop.time.monotonic", lambda: 120.0)
     loop = TrainLoop.__new__(TrainLoop)
-    loop._state, loop._most_steps = types.SimpleNamespace(strategy=None), 8
+    loop._state, loop._most_steps, loop._started_at = types.SimpleNamespace(strategy=None), 8, 100.0
     return loop
 
 
@@ -27,19 +28,19 @@ def answer(monkeypatch, *values):
 
 
 def test_all_workers_run_as_many_steps_as_the_chief_has_time_for(loop, monkeypatch):
-    sent = answer(monkeypatch, 3.0, 8.0)
+    sent = answer(monkeypatch, [3.0, 50.0], [8.0, 70.0])
     loop._agree_on_next_loop(None, 100)
-    assert sent == [8] and loop._most_steps == 3
+    assert sent == [[8, 20.0]] and loop._most_steps == 3 and loop._secs == 50.0  # the chief's time
 
 
 def test_every_worker_leaves_when_one_is_to_stop(loop, monkeypatch):
-    answer(monkeypatch, 3.0, 0.0)
+    answer(monkeypatch, [3.0, 50.0], [0.0, 70.0])
     with pytest.raises(Interrupted, match="^Interrupted by worker 1 at step 100$"):
         loop._agree_on_next_loop(types.SimpleNamespace(reason=None), 100)
 
 
 def test_a_worker_that_is_to_stop_says_why(loop, monkeypatch):
-    sent = answer(monkeypatch, 3.0, 0.0)
+    sent = answer(monkeypatch, [3.0, 50.0], [0.0, 70.0])
     with pytest.raises(Interrupted, match="^Interrupted by SIGTERM at step 100$"):
         loop._agree_on_next_loop(types.SimpleNamespace(reason="by SIGTERM"), 100)
-    assert sent == [0]
+    assert sent == [[0, 20.0]]
