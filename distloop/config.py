@@ -204,9 +204,8 @@ class Config:
     fast_dev_run: bool = setting(
         TRYOUT, False, "Try each part of a run for one step, in a temporary directory; the workdir is not changed."
     )
-    eager: bool = setting(
-        TRYOUT, False, "Run steps as plain Python, for breakpoints and prints; slow. One worker only."
-    )
+    eager: bool = setting(TRYOUT, False, "Run steps as plain Python, for breakpoints; slow. One worker only.")
+    full_tracebacks: bool = setting(TRYOUT, False, "Show all frames of an error, not only those of your code.")
     overfit_batches: int = setting(
         TRYOUT, 0, "Train only on the first batches, unchanged in every epoch: this many; 0: on all."
     )

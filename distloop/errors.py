@@ -1,15 +1,35 @@
-"""Errors for users: one sentence, carried through a failed operation of TensorFlow.
+"""Errors for users: one sentence, carried through a failed operation of TensorFlow, and short tracebacks.
 
 require(tf.equal(rows, batch_size), 'The value "loss" has another number of rows than its batch; ...')
 except tf.errors.OpError as error:
 raise as_user_error(error) or error
+
+@with_short_tracebacks
+class Trainer: ...
 """
 
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, TracebackType
+from typing import Any, TypeVar
+
+import keras
 import tensorflow as tf
+
+_Class = TypeVar("_Class", bound=type)
 
 USER_ERROR = "distloop: "  # marks the beginning and the end of the sentence in the operation's message
 
 EMPTY_DATASET = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
+
+_DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (tf.__file__, keras.__file__)))
+_NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, "<frozen ")
+# What distloop raises for users, or what their data and their operations raise in a compiled step.
+_FOR_USERS = (ValueError, ArithmeticError, OSError, KeyboardInterrupt, tf.errors.OpError)
 
 
 def require(condition: tf.Tensor, message: str) -> tf.Tensor:
@@ -39,3 +59,96 @@ def as_user_error(error: tf.errors.OpError) -> ValueError | None:
         sentence = message.split(USER_ERROR)[1]
         return ValueError(sentence.replace("\\'", "'").replace('\\"', '"'))  # TensorFlow escapes quotes
     return None
+
+
+def user_line(frames: Iterable[Any] | None) -> str | None:
+    """Returns the innermost line of the user's code in a traceback: `file.py:12`; None if there is none."""
+    for frame in reversed(list(frames or [])):
+        if not os.path.abspath(frame.filename).startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return None
+
+
+def show_full_tracebacks() -> None:
+    """Makes errors show all frames for the rest of the process: distloop's, Keras's and TensorFlow's, too."""
+    keras.config.disable_traceback_filtering()  # which `with_short_tracebacks` follows
+    tf.debugging.disable_traceback_filtering()
+
+
+def with_short_tracebacks(cls: _Class) -> _Class:
+    """Makes errors in the public methods of a class show the user's frames, and the place outside distloop that raised.
+
+    The frames of distloop, Keras and TensorFlow between them are left out, unless Keras's filter of tracebacks is off.
+    An error stays whole that is neither for users nor from their code: it is a mistake in distloop.
+    """
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
+            setattr(cls, name, _shortening(method))
+    return cls
+
+
+def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method, or the generator, with short tracebacks."""
+    if inspect.isgeneratorfunction(method):
+
+        @functools.wraps(method)
+        def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            try:
+                yield from method(*args, **kwargs)
+            except BaseException as error:
+                _shorten(error)
+                raise error
+
+        return generate
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            _shorten(error)
+            raise error
+
+    return call
+
+
+def _shorten(error: BaseException) -> None:
+    """Shortens the traceback of an error, which the caller has caught and raises again."""
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without the caller's frame, which raising adds
+    is_from_users = any(_is_users(entry) for entry in _entries(error.__traceback__))
+    if not keras.config.is_traceback_filtering_enabled() or not (is_from_users or isinstance(error, _FOR_USERS)):
+        return
+    if isinstance(error, ValueError) and isinstance(error.__cause__, tf.errors.OpError):
+        error.__cause__ = None  # the sentence says it; the operation's error stays as the context
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = _without_libraries(_entries(link.__traceback__))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _entries(entry: TracebackType | None) -> list[TracebackType]:
+    """Returns the entries of a traceback, the outermost first."""
+    entries = []
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    return entries
+
+
+def _without_libraries(entries: list[TracebackType]) -> TracebackType | None:
+    """Returns the traceback of the entries that are the user's, and of the innermost if it is not distloop's."""
+    short = None
+    for entry in reversed(entries):
+        is_innermost = entry is entries[-1] and not _filename(entry).startswith(_DISTLOOP)
+        if is_innermost or _is_users(entry):
+            short = TracebackType(short, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return short
+
+
+def _is_users(entry: TracebackType) -> bool:
+    return not _filename(entry).startswith(_NOT_OF_USERS)
+
+
+def _filename(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename

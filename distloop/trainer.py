@@ -30,6 +30,7 @@ from distloop.diagnostics import dry_run, tuning
 from distloop.diagnostics.audit import audit, print_and_exit
 from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
+from distloop.errors import with_short_tracebacks
 from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.console import say
@@ -43,6 +44,7 @@ from distloop.training.spec import ModelSpec
 from distloop.training.state import TrainState
 
 
+@with_short_tracebacks
 class Trainer:
     """Trains, evaluates and predicts with one model, on the devices that the config names.
 

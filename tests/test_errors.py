@@ -1,9 +1,13 @@
 """Errors of a failed operation, as one sentence for users."""
 
+import traceback
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import distloop
 from distloop import errors
 from distloop.data.source import Source
 from tests.problems import batch_taker, mirrored
@@ -67,3 +71,89 @@ def test_the_end_of_all_data_is_explained_as_empty():
 def test_an_error_of_another_kind_is_left_alone():
     assert errors.as_user_error(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
     assert errors.as_user_error(tf.errors.InternalError(None, None, None)) is None
+
+
+def class_with(method, file=errors.__file__):
+    """Returns a class with short tracebacks; the code of its method `run` says that it is in the file."""
+    namespace = {"tf": tf}
+    exec(compile(method, file, "exec"), namespace)
+    return errors.with_short_tracebacks(type("Program", (), {"run": namespace["run"]}))
+
+
+def caught(call, kind=Exception):
+    with pytest.raises(kind) as info:
+        call()
+    return info.value
+
+
+def functions(error):
+    """Returns the functions in the error's traceback, the outermost first, without those of the test."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return names[names.index("call" if "call" in names else "generate") :]
+
+
+THROUGH_TENSORFLOW = "def run(self, fn): return tf.function(lambda: tf.nest.map_structure(fn, [1]), autograph=False)()"
+
+
+def mistaken(_):
+    return {}["lable"]
+
+
+@pytest.fixture
+def all_frames():
+    """Shows all frames of errors, for one test."""
+    distloop.prepare(distloop.Config(device="cpu", full_tracebacks=True))
+    yield
+    keras.config.enable_traceback_filtering()
+    tf.debugging.enable_traceback_filtering()
+
+
+def test_a_mistake_of_a_user_shows_the_users_frames_alone():
+    error = caught(lambda: class_with(THROUGH_TENSORFLOW)().run(mistaken))
+    assert functions(error) == ["call", "mistaken"] and repr(error) == "KeyError('lable')"
+
+
+def test_full_tracebacks_show_the_frames_of_tensorflow_and_distloop(all_frames):
+    names = functions(caught(lambda: class_with(THROUGH_TENSORFLOW)().run(mistaken)))
+    assert names[:2] == ["call", "run"] and names[-1] == "mistaken" and len(names) > 6
+
+
+def test_a_generator_has_short_tracebacks():
+    program = class_with("def run(self, fn):\n    yield tf.nest.map_structure(fn, [1])")()
+    assert functions(caught(lambda: next(program.run(mistaken)))) == ["generate", "mistaken"]
+
+
+def test_the_innermost_frame_of_an_error_in_a_library_stays():
+    error = caught(lambda: class_with("def run(self): return tf.concat([], 0)")().run(), tf.errors.OpError)
+    assert len(functions(error)) == 2 and "/tensorflow/" in traceback.extract_tb(error.__traceback__)[-1].filename
+
+
+def test_a_sentence_for_users_has_no_frames_of_distloop_and_no_cause_in_tensorflow():
+    method = """def run(self):
+        try:
+            tf.debugging.Assert(False, ["never seen"])
+        except tf.errors.OpError as error:
+            raise ValueError("Give more rows.") from error
+    """
+    error = caught(lambda: class_with(method)().run())
+    assert functions(error) == ["call"] and isinstance(error.__context__, tf.errors.OpError)
+    assert "never seen" not in "".join(traceback.format_exception(error))
+
+
+def test_a_mistake_in_distloop_keeps_all_frames():
+    error = caught(lambda: class_with("def run(self): assert False")().run())
+    assert functions(error) == ["call", "run"]
+
+
+def test_an_error_in_loss_fn_shows_the_line_of_loss_fn():
+    def loss_fn(batch, training):
+        return {"loss": batch["lable"]}
+
+    def model_fn():
+        return distloop.ModelSpec(
+            keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), keras.optimizers.SGD(), loss_fn
+        )
+
+    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=2, steps=1))
+    error = caught(lambda: trainer.fit({"x": np.zeros([4, 1], np.float32)}), KeyError)
+    assert functions(error) == ["call", "loss_fn"]

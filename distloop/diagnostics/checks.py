@@ -12,6 +12,7 @@ import tensorflow as tf
 from distloop.diagnostics.findings import Finding
 from distloop.diagnostics.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.diagnostics.tracing import as_replica, compiled
+from distloop.errors import user_line
 from distloop.training import nonfinite, unsaved_draws
 from distloop.training.spec import Update
 from distloop.variables import named_variables
@@ -44,7 +45,7 @@ def created_variables(probe: Probe) -> Iterator[Finding]:
         advice = "create it, or its layer, in model_fn, and put it into ModelSpec's model"
         yield Finding(
             "variable made in a step",
-            f"{created} ({nonfinite.user_line(traceback.extract_tb(created.__traceback__))})",
+            f"{created} ({user_line(traceback.extract_tb(created.__traceback__))})",
             _GIVE_SEED if "seed_generator_state" in str(created) else f"each trace creates another one: {advice}",
         )
 
@@ -156,7 +157,7 @@ def python_values(probe: Probe) -> Iterator[Finding]:
         if one.type == "Const" and one.node_def.attr["value"] != other.node_def.attr["value"]:
             yield Finding(
                 "Python value that changes",
-                nonfinite.user_line(one.traceback) or one.name,
+                user_line(one.traceback) or one.name,
                 "the loss is traced once, so a Python counter or random number keeps its first value: use a "
                 "tf.Variable in the model, such as the optimizer's iterations, or keras.random",
             )

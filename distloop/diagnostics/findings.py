@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from distloop.errors import as_user_error
-from distloop.training.nonfinite import user_line
+from distloop.errors import as_user_error, user_line
 
 _NUM_NAMES = 3  # in a line
 

@@ -19,6 +19,7 @@ from absl import logging
 
 from distloop.config import Config
 from distloop.distributed import cores, tensorflow_internals
+from distloop.errors import show_full_tracebacks
 
 HOST = "/CPU:0"  # holds iterators, loop counters and the numbers that are logged
 
@@ -30,6 +31,8 @@ def prepare_process(config: Config) -> None:
         ValueError: if Keras uses another backend or a `keras.distribution`, if functions run eagerly, if the device
             does not exist, or if TensorFlow has already started with fewer virtual CPUs or another number of threads.
     """
+    if config.full_tracebacks:
+        show_full_tracebacks()
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
             f"Keras runs on the {keras.backend.backend()!r} backend; distloop needs 'tensorflow': "

@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.distributed import gathering
+from distloop.errors import user_line
 from distloop.training.metrics import Weighted
-from distloop.training.nonfinite import user_line
 
 _NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
 _FILLS = ("Const", "Fill")  # operations that make a tensor of one number, whose shape another operation decides

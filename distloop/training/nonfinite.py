@@ -15,18 +15,14 @@ a harmless infinity, such as the mask of an attention layer.
 It does not know steps, batches or replicas.
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep  # distloop itself, too
-    for path in (tf.__file__, keras.__file__, os.path.dirname(__file__))
-)
+from distloop.errors import user_line
+
 _BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
 
 
@@ -109,12 +105,4 @@ def _layer_of(op: tf.Operation, layers: Iterable[Any]) -> Any:
         for name in (scope, re.sub(r"_\d+$", "", scope)):
             if name in by_name:
                 return by_name[name]
-    return None
-
-
-def user_line(frames: Iterable[Any] | None) -> str | None:
-    """Returns the innermost line of the user's code in a traceback: `file.py:12`; None if there is none."""
-    for frame in reversed(list(frames or [])):
-        if not os.path.abspath(frame.filename).startswith(_LIBRARIES) and not frame.filename.startswith("<"):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return None
