@@ -321,9 +321,7 @@ def test_sigterm_to_one_worker_saves_and_stops_all(start, workdir):
     assert [worker.end() for worker in workers] == [preemption.EXIT_CODE] * 2
     asked = before + 9
     assert asked <= newest(workdir) <= asked + 2  # two loops
-    assert workers[1].lines == [
-        "distloop: SIGTERM: stopping, saving after the current step. Send it again to quit now."
-    ]
+    assert workers[1].lines == ["distloop: Stopping: saving after this step. Send SIGTERM again to quit now."]
     assert workers[0].lines == [
         f"distloop: Interrupted by worker 1 at step {newest(workdir)}, checkpoint saved. "
         "Run the same command to resume."

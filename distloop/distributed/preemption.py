@@ -24,10 +24,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 _ONE_SIGNAL_SECS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_WORDS: dict[int, tuple[str, str]] = {
-    signal.SIGTERM: ("SIGTERM", "Send it again"),
-    signal.SIGINT: ("Ctrl-C", "Press it again"),
-}
+_WORDS: dict[int, tuple[str, str]] = {signal.SIGTERM: ("Send", "SIGTERM"), signal.SIGINT: ("Press", "Ctrl-C")}
 
 _entered: list["StopRequests"] = []  # of this process, the outermost first
 _forking = threading.local()  # the signals that the forking thread blocked before the fork
@@ -94,9 +91,9 @@ class StopRequests:
             last_signal_at = now
             if self._signal is not None:
                 _leave(128 + number)
-            name, again = _WORDS[number]
+            verb, name = _WORDS[number]
             self._signal = f"by {name}"
-            output.say(f"distloop: {name}: stopping, saving after the current step. {again} to quit now.", 0.1)
+            output.say(f"distloop: Stopping: saving after this step. {verb} {name} again to quit now.", 0.1)
         os.close(read_end)
 
 

@@ -180,7 +180,7 @@ def test_a_second_signal_ends_the_process_at_once():
     )
     assert result.returncode == 128 + signal.SIGINT and result.stdout == "not flushed"
     assert result.stderr.splitlines() == [
-        "distloop: Ctrl-C: stopping, saving after the current step. Press it again to quit now.",
+        "distloop: Stopping: saving after this step. Press Ctrl-C again to quit now.",
         "distloop: quitting now, without saving.",
     ]
 
