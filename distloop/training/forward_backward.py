@@ -31,6 +31,9 @@ from distloop.training.written_values import WrittenValues
 from distloop.variables import tensorflow_variable
 
 REGULARIZATION = "regularization"
+# Of the regularization on a shard whose loss has none: it counts where the whole batch has none, and elsewhere is less
+# than rounding.
+_LEAST_WEIGHT = 1e-12
 # The mean over a shard's rows, as Keras takes it, would count by the shard's sum of weights instead of its rows.
 _UNSHARED_REGULARIZATION = (
     "The layers {} have an activity regularizer or an add_loss, the loss has weights or masks of its own, and each "
@@ -56,6 +59,11 @@ class Trace:
     reached: list[bool]
     written: list[Any]
     join: Join
+
+    @property
+    def divisor(self) -> int:
+        """The place of the batch's weight, which divides the gradients, among the flat tallies: `[total, weight] * M`."""
+        return 2 * self.names.index(REGULARIZATION) + 1 if REGULARIZATION in self.names else 1
 
 
 class Local(NamedTuple):
@@ -287,7 +295,8 @@ class ForwardBackward:
                 raise ValueError(_UNSHARED_REGULARIZATION.format(", ".join(map(repr, of_outputs)), shards_of_batch))
             if regularization is not None:
                 # Weighted like a value of every example, so that the one division makes it count once.
-                tallies[REGULARIZATION] = metrics.Tally(regularization * loss.weight, loss.weight)
+                weight = tf.maximum(loss.weight, _LEAST_WEIGHT)
+                tallies[REGULARIZATION] = metrics.Tally(regularization * weight, weight)
                 objective += tallies[REGULARIZATION].total
             if factor is not None:
                 objective *= factor

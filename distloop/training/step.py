@@ -202,7 +202,7 @@ class TrainStep:
         local = update(batch, layout, factor)
         segments, sums = update.packing.all_reduce(local.segments, local.sums)
         tallies = sums["tallies"]
-        weight = tallies[1] if factor is None else tallies[1] * factor
+        weight = tallies[update.trace.divisor] if factor is None else tallies[update.trace.divisor] * factor
         squares, norm, scale = gradients.norm_and_scale(segments, weight, self._clip_norm)
         after, new_values = update.written_values.merge(update.trace.written, local.after, sums.get("writes"))
         finite = tf.math.is_finite(norm + tallies[0])

@@ -105,3 +105,16 @@ def test_an_eager_step_passes_tensors_with_values():
     trainer.fit(data, steps=2, evals={"test": data.repeat()})
     halves = [float(tf.reduce_sum(rows["x"][part])) for part in (slice(0, 3), slice(3, 6))]
     assert seen == [(training, half) for training in (True, True, False) for half in halves]
+
+
+@pytest.mark.parametrize("replicas, settings", [(1, {}), (2, {"microbatches": 2, "precision": "mixed_float16"})])
+def test_where_no_row_of_a_batch_has_a_weight_its_regularizers_alone_count(replicas, settings):
+    rows = {**classification(6), "weight": np.zeros(6, np.float32)}
+    model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.5), is_weighted=True, l2=0.1)
+    trainer = distloop.Trainer(model_fn, on(replicas, **settings))
+    expected = weights(trainer)
+    decay = 2 * 0.1 * expected["net/hidden/kernel"]  # the gradient of 0.1 * kernel^2
+    expected["net/hidden/kernel"] -= 0.5 * decay
+    numbers = trainer.fit(distloop.make_dataset(rows, 6), steps=1)
+    assert np.isnan(numbers["loss"]) and numbers["gradient_norm"] == pytest.approx(np.linalg.norm(decay), rel=1e-5)
+    assert_close(weights(trainer), expected)
