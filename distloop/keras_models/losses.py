@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed.gathering import gather_rows
+from distloop.training import broadcasts
 from distloop.training.metrics import Weighted, weighted
 
 
@@ -97,12 +98,26 @@ def loss_values(loss: keras.losses.Loss, target: tf.Tensor, output: tf.Tensor) -
     unreduced: Any = object.__new__(type(kind.__name__, (kind, _Unreduced), {}))  # Keras's losses cannot be copied
     unreduced.__dict__.update(vars(loss), reduction=None)
     if getattr(loss, "fn", None) is not keras.losses.circle:
-        values = unreduced(target, output)
-        return per_example(f"loss {loss.name!r}", values, output.shape[0]), unreduced.mask
+        values, mask = unreduced(target, output), unreduced.mask
+        _refuse_pairs(loss, unreduced, target, output, values)
+        return per_example(f"loss {loss.name!r}", values, output.shape[0]), mask
     # A circle loss compares the rows of a batch with each other, also with those of other replicas.
     (targets, place), (outputs, _) = gather_rows(target), gather_rows(output)
     values = tf.cast(unreduced(targets, outputs), tf.float32)
     return tf.gather(values, place), None if unreduced.mask is None else tf.gather(unreduced.mask, place)
+
+
+def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, output: tf.Tensor, values: Any) -> None:
+    """Raises ValueError if the values are `[B, B]`: CategoricalGeneralizedCrossEntropy makes them of targets `[B, 1]`."""
+    shape = getattr(values, "shape", tf.TensorShape([]))
+    if tf.executing_eagerly() or len(shape) < 2 or shape[0] != shape[1]:
+        return
+    apart = broadcasts.traced_apart(lambda rows, _: unreduced(*rows), (target, output), True)
+    if apart is not None and apart.shape[:2] == [broadcasts.NUM_ROWS] * 2:
+        raise ValueError(
+            f"The loss {loss.name!r} makes a number for each pair of rows, [B, B], of targets {target.shape} and "
+            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets without the axis of size 1, [B]."
+        )
 
 
 def per_example(owner: str, values: Any, rows: int | None) -> tf.Tensor:

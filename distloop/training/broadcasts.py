@@ -17,7 +17,7 @@ from distloop.distributed import gathering
 from distloop.errors import user_line
 from distloop.training.metrics import Weighted
 
-_NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
+NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
 _FILLS = ("Const", "Fill")  # operations that make a tensor of one number, whose shape another operation decides
 
 
@@ -38,8 +38,8 @@ def refuse_pairs(outputs: Any, loss_fn: Callable[..., Any], rows: Any, training:
     """
     if tf.executing_eagerly() or all(_broadcast_of(value) is None for value in _values(outputs).values()):
         return
-    for name, value in _values(_traced_apart(loss_fn, rows, training)).items():
-        if value.shape[:2] == [_NUM_ROWS, _NUM_ROWS] and (op := _broadcast_of(value)) is not None:
+    for name, value in _values(traced_apart(loss_fn, rows, training)).items():
+        if value.shape[:2] == [NUM_ROWS, NUM_ROWS] and (op := _broadcast_of(value)) is not None:
             line = user_line(op.traceback)
             raise ValueError(
                 f'loss_fn returned "{name}" of shape {_show(value)}, a number for each pair of rows, because '
@@ -56,15 +56,15 @@ def _values(outputs: Any) -> dict[str, tf.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, tf.Tensor)}
 
 
-def _traced_apart(loss_fn: Callable[..., Any], rows: Any, training: bool) -> Any:
-    """Returns what `loss_fn` returns for a batch of `_NUM_ROWS` rows; None if it cannot be traced for so many.
+def traced_apart(loss_fn: Callable[..., Any], rows: Any, training: bool) -> Any:
+    """Returns what `loss_fn` returns for a batch of `NUM_ROWS` rows; None if it cannot be traced for so many.
 
     It is traced in a thread of its own, which has no strategy, tape or graph. A loss that gathers the rows of all
     replicas raises an error there: its pairs are meant.
     """
     specs = tf.nest.map_structure(tf.type_spec_from_value, rows)
     specs = tf.nest.map_structure(
-        lambda spec: tf.TensorSpec([_NUM_ROWS, *spec.shape[1:]], spec.dtype) if type(spec) is tf.TensorSpec else spec,
+        lambda spec: tf.TensorSpec([NUM_ROWS, *spec.shape[1:]], spec.dtype) if type(spec) is tf.TensorSpec else spec,
         specs,
     )
     returned: list[Any] = []
@@ -118,4 +118,4 @@ def _is_broadcast(tensor: tf.Tensor) -> bool:
 
 def _show(tensor: tf.Tensor) -> str:
     """Returns the shape of a tensor of the second trace, such as `[B, 1]`."""
-    return f"[{', '.join('B' if size == _NUM_ROWS else str(size) for size in tensor.shape)}]"
+    return f"[{', '.join('B' if size == NUM_ROWS else str(size) for size in tensor.shape)}]"

@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def divisor(self) -> int:
-        """The place of the batch's weight, which divides the gradients, among the flat tallies: `[total, weight] * M`."""
+        """The place of the weight that divides the gradients, among the flat tallies `[2 * M]`."""
         return 2 * self.names.index(REGULARIZATION) + 1 if REGULARIZATION in self.names else 1
 
 

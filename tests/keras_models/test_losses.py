@@ -155,6 +155,22 @@ def test_a_loss_that_reduces_over_the_batch_is_refused(loss, target, output):
         mean_of(loss, tf.constant(target), tf.constant(output))
 
 
+@pytest.mark.parametrize("rows", [None, 3])
+def test_a_loss_that_pairs_the_rows_is_refused(rows):
+    """Keras takes such targets for this loss and means over all pairs."""
+    loss = keras.losses.CategoricalGeneralizedCrossEntropy()
+    trace = tf.function(lambda target, output: loss_values(loss, target, output)[0], autograph=False)
+    output = tf.TensorSpec([rows, 3])
+    assert trace.get_concrete_function(tf.TensorSpec([rows], tf.int32), output).structured_outputs.shape == [rows]
+    with pytest.raises(ValueError, match=r"^The loss 'categorical_gen.* a number for each pair of rows, \[B, B\], of"):
+        trace.get_concrete_function(tf.TensorSpec([rows, 1], tf.int32), output)
+
+
+def test_values_of_as_many_parts_as_rows_are_taken():
+    trace = tf.function(lambda target: loss_values(keras.losses.MeanSquaredError(), target, target)[0])
+    assert trace.get_concrete_function(tf.TensorSpec([None, None, 2])).structured_outputs.shape.rank == 2
+
+
 def test_a_loss_that_computes_nothing_is_refused():
     with pytest.raises(ValueError, match="The loss 'empty' has no call.*: define it in Empty"):
         mean_of(type("Empty", (L.Loss,), {})(name="empty"), *map(tf.constant, NUMBERS))
