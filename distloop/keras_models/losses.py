@@ -108,7 +108,7 @@ def loss_values(loss: keras.losses.Loss, target: tf.Tensor, output: tf.Tensor) -
 
 
 def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, output: tf.Tensor, values: Any) -> None:
-    """Raises ValueError if the values are `[B, B]`: CategoricalGeneralizedCrossEntropy makes them of targets `[B, 1]`."""
+    """Raises ValueError if a loss makes values `[B, B]`, as CategoricalGeneralizedCrossEntropy of targets `[B, 1]`."""
     shape = getattr(values, "shape", tf.TensorShape([]))
     if tf.executing_eagerly() or len(shape) < 2 or shape[0] != shape[1]:
         return
@@ -116,7 +116,7 @@ def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, ou
     if apart is not None and apart.shape[:2] == [broadcasts.NUM_ROWS] * 2:
         raise ValueError(
             f"The loss {loss.name!r} makes a number for each pair of rows, [B, B], of targets {target.shape} and "
-            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets without the axis of size 1, [B]."
+            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets without the axis of size 1."
         )
 
 
