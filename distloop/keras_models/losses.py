@@ -116,7 +116,7 @@ def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, ou
     if apart is not None and apart.shape[:2] == [broadcasts.NUM_ROWS] * 2:
         raise ValueError(
             f"The loss {loss.name!r} makes a number for each pair of rows, [B, B], of targets {target.shape} and "
-            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets without the axis of size 1."
+            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets [B]."
         )
 
 
