@@ -103,6 +103,7 @@ class Fit:
         else:
             why = f"Already at step {self._step} of {self.until}: raise steps"
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
+        self._restore_best()
         return self._loop.reported
 
     @contextlib.contextmanager
@@ -137,9 +138,17 @@ class Fit:
         self._prepare()
         while True:
             try:
-                return self._train()
+                metrics = self._train()
+                break
             except Diverged as diverged:
                 self._go_back(diverged)
+        self._restore_best()
+        return metrics
+
+    def _restore_best(self) -> None:
+        """Restores the best checkpoint, if an action asks for it when the run has ended."""
+        for metric in _metrics_to_restore(self.actions):
+            self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
     def _train(self) -> dict[str, float]:
         """Trains from the current step, with a profile and writers that are closed at the end."""
@@ -280,8 +289,14 @@ def check_arguments(evals: Any, actions: Sequence[Action]) -> None:
                 f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
                 "set it, as in `action.every = 100`."
             )
+    if len(metrics := _metrics_to_restore(actions)) > 1:
+        raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
     if not isinstance(evals or {}, Mapping):
         raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
+
+
+def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
+    return {metric for action in actions if (metric := member(action, "metric_to_restore"))}
 
 
 def last_step(config: Config, source: Source, steps: int | None, epochs: int | None) -> int:

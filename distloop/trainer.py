@@ -212,7 +212,7 @@ class Trainer:
         """Restores a checkpoint: weights, optimizer, averages, counters, and for the next `fit` the place in the data.
 
         Args:
-            path: directory of a checkpoint, a workdir (its newest), or an `.npz` file of `export`; None: this workdir.
+            path: a checkpoint, a workdir (its newest), an `.npz` file of `export`, or "best"; None: this workdir.
 
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.

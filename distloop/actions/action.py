@@ -11,6 +11,7 @@ The metrics join the report of the next action, so the list is the data flow: `[
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -92,17 +93,27 @@ class Saves:
             save: saves the run; called with the report and the steps to keep as the best, by metric.
         """
         self._save = save
-        self._best_steps: dict[str, list[int]] = {}
+        self._best_steps: dict[str, dict[int, list[int]]] = {}  # by metric and keeper
         self._saved_step: int | None = None
 
-    def keep(self, metric: str, steps: list[int]) -> None:
-        """Sets the steps whose checkpoints are kept as the best of a metric; in force from the next save."""
-        self._best_steps[metric] = steps
+    def keep(self, metric: str, steps: list[int], keeper: object = None) -> None:
+        """Sets the steps whose checkpoints are kept as the best of a metric; in force from the next save.
+
+        Args:
+            metric: its name.
+            steps: the best first.
+            keeper: the action that wants them; what others want of the same metric is kept, too.
+        """
+        self._best_steps.setdefault(metric, {})[id(keeper)] = steps
 
     def save(self, report: Report) -> None:
         """Saves the run, unless another action has done so at this step."""
         if report.step != self._saved_step:
-            self._save(report, self._best_steps)
+            best_steps = {
+                metric: list(dict.fromkeys(itertools.chain(*steps.values())))
+                for metric, steps in self._best_steps.items()
+            }
+            self._save(report, best_steps)
             self._saved_step = report.step
 
 
@@ -120,6 +131,7 @@ class Action(Protocol):
         only_writes: True if it reads only the metrics of a report, not the state; it may then be called late, with the
             reports of several boundaries in a row.
         has_fixed_metrics: True if it returns the same metric names at each call.
+        metric_to_restore: a metric whose best checkpoint is restored when the run has ended. Empty: none.
     """
 
     every: int | None
@@ -127,6 +139,7 @@ class Action(Protocol):
     phase: str = "other"
     only_writes: bool = False
     has_fixed_metrics: bool = False
+    metric_to_restore: str = ""
 
     def __call__(self, report: Report) -> Mapping[str, float | Media] | None:
         """Returns new metrics and media by name, or None.

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from absl import logging
+
 from distloop.actions.action import Action, Report, Saves
 
 
@@ -38,13 +40,15 @@ class SaveBest(Action):
     phase = "saving"
     has_fixed_metrics = True
 
-    def __init__(self, metric: str, mode: str = "min", keep: int = 1):
+    def __init__(self, metric: str, mode: str = "min", keep: int = 1, *, restore: bool = False):
         """Stores the rule.
 
         Args:
             metric: name of a metric in the report, such as "test/accuracy".
             mode: "min" if smaller is better, "max" if larger is.
             keep: number of the best checkpoints to keep.
+            restore: whether the best one is restored when the run has ended, for `evaluate`, `predict`, `export` and
+                the user's model; a later `fit` goes on from the run's end.
 
         Raises:
             ValueError: for another mode, or if `keep` is below 1.
@@ -59,13 +63,23 @@ class SaveBest(Action):
         self.metric = metric
         self.mode = mode
         self.keep = keep
+        self.metric_to_restore = metric if restore else ""
         self.best: list[tuple[float, int]] = []  # value and step, the best first
         self._saves: Saves | None = None
         self._is_best = False  # whether the step of this boundary is among the best
 
     def set_saves(self, saves: Saves | None) -> None:
-        """Stores the run's checkpoints, to save with."""
+        """Stores the run's checkpoints, to save with.
+
+        Raises:
+            ValueError: if there are none, and the best one is to be restored; without `restore` that is a warning.
+        """
         self._saves = saves
+        if saves is None:
+            needs = f"{self.name} needs a workdir for its checkpoints: give Config(workdir=...), or leave it out."
+            if self.metric_to_restore:
+                raise ValueError(needs)
+            logging.warning("%s Nothing is kept.", needs)
 
     def __call__(self, report: Report) -> None:
         """Compares the metric with the best so far.
@@ -81,7 +95,7 @@ class SaveBest(Action):
             self._is_best = (value, report.step) in ranked[: self.keep]
             self.best = ranked[: self.keep]
         if self._saves is not None:
-            self._saves.keep(self.metric, [step for _, step in self.best])
+            self._saves.keep(self.metric, [step for _, step in self.best], keeper=self)
 
     def end_boundary(self, report: Report) -> None:
         """Saves the run if this step is among the best: after all other actions, whose state the checkpoint holds."""

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from distloop.actions.action import Action, Report, StopTraining
+from distloop.actions.action import Action, Report, Saves, StopTraining
+from distloop.actions.save import SaveBest
 
 
 class StopEarly(Action):
@@ -13,7 +14,9 @@ class StopEarly(Action):
     every = None
     has_fixed_metrics = True
 
-    def __init__(self, metric: str, patience: int = 3, *, mode: str = "min", min_delta: float = 0.0):
+    def __init__(
+        self, metric: str, patience: int = 3, *, mode: str = "min", min_delta: float = 0.0, restore_best: bool = False
+    ):
         """Stores the rule.
 
         Args:
@@ -21,6 +24,8 @@ class StopEarly(Action):
             patience: number of consecutive measurements without improvement that end the run.
             mode: "min" if smaller is better, "max" if larger is.
             min_delta: the least difference that counts as an improvement.
+            restore_best: whether to keep the best checkpoint and restore it when the run has ended, whatever ended it,
+                as `SaveBest(metric, mode, restore=True)` does.
 
         Raises:
             ValueError: for another mode, or a patience below 1.
@@ -38,14 +43,30 @@ class StopEarly(Action):
         self.min_delta = min_delta
         self.best = math.inf  # with mode "max" the negative of the best value
         self.waited = 0
+        self._save_best = SaveBest(metric, mode, restore=True) if restore_best else None
+        if self._save_best is not None:
+            self._save_best.name = f"StopEarly({metric}, restore_best=True)"
+            self.metric_to_restore = metric
+
+    def set_saves(self, saves: Saves | None) -> None:
+        """Stores the run's checkpoints for `restore_best`.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        if self._save_best is not None:
+            self._save_best.set_saves(saves)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the best value and the number of measurements since."""
-        return {"best": self.best, "waited": self.waited}
+        state: dict[str, Any] = {"best": self.best, "waited": self.waited}
+        return state if self._save_best is None else {**state, "saved": self._save_best.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
         self.best, self.waited = state["best"], state["waited"]
+        if self._save_best is not None and "saved" in state:
+            self._save_best.set_state(state["saved"])
 
     def __call__(self, report: Report) -> None:
         """Compares the metric with the best so far.
@@ -55,6 +76,8 @@ class StopEarly(Action):
             ValueError: if no metric of that name is ever measured.
         """
         report.require(self.metric, "StopEarly", was_seen=self.best != math.inf or self.waited > 0)
+        if self._save_best is not None:
+            self._save_best(report)
         if self.metric not in report.metrics:
             return
         value = report.metrics[self.metric]
@@ -67,3 +90,8 @@ class StopEarly(Action):
             best = self.best if self.mode == "min" else -self.best
             times = "measurement" if self.waited == 1 else "measurements"
             raise StopTraining(f"{self.metric} was no better than {best:.6g} for {self.waited} {times}")
+
+    def end_boundary(self, report: Report) -> None:
+        """Saves the run if this step is the best and `restore_best` was given."""
+        if self._save_best is not None:
+            self._save_best.end_boundary(report)

@@ -20,6 +20,7 @@ import tensorflow as tf
 from distloop import flags
 from distloop.actions import action_state
 from distloop.actions.action import Action, Report
+from distloop.checkpoints.best import BEST, load_best
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.disk_watch import DiskWatch
 from distloop.checkpoints.rollback import Rollback
@@ -62,11 +63,11 @@ class RunCheckpoints:
         self.disk_watch = DiskWatch(os.path.join(config.workdir, "checkpoints"), hang_timeout, fail)
         gather = functools.partial(workers.gather, state.strategy)
         self.lock = WorkersLock(config.workdir, self._is_chief, gather, finish=lambda: checkpoints.wait())
-        checkpoints = in_workdir(
-            config.workdir, config.keep_checkpoints, watch=self.disk_watch.over, verify=self.lock.verify
-        )
+        watch, verify = self.disk_watch.over, self.lock.verify
+        checkpoints = in_workdir(config.workdir, config.keep_checkpoints, watch=watch, verify=verify)
         self._checkpoints = checkpoints if config.workdir else None
         self.is_new = True
+        self._shows_best = False  # whether the state is the best one's, and the next `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
@@ -75,14 +76,14 @@ class RunCheckpoints:
         self._rollback = Rollback(config.max_rollbacks)
 
     def resume(self) -> None:
-        """Restores the newest checkpoint of the workdir, if the run is new and there is one.
+        """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
 
         Raises:
             ValueError: if there is one and `resume=False`, all are damaged, or it is of another model or optimizer.
         """
-        if self._checkpoints is None or not self.is_new:
+        if self._checkpoints is None or not (self.is_new or self._shows_best):
             return
-        if not self._config.resume and self._checkpoints.steps:
+        if self.is_new and not self._config.resume and self._checkpoints.steps:
             raise ValueError(
                 f"resume=False was given, but workdir={self._config.workdir!r} holds checkpoints, the newest of step "
                 f"{self._checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
@@ -91,28 +92,32 @@ class RunCheckpoints:
             self._restore(saved)
 
     def restore(self, path: str | None) -> None:
-        """Restores a checkpoint.
-
-        Args:
-            path: as for `Trainer.restore`.
+        """Restores a checkpoint; the path is that of `Trainer.restore`.
 
         Raises:
-            ValueError: as for `Trainer.restore`.
+            ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         path = os.fspath(path) if path is not None else self._config.workdir
+        if path == BEST:
+            return self.restore_best()
         if path.endswith(".npz"):
             warm_start(self._state, path)
-            return
-        if is_checkpoint(path):
-            saved: Saved | None = load(path)
-        else:
-            saved = self._load_newest(in_workdir(path)) if path else None
+            return None
+        saved = load(path) if is_checkpoint(path) else self._load_newest(in_workdir(path)) if path else None
         if saved is None:
             raise ValueError(
-                f"There is no checkpoint in {path!r}: give restore the directory of one, such as "
-                "run/checkpoints/500, or a workdir that holds some."
+                f"There is no checkpoint in {path!r}: give restore one, such as run/checkpoints/500, or a workdir."
             )
         self._restore(saved)
+
+    def restore_best(self, metric: str = "", *, run_goes_on_from_it: bool = True) -> None:
+        """Restores the checkpoint where a metric was best; `resume` restores the newest, if the run goes on from that.
+
+        Raises:
+            ValueError: as for `load_best`, or if the checkpoint is damaged.
+        """
+        self._restore(load_best(self._checkpoints, metric, functools.partial(workers.gather, self._state.strategy)))
+        self._shows_best = not run_goes_on_from_it
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
         """Restores each checkpoint that another process writes, as `store.follow`; yields its step.
@@ -152,9 +157,10 @@ class RunCheckpoints:
             self._actions = action_state.by_name(actions)
         window: dict[str, Any] = {"steps": 0}
         if (saved := self._saved) is not None:
-            if (num_batches := saved.notes["input"]["batches"]) and saved.step < until:
-                self._say(f"Skipping the {num_batches:,} batches already seen.")
-            source.restore_position(saved.notes["input"])
+            if source.save_position() != saved.notes["input"]:
+                if (num_batches := saved.notes["input"]["batches"]) and saved.step < until:
+                    self._say(f"Skipping the {num_batches:,} batches already seen.")
+                source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
             window = saved.notes["window"]
             loop.reported = saved.notes.get("reported", {})
@@ -190,10 +196,10 @@ class RunCheckpoints:
             "actions": action_state.states_of(self._actions),
             "stop_reason": report.stop_reason if report is not None else None,
             "until": self._until,
-            "replicas": self._state.strategy.num_replicas_in_sync,
-            "config": flags.shown_settings(self._config),
-            "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
         }
+        if self._saved is not None:  # restored since: the parts get their state from it at the next fit
+            notes = self._saved.notes
+        notes = {**notes, **_circumstances(self._state, self._config)}
         values = self._saved_state.snapshot()
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
@@ -265,7 +271,7 @@ class RunCheckpoints:
 
     def _restore(self, saved: Saved) -> None:
         """Restores the variables from a checkpoint, at once or when the model is built."""
-        self._saved, self.is_new = saved, False
+        self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
         if different := self._saved_state.differences(saved.values):
@@ -281,3 +287,12 @@ class RunCheckpoints:
     def _say(self, text: str, even_if_quiet: bool = False) -> None:
         if self._is_chief and (even_if_quiet or self._config.console != "quiet"):
             say(text)
+
+
+def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:
+    """Returns what a checkpoint notes of the process that saved it."""
+    return {
+        "replicas": state.strategy.num_replicas_in_sync,
+        "config": flags.shown_settings(config),
+        "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
+    }

@@ -6,6 +6,7 @@ import pytest
 
 from distloop.actions.action import Report, Saves, run
 from distloop.actions.save import Save, SaveBest
+from distloop.actions.stop_early import StopEarly
 
 
 def save_steps(rows, every=100, **settings):
@@ -53,11 +54,33 @@ def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():
     assert log == ["later action", "save"]
 
 
-def test_without_a_workdir_the_best_steps_are_known_and_nothing_is_saved():
+def test_without_a_workdir_the_best_steps_are_known_and_a_line_says_that_nothing_is_kept(caplog):
     best = SaveBest("score")
     best.set_saves(None)
     run([best], Report(2, 10, {"score": 0.5}, None))
     assert best.best == [(0.5, 2)]
+    assert "SaveBest(score) needs a workdir" in caplog.text and "Nothing is kept" in caplog.text
+
+
+@pytest.mark.parametrize("action", [SaveBest("score", restore=True), StopEarly("score", restore_best=True)])
+def test_without_a_workdir_there_is_no_best_one_to_restore(action):
+    with pytest.raises(ValueError, match=r"needs a workdir for its checkpoints: give Config\(workdir=...\)"):
+        action.set_saves(None)
+
+
+def test_stop_early_keeps_the_best_beside_those_of_save_best():
+    saved = []
+    saves = Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"])))
+    stop = StopEarly("score", patience=2, restore_best=True)
+    actions = [SaveBest("score", keep=2), stop]
+    for action in actions:
+        action.set_saves(saves)
+    for step, score in [(2, 0.5), (4, 0.3), (6, 0.4), (8, 0.6)]:
+        _, reason = run(actions, Report(step, 1000, {"score": score}, None))
+    assert saved == [(2, [2]), (4, [4, 2]), (6, [4, 6])] and "no better than 0.3" in reason
+    again = StopEarly("score", restore_best=True)
+    again.set_state(stop.get_state())
+    assert again.get_state() == stop.get_state()
 
 
 def test_its_state_goes_through_a_checkpoint():

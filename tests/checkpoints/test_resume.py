@@ -13,7 +13,7 @@ import distloop
 from distloop.checkpoints import store
 from distloop.monitoring import run_lock
 from distloop.monitoring.run_lock import RunLock
-from tests.problems import assert_equal, classification, classifier, everything, on
+from tests.problems import assert_equal, classification, classifier, everything, on, weights
 
 
 def make_trainer(workdir, replicas=2, *, steps_per_log=7, model_fn=None, **settings):
@@ -318,6 +318,36 @@ def test_the_best_are_kept_beside_the_newest(tmp_path):
     assert kept == {*best, 13}
     trainer.restore(tmp_path / "checkpoints" / str(best[0]))
     assert trainer.step == best[0]
+
+
+@pytest.mark.slow
+def test_the_best_is_restored_when_the_run_has_ended_and_the_run_goes_on_from_its_end_or_from_the_best(tmp_path):
+    def make(workdir):
+        return make_trainer(workdir, 1, model_fn=classifier(dropout=0.5), checkpoint_every=2)
+
+    def measure(report):
+        return {"score": float(report.step == 4)}
+
+    measure.every = 2
+    settings = {"actions": [measure, distloop.SaveBest("score", "max", restore=True)]}
+    undisturbed, trainer, dataset = make(""), make(tmp_path), data()
+    undisturbed.fit(dataset, steps=4)
+    at_4 = weights(undisturbed)
+    undisturbed.fit(dataset, steps=7)
+    dataset = data()
+    for steps in (6, 6, 7):  # nothing is left for the second call, which restores the best again
+        trainer.fit(dataset, steps=steps, **settings)
+        assert trainer.step == 4
+        assert_equal(weights(trainer), at_4)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "6", "7", "best.json"]
+    trainer.restore()
+    assert_equal(weights(trainer), weights(undisturbed))
+    trainer.restore("best")
+    trainer.save()  # with the place in the data that belongs to step 4
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "6.abandoned", "7.abandoned", "best.json"]
+    again = make(tmp_path)
+    again.fit(data(), steps=7)
+    assert_equal(weights(again), weights(undisturbed))
 
 
 @pytest.mark.slow

@@ -1,0 +1,43 @@
+"""Which checkpoint is the best one of a run; tests/checkpoints/test_resume.py restores it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from distloop.checkpoints.best import best_step, load_best
+
+
+def checkpoints(**best_steps):
+    """The checkpoints of the steps 100 to 500, and the best by metric."""
+    return SimpleNamespace(directory="run/checkpoints", steps=[100, 200, 300, 400, 500], best_steps=best_steps)
+
+
+def test_the_first_step_of_a_metric_is_the_best():
+    assert best_step(checkpoints(loss=[300, 100])) == 300
+    assert best_step(checkpoints(loss=[300, 100], accuracy=[400]), "accuracy") == 400
+
+
+def test_metrics_that_were_best_at_the_same_step_need_no_name():
+    assert best_step(checkpoints(loss=[300, 100], accuracy=[300])) == 300
+
+
+def test_a_checkpoint_that_was_deleted_is_not_the_best():
+    assert best_step(checkpoints(loss=[250, 100])) == 100
+
+
+@pytest.mark.parametrize(
+    ("kept", "metric", "words"),
+    [
+        (checkpoints(), "", "No best checkpoint is kept in 'run/checkpoints': give fit SaveBest"),
+        (checkpoints(loss=[300]), "accuracy", "No best checkpoint of 'accuracy'"),
+        (checkpoints(loss=[300], accuracy=[400]), "", "'run/checkpoints/300' for 'loss', .*/400' for 'accuracy'"),
+    ],
+)
+def test_where_no_step_is_the_best_the_sentence_says_what_to_do(kept, metric, words):
+    with pytest.raises(ValueError, match=words):
+        best_step(kept, metric)
+
+
+def test_without_a_workdir_there_is_none():
+    with pytest.raises(ValueError, match=r'restore\("best"\) was called without a workdir.*Config'):
+        load_best(None, "", lambda step: [step])
