@@ -189,7 +189,7 @@ class Trainer:
                 metrics = run.train()
         if self.config.fast_dev_run:
             another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
-            for line in dry_run.check(self, source.data, another_step):
+            for line in dry_run.check(self, [source.data, *(evals or {}).values()], another_step):
                 self._say(f"fast_dev_run: {line}")
         return metrics
 

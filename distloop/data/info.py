@@ -53,6 +53,14 @@ class DataInfo:
         """Whether a pass over the data never ends."""
         return self.num_batches == math.inf
 
+    @property
+    def num_certain_rows(self) -> int | None:
+        """The least number of rows of a pass, whose last batch may be smaller; None: endless or unknown."""
+        if self.batch_size is None or self.num_batches is None or self.is_endless:
+            return None
+        last_batch = self.batch_size if static_batch_size(self.element_spec) is not None else 1
+        return (int(self.num_batches) - 1) * self.batch_size + last_batch
+
 
 def inspect(
     dataset: Any, strategy: tf.distribute.Strategy, *, microbatches: int = 1, is_sharded: bool = False

@@ -11,15 +11,18 @@ import dataclasses
 import os
 import shutil
 import tempfile
+import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
+from distloop.checkpoints.checkpoint import first_line
 from distloop.config import Config
 from distloop.data.source import Data
 from distloop.distributed import workers
+from distloop.errors import user_line
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
@@ -56,16 +59,16 @@ class Verbs(Protocol):
         """As for `Trainer`."""
 
 
-def check(trainer: Verbs, data: Data, another_step: Callable[[], object]) -> Iterator[str]:
+def check(trainer: Verbs, datasets: Sequence[Data], another_step: Callable[[], object]) -> Iterator[str]:
     """Tries, after a step that was saved, what else a run may need: restore, predict, export.
 
     Args:
         trainer: whose verbs to try.
-        data: to predict for.
+        datasets: to predict for; the first whose batches `predict_fn` takes.
         another_step: trains one more step.
 
     Yields:
-        A line for each part.
+        A line for each part, tried or not.
 
     Raises:
         RuntimeError: if a restored value is not the saved one.
@@ -89,7 +92,16 @@ def check(trainer: Verbs, data: Data, another_step: Callable[[], object]) -> Ite
         yield "nothing predicted or exported: ModelSpec has no predict_fn"
         return
     for name in predict_fn if isinstance(predict_fn, Mapping) else [DEFAULT_SIGNATURE]:
-        outputs = next(trainer.stream_predictions(data, signature=name))
+        for data in datasets:
+            try:
+                outputs = next(trainer.stream_predictions(data, signature=name))
+                break
+            except Exception as error:  # batches to train on may lack what predict_fn reads
+                where = f" at {line}" if (line := user_line(traceback.extract_tb(error.__traceback__))) else ""
+                reason = f"{type(error).__name__}{where}: {first_line(error)}"
+        else:
+            yield f"not tried: {name} and the export, as predict_fn takes no batch of fit's data ({reason})"
+            return
         yield f"predicted {len(tf.nest.flatten(outputs)[0])} rows with {name}"
     trainer.export(os.path.join(trainer.config.workdir, "export", "dry_run"))
     yield "exported, and read the export back"

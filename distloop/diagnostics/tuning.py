@@ -60,7 +60,7 @@ class RateTest(NamedTuple):
         losses: the loss of each rate's step, `[N]`, computed before the step changed the weights.
         smoothed: the exponential moving average of `losses` without its bias towards 0, `[N]`.
         suggestion: the rate at which the smoothed loss began to fall most, over a tenth of the steps; None if it never
-            fell.
+            fell by more than its noise.
     """
 
     rates: np.ndarray
@@ -124,11 +124,10 @@ def find_learning_rate(
             make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
     finite = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
     rates = (lowest * factor ** np.arange(len(watch.losses)))[finite]
-    losses, smoothed = np.array(watch.losses)[finite], smooth(np.array(watch.losses)[finite])
-    window = max(1, steps // 10)
-    falls = smoothed[:-window] - smoothed[window:]
-    falls_at_all = len(falls) > 0 and falls.max() > 0
-    result = RateTest(rates, losses, smoothed, float(rates[falls.argmax()]) if falls_at_all else None)
+    losses = np.array(watch.losses)[finite]
+    smoothed = smooth(losses)
+    steepest = steepest_fall(losses, window=max(1, steps // 10))
+    result = RateTest(rates, losses, smoothed, None if steepest is None else float(rates[steepest]))
     if workers.is_chief(state.strategy):
         _report(result, settings)
     return result
@@ -165,11 +164,11 @@ class BatchTest(NamedTuple):
 def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
     """Measures batch sizes for the one that processes most examples a second and fits into memory.
 
-    It trains for about a second on the dataset's first batch, then on its examples repeated to twice as many, four
-    times as many and so on, with a learning rate of 0: it measures the step and not the input. It ends when a batch
-    does not fit on a GPU, when the next one might take more than `memory_share` of the memory that was
-    available, or when two doublings in a row were less than 5 % faster. `Config.batch_size` stays as it is: give the
-    suggestion to the program, with the learning rate that goes with it.
+    It trains for about a second on the dataset's first batch, then on its examples repeated to twice as many and so on,
+    with a learning rate of 0: it measures the step and not the input. It ends when a batch does not fit on a GPU, when
+    the next one has more rows than the dataset or might take more than `memory_share` of the memory that was available,
+    or when two doublings in a row were less than 5 % faster. `Config.batch_size` stays as it is: give the suggestion to
+    the program, with the learning rate that goes with it.
 
     Everything that training changes is restored bit for bit.
 
@@ -193,6 +192,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
     source = Source(dataset, state.strategy, repeat=False, batch_size=settings.batch_size)
     rows, is_split = source.first_rows(), source.layout.is_split
     batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
+    max_rows = source.info.num_certain_rows
     measure = _Meter(state, settings, rows)
     memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
     trials: list[BatchTrial] = []
@@ -206,7 +206,9 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
                 break
             _say(settings, _describe(trials[-1], state.strategy.num_replicas_in_sync))
             batch_size *= 2
-            if 2 * (memory.peaks()["host_memory_gb"] - memory_before) > max_memory:
+            if max_rows is not None and batch_size > max_rows:
+                reason = f"a batch of {batch_size} is more than the dataset has"
+            elif 2 * (memory.peaks()["host_memory_gb"] - memory_before) > max_memory:
                 reason = f"a batch of {batch_size} may take more than {max_memory:.2g} GB of memory"
             elif not _is_getting_faster(trials):
                 reason = "larger ones are no faster"
@@ -254,6 +256,20 @@ def smooth(values: np.ndarray) -> np.ndarray:
         weight = _SMOOTHING * weight + (1 - _SMOOTHING)
         averages.append(total / weight)
     return np.array(averages)
+
+
+def steepest_fall(losses: np.ndarray, window: int) -> int | None:
+    """Returns where the smoothed loss, `[N]`, falls most over a window of steps; None if by no more than by chance.
+
+    By chance: 3 standard deviations of a difference of two means. Differences of neighbouring losses estimate them.
+    """
+    smoothed = smooth(losses)
+    falls = smoothed[:-window] - smoothed[window:]
+    noise = np.median(np.abs(np.diff(losses))) / 0.954 if len(losses) > 2 else 0.0  # of a normal distribution
+    decay = _SMOOTHING ** np.arange(1, len(falls) + 1)
+    squared_weights = (1 - _SMOOTHING) / (1 + _SMOOTHING) * (1 + decay) / (1 - decay)
+    falls = np.where(falls > 3 * noise * np.sqrt(2 * squared_weights), falls, 0.0)
+    return int(falls.argmax()) if falls.any() else None
 
 
 class _Exploded(Exception):  # noqa: N818 - the regular end of the test
@@ -369,7 +385,7 @@ def _say(settings: Config, text: str) -> None:
 def _report(result: RateTest, settings: Config) -> None:
     """Prints the suggestion and writes the curve for TensorBoard."""
     if result.suggestion is None:
-        _say(settings, "learning rate: the loss never fell, so there is no suggestion.")
+        _say(settings, "learning rate: the loss never fell by more than its noise, so there is no suggestion.")
     else:
         _say(settings, f"learning rate: the loss falls fastest from {result.suggestion:.2g} on; try that.")
     if not settings.workdir:

@@ -80,6 +80,22 @@ def test_a_model_without_predict_fn_is_not_predicted(tmp_path, capsys):
     assert "ModelSpec has no predict_fn" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("has_evaluation", [False, True])
+def test_a_predict_fn_that_reads_what_training_batches_lack_is_told(has_evaluation, capsys):
+    def model_fn():
+        spec = classifier()()
+        predict_fn = lambda batch: spec.model(batch["inputs"], training=False)  # noqa: E731
+        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, predict_fn=predict_fn)
+
+    evals = {"test": batches().map(lambda rows: rows | {"inputs": rows["x"]})} if has_evaluation else {}
+    distloop.Trainer(model_fn, on(1, fast_dev_run=True, steps=5)).fit(batches(), evals=evals)
+    untried = (
+        "not tried: serving_default and the export, as predict_fn takes no batch of fit's data (KeyError at test_dry_"
+    )
+    printed = capsys.readouterr().out
+    assert (untried in printed) != has_evaluation and ("read the export back" in printed) == has_evaluation
+
+
 def test_checkpoints_of_another_process_are_not_waited_for():
     with pytest.raises(ValueError, match="leave fast_dev_run out"):
         distloop.Trainer(classifier(), on(1, fast_dev_run=True)).evaluate_checkpoints(batches())

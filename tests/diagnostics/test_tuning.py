@@ -112,6 +112,15 @@ def test_what_makes_no_sense_is_refused(arguments, words):
         distloop.find_learning_rate(trainer_of(), batches(), **arguments)
 
 
+def test_noise_is_no_fall_and_a_fall_is_seen_through_noise():
+    noises = [np.random.default_rng(seed).normal(1.0, 0.1, 100) for seed in range(100)]
+    assert sum(tuning.steepest_fall(noise, 10) is not None for noise in noises) <= 3
+    for noise in noises:
+        falling = noise - np.clip(np.arange(-50, 50) / 20, 0, 1)  # by 1 from step 50 to 70
+        assert 45 <= tuning.steepest_fall(falling, 10) <= 65
+    assert tuning.steepest_fall(np.array([]), 10) is None
+
+
 def test_smoothing_has_no_bias():
     np.testing.assert_allclose(tuning.smooth(np.full(5, 3.0)), 3.0)
     np.testing.assert_allclose(tuning.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
@@ -132,12 +141,18 @@ def speeds(monkeypatch, result):
 def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
     speeds(monkeypatch, {16: 100.0, 32: 180.0, 64: 200.0, 128: 205.0, 256: 203.0})
     trainer = distloop.Trainer(classifier(), on(2))
-    result = distloop.autotune_batch(trainer, batches())
+    result = distloop.autotune_batch(trainer, batches().repeat())
     assert [trial.batch_size for trial in result.trials] == [16, 32, 64, 128, 256]
     assert result.suggestion == 64 and result.reason == "larger ones are no faster"
     printed = capsys.readouterr().out
     assert "batch 32 = 16 on each of 2 replicas: 180 examples/s, 1.00 GB" in printed
     assert "take --batch_size=64, and a learning rate 4 times as high with SGD, 2 times with Adam" in printed
+
+
+def test_no_batch_has_more_rows_than_the_dataset(monkeypatch):
+    speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
+    result = distloop.autotune_batch(trainer_of(), batches())  # 67 rows
+    assert result.suggestion == 64 and result.reason == "a batch of 128 is more than the dataset has"
 
 
 def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
