@@ -440,7 +440,7 @@ def test_time_between_two_loops_counts_to_the_host(capsys):
     trainer = distloop.Trainer(classifier(), on(1, log_every=2))
     trainer.fit(batches(), steps=6, actions=[slow])
     assert seen[0] == 0 and min(seen[1:]) > 0.5
-    assert "  host-bound " in capsys.readouterr().out
+    assert "-bound" not in capsys.readouterr().out  # the run is too short for a verdict
 
 
 def test_an_evaluation_may_come_before_the_first_step(tmp_path):

@@ -71,8 +71,8 @@ class Console:
         self._steps = steps
         self._start = self._step = start
         self._evals = frozenset(evals)
-        self._since = (start, time.monotonic())
-        self._printed_at = time.monotonic()  # the last line
+        self._opened_at = self._printed_at = time.monotonic()  # the console; the last line
+        self._since = (start, self._opened_at)
         self._has_written = False
         self._last: Mapping[str, float] = {}  # the last metrics
         self._series: dict[str, Series] = {}  # of evaluations
@@ -108,8 +108,9 @@ class Console:
         self._note(step, metrics)
         about = [f"step {step}/{self._steps}"]
         speed, left = self._speed(step, metrics.get("steps_per_sec"))
+        is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
         cause, share = timing.bottleneck(metrics)
-        self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if cause != "step" else []
+        self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if is_old and cause != "step" else []
         shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
         if self._live is None:
             self._print([*about, *shown.values(), *speed, *self._bottleneck, *left])

@@ -15,8 +15,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+VERDICT_SECS = 10.0  # shorter runs get no verdict on their speed and no hint
 _MIN_SHARE = 0.2  # of the time, for a hint
-_MIN_TRAINING_SECS = 2.0  # shorter runs get no hint
 
 _ADVICE = {
     "input": "cache() the dataset, prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE)",
@@ -87,7 +87,7 @@ class Clock:
         """
         seconds = self.seconds()
         training = sum(seconds.values()) - seconds["start-up"]
-        if training < _MIN_TRAINING_SECS:
+        if training < VERDICT_SECS:
             return None
         input_secs, step_secs = seconds["input"], seconds["step"]
         between = {

@@ -263,8 +263,15 @@ def test_without_a_display_a_line_comes_after_half_a_minute_of_silence(clock):
 def test_a_line_names_the_bottleneck_unless_it_is_the_step(waited, host, text, clock):
     stream = io.StringIO()
     numbers = {"loss": 0.5, "steps_per_sec": 8.0, "input_wait": waited, "host_share": host}
-    Console(10, 0, stream).write(2, numbers)
-    assert stream.getvalue() == f"step 2/10  loss 0.5  8 steps/s  {text}eta 0:00:01\n"
+    console = Console(10, 0, stream)
+    clock[0] += 9.0
+    console.write(1, numbers)
+    clock[0] += 1.0
+    console.write(2, numbers)
+    assert stream.getvalue().splitlines() == [  # without a verdict in the first ten seconds
+        "step 1/10  loss 0.5  8 steps/s  eta 0:00:01",
+        f"step 2/10  loss 0.5  8 steps/s  {text}eta 0:00:08",
+    ]
 
 
 # How it ended.

@@ -97,8 +97,8 @@ def test_a_run_that_mostly_trains_has_no_hint(now):
 
 def test_a_short_run_has_no_hint(now):
     clock = Clock()
-    clock.loop(1000.0, 1001.0, 1.0)
-    now[0] = 1001.0
+    clock.loop(1000.0, 1009.0, 9.0)
+    now[0] = 1009.0
     assert clock.advice() is None
 
 
