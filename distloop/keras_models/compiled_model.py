@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_weights
 from distloop.keras_models.supervised import supervised
 from distloop.optimizers.loss_scale import LossScaleOptimizer
@@ -39,7 +40,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
                 f"The model {model.name!r} is not built, so it has no weights to take over: give it an input shape, "
                 "or give from_keras a function that builds and compiles it."
             )
-        return lambda: _spec_of(copy_model(model), model, _optimizer_copy).of_copy(model)
+        return lambda: _spec_of_copy(model)
     if not callable(model):
         raise ValueError(
             f"from_keras was given {model!r}; it takes a compiled keras.Model or a function that makes one."
@@ -53,7 +54,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
                 f"The function given to from_keras returned {made!r}; it must return a compiled keras.Model."
             )
         _require_compiled(made)
-        return _spec_of(made, made, lambda old, new: _rescaled(old.optimizer, _unwrapped(old.optimizer)))
+        return _spec_of(made, made, _unwrapped(made.optimizer))
 
     return model_fn
 
@@ -68,12 +69,23 @@ def weights_returned(spec: ModelSpec) -> Iterator[None]:
             return_weights(spec.model, spec.original)
 
 
-def _spec_of(model: keras.Model, compiled: keras.Model, optimizer_of: Callable[[Any, Any], Any]) -> ModelSpec:
+def _spec_of_copy(model: keras.Model) -> ModelSpec:
+    """Returns the spec of a copy of a compiled model, which is compiled as the model is, with the copied optimizer."""
+    copy = copy_model(model)
+    optimizer = copy_optimizer(_unwrapped(model.optimizer), model, copy)
+    spec = _spec_of(copy, model, optimizer).of_copy(model)
+    settings = dict(model._compile_config.config)
+    settings |= {name: metrics_made_again(settings[name]) for name in ("metrics", "weighted_metrics")}
+    copy.compile(**{**settings, "optimizer": optimizer, "auto_scale_loss": False})
+    return spec
+
+
+def _spec_of(model: keras.Model, compiled: keras.Model, optimizer: keras.optimizers.Optimizer) -> ModelSpec:
     settings = compiled._compile_config.config
     return supervised(
         model,
         settings["loss"],
-        optimizer_of(compiled, model),
+        _rescaled(compiled.optimizer, optimizer),
         settings["metrics"] or (),
         weighted_metrics=settings["weighted_metrics"] or (),
         loss_weights=settings["loss_weights"],
@@ -92,10 +104,6 @@ def _require_compiled(model: keras.Model) -> None:
                 f"The model {model.name!r} has a {method} of its own, which distloop would not call: write a model_fn "
                 f"that returns a ModelSpec whose loss_fn or predict_fn computes what {method} does."
             )
-
-
-def _optimizer_copy(compiled: keras.Model, model: keras.Model) -> keras.optimizers.Optimizer:
-    return _rescaled(compiled.optimizer, copy_optimizer(_unwrapped(compiled.optimizer), compiled, model))
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:

@@ -155,6 +155,16 @@ def _mean_function(metric: keras.metrics.MeanMetricWrapper) -> Callable[[Any, An
     return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
 
 
+def metrics_made_again(metrics: Any) -> Any:
+    """Returns the metrics of `compile`, in their structure, with new metrics of the same settings in place of objects.
+
+    Raises:
+        ValueError: as for `make_measures`.
+    """
+    is_object = keras.metrics.Metric
+    return keras.tree.map_structure(lambda one: _made_again(one) if isinstance(one, is_object) else one, metrics)
+
+
 def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
     """Returns a new metric with the same settings, made in the strategy's scope; the same if it has no whole config.
 

@@ -66,6 +66,34 @@ def test_the_original_model_has_weights_and_statistics_after_an_error_too():
         assert np.any(variable.numpy())
 
 
+def test_the_lines_after_fit_agree_with_the_trainer(tmp_path):
+    model = compiled(net(), metrics=["mae", keras.metrics.RootMeanSquaredError("rmse")])
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer.fit(batches(X, Y), epochs=3)
+    expected, outputs = trainer.evaluate(batches(X, Y)), trainer.predict(batches(X, Y))
+    model.save(tmp_path / "model.keras")
+    for each in (model, trainer.model, keras.models.load_model(tmp_path / "model.keras")):
+        assert each.compiled and each.evaluate(batches(X, Y), verbose=0, return_dict=True) == pytest.approx(expected)
+        np.testing.assert_allclose(each.predict(X, verbose=0), outputs, rtol=1e-5, atol=1e-6)
+    assert trainer.model.optimizer is trainer.optimizer
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_the_original_model_has_the_weights_after_an_interruption_too(kind):
+    def interrupt(report):
+        raise kind
+
+    interrupt.every = 3
+    model = compiled(net())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    before = model.get_weights()
+    with pytest.raises(kind):
+        trainer.fit(batches(X, Y), epochs=2, actions=[interrupt])
+    for weight, old, trained in zip(model.get_weights(), before, trainer.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, trained)
+        assert np.any(weight != old)
+
+
 @REPLICAS
 @pytest.mark.parametrize(
     "optimizer",
