@@ -152,7 +152,8 @@ class Fit:
 
     def _train(self) -> dict[str, float]:
         """Trains from the current step, with a profile and writers that are closed at the end."""
-        profile = Profile(self.config.profile, os.path.join(self.config.workdir, "summaries", "train"))
+        directory = os.path.join(self.config.workdir, "summaries", "train")
+        profile = Profile(self.config.profile, directory, writes=self._is_chief)
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], Report(0, 0, {}, self.state, time=time.time()), self.clock)
@@ -165,7 +166,7 @@ class Fit:
                 window=self._window,
                 stop_requests=self._stop_requests,
                 clock=self.clock,
-                profile=profile if self._is_chief else None,
+                profile=profile,
                 executor=self._executor,
                 show_progress=self._show_progress(write),
                 by_clock=(secs, actions[-1]) if secs and self.config.workdir else None,  # the last one saves

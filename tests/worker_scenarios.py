@@ -271,6 +271,13 @@ def interrupts(make, workdir):
     return {"code": np.array(code), "step": np.array(trainer.step)}
 
 
+def profile(make, workdir):
+    """The chief profiles steps 4 and 5; every worker runs them by themselves."""
+    trainer = make(classifier(), workdir=os.path.join(workdir, "profile"), profile="3:5", log_every=4)
+    trainer.fit(batches(), steps=10)
+    return weights(trainer)
+
+
 def files(make, workdir):
     """Only the chief opens, renames or deletes anything in the workdir."""
     workdir = os.path.join(workdir, "files")
@@ -319,6 +326,7 @@ SCENARIOS = [
     equal_shards,
     stops,
     interrupts,
+    profile,
     files,
 ]
 

@@ -22,19 +22,23 @@ from distloop.config import profile_window
 class Profile:
     """Starts the profiler at the first step of a window, marks each step, and stops it after the last.
 
+    One process writes; in the others it only says which steps run by themselves, which must be alike everywhere.
+
     Attributes:
         directory: the TensorBoard run that the profile is written to.
         is_written: whether the profile has been written.
     """
 
-    def __init__(self, window: str, directory: str):
+    def __init__(self, window: str, directory: str, *, writes: bool = True):
         """Stores the window; starts nothing.
 
         Args:
             window: `"100:110"` for steps 101 to 110; empty: no profile.
             directory: as the attribute.
+            writes: whether this process profiles.
         """
         self._window = profile_window(window)
+        self._writes = writes
         self.directory = directory
         self.is_written = False
         self._is_on = False
@@ -57,7 +61,7 @@ class Profile:
             step: number of steps done before it.
         """
         start, stop = self._window
-        if not start <= step < stop:
+        if not self._writes or not start <= step < stop:
             yield
             return
         if not self._is_on:
@@ -73,13 +77,12 @@ class Profile:
             self._is_on = True
         except tf.errors.OpError as error:  # another profiler is running, or a GPU's tools are missing
             logging.warning("These steps are not profiled: %s", error.message)
-            self._window = (0, 0)
+            self._writes = False
 
     def close(self) -> None:
         """Stops the profiler and writes the profile, also if the run ends inside the window."""
         if self._is_on:
-            self._is_on = False
-            self._window = (0, 0)
+            self._is_on = self._writes = False
             try:
                 tf.profiler.experimental.stop()
                 self.is_written = True
