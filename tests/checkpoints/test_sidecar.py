@@ -58,7 +58,7 @@ def test_following_a_run_that_does_not_go_on_times_out(tmp_path):
     data = distloop.make_dataset(classification(67), 16)
 
     def trainer(steps=None):
-        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), max_secs=1e-6, log_every=5))
+        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), max_secs=1e-6, steps_per_loop=5))
 
     with pytest.raises(SystemExit):
         trainer().fit(data, steps=40)
