@@ -44,7 +44,7 @@ def difference(values: Weights, reference: Weights, initial: Weights) -> tuple[f
 
 def weights_of(model: keras.Model, *, trained_only: bool = False) -> Weights:
     """Returns a model's weights by their place and name, without the numbers by which Keras tells layers apart."""
-    named = {f"{i}:{re.sub('_[0-9]+(?=/)', '', weight.path)}": weight for i, weight in enumerate(model.weights)}
+    named = {f"{i}:{re.sub('_[0-9]+(?=/|$)', '', weight.path)}": weight for i, weight in enumerate(model.weights)}
     return {name: weight.numpy() for name, weight in named.items() if weight.trainable or not trained_only}
 
 
