@@ -67,13 +67,6 @@ def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
     assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
 
 
-@pytest.mark.slow
-def test_digits_reaches_an_accuracy_in_float16_on_two_replicas():
-    flags = ["--device=cpu", "--num_devices=2", "--steps=100", "--eval_every=0", "--precision=mixed_float16"]
-    out = run("-m", "experiments.digits", *flags)
-    assert float(out.split("test accuracy")[1].split()[0]) >= 0.95
-
-
 PROGRAM = '''
 """Digits with a small convnet."""
 import keras

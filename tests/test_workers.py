@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
-ON_THREE_WORKERS = ["replicas", "small_batches", "evaluation", "shards"]
+ON_THREE_WORKERS = ["replicas", "evaluation", "shards"]
 
 
 @pytest.fixture(scope="module")
