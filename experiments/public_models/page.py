@@ -42,9 +42,9 @@ python -m experiments.public_models --page
 Each trial takes {steps} steps of SGD with momentum on one batch of {rows} rows: images of 32 x 32 pixels, or the
 smallest that the architecture accepts; backbones of one or two layers of width 16. Dropout is off,
 BatchNormalization is synchronized, and routers of experts have no balancing loss: it multiplies means over the rows
-that it sees, so that on several replicas it is the mean of the replicas' losses. All trials of a model start from the same
-weights. A number is the largest difference of a variable, relative to the distance that it moved in those steps, which
-is far stricter than relative to the variable.
+that it sees, so that on several replicas it is the mean of the replicas' losses. All trials of a model start from the
+same weights. A number is the largest difference of a variable, relative to the distance that it moved in those steps,
+which is far stricter than relative to the variable.
 
 | column | what is compared | tolerance |
 |---|---|---|
