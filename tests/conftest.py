@@ -16,10 +16,11 @@ distloop.prepare(distloop.Config(device="cpu", num_devices=4))
 
 def collect_garbage():
     """Deletes the objects that tracebacks of errors held, in a thread: deleting an old iterator may take a minute."""
-    while not is_ending.wait(20):
+    while not is_ending.wait(40):
         gc.collect()
 
 
+gc.freeze()  # what TensorFlow and Keras made at their import is never garbage, and takes long to look through
 gc.disable()
 is_ending = threading.Event()
 garbage_collector = threading.Thread(target=collect_garbage, daemon=True)
