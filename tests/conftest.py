@@ -10,8 +10,10 @@ import threading
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import distloop  # noqa: E402
+from distloop.log import log  # noqa: E402
 
 distloop.prepare(distloop.Config(device="cpu", num_devices=4))
+log.propagate = True  # to pytest's caplog
 
 
 def collect_garbage():

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from absl import logging
-
 from distloop.actions import schedule
+from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.timing import Clock
 
@@ -71,7 +70,7 @@ class Report:
             )
             if not is_over:
                 raise ValueError(message)
-            logging.error("%s", message)  # an error here would lose a finished run
+            log.error("%s", message)  # an error here would lose a finished run
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, not an error

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from absl import logging
 
 from distloop.actions.action import Action, member
+from distloop.log import log
 
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
 
@@ -75,7 +75,7 @@ def restore(actions: Sequence[Action], states: Mapping[str, Any]) -> None:
             member(action, "set_state")(states[key])
             unused.discard(key)
     if unused:
-        logging.warning(
+        log.warning(
             "The checkpoint holds the state of %s, which is no action of this run: the state is left out.",
             ", ".join(map(repr, sorted(unused))),
         )

@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from absl import logging
-
 from distloop.actions.action import Action, Report, Saves
+from distloop.log import log
 
 
 class Save(Action):
@@ -79,7 +78,7 @@ class SaveBest(Action):
             needs = f"{self.name} needs a workdir for its checkpoints: give Config(workdir=...), or leave it out."
             if self.metric_to_restore:
                 raise ValueError(needs)
-            logging.warning("%s Nothing is kept.", needs)
+            log.warning("%s Nothing is kept.", needs)
 
     def __call__(self, report: Report) -> None:
         """Compares the metric with the best so far.

@@ -6,10 +6,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from absl import logging
-
 from distloop.actions.action import Action, Report
 from distloop.distributed.preemption import Interrupted
+from distloop.log import log
 from distloop.monitoring.media import EncodedMedia
 from distloop.monitoring.tensorboard import SummaryWriter
 
@@ -130,7 +129,7 @@ class _File:
             # Media may be large: those of a time when the disk fails are lost.
             self.rows = [replace(report, media={}) for report in self.rows[-_MAX_ROWS:]]
             if not self._is_failing:
-                logging.error(
+                log.error(
                     "%s cannot be written (%s): the run goes on, and its rows are kept until they can be written.",
                     self._writer.path,
                     error.strerror or error,
@@ -142,7 +141,7 @@ class _File:
             raise
         self.rows = []
         if self._is_failing:
-            logging.warning("%s can be written again.", self._writer.path)
+            log.warning("%s can be written again.", self._writer.path)
         self._is_failing = False
 
     def close(self, has_succeeded: bool | None) -> None:
@@ -150,9 +149,9 @@ class _File:
         try:
             _close(has_succeeded, self._writer)
         except OSError as error:
-            logging.error("%s cannot be closed (%s).", self._writer.path, error.strerror or error)
+            log.error("%s cannot be closed (%s).", self._writer.path, error.strerror or error)
         if self.rows:
-            logging.error("%s lacks %d rows, which could not be written.", self._writer.path, len(self.rows))
+            log.error("%s lacks %d rows, which could not be written.", self._writer.path, len(self.rows))
 
 
 def _is_file_writer(writer: Any) -> bool:

@@ -21,6 +21,7 @@ from absl import logging
 from distloop.atomic_files import remove_leftovers, replacing
 from distloop.distributed import workers
 from distloop.errors import as_user_error
+from distloop.log import log
 
 # Sizes to try for free axes: a small one, then ones that a convolution's filter fits in.
 _FREE_SIZES = (1, 32, 256)
@@ -36,7 +37,7 @@ def prepare_path(path: str, strategy: tf.distribute.Strategy) -> str:
     if not workers.is_chief(strategy):
         return path
     if remove_leftovers(os.path.dirname(path), os.path.basename(path)):
-        logging.warning("Restored the export %s: a process was killed while it replaced it.", path)
+        log.warning("Restored the export %s: a process was killed while it replaced it.", path)
     return path
 
 
@@ -93,7 +94,7 @@ def call_on_ones(call: Callable[[Any], Any], specs: Any, name: str) -> tuple[Any
         except Exception as error:  # layers' code may raise anything
             if isinstance(error, tf.errors.OpError) and (explained := as_user_error(error)) is not None:
                 raise explained from error
-    logging.warning("The export was not compared with %s, which cannot be run on ones.", name)
+    log.warning("The export was not compared with %s, which cannot be run on ones.", name)
     return None
 
 

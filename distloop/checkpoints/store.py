@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
-from absl import logging
 
 from distloop.atomic_files import delete, make_directory, put_back, remove_leftovers, replacing, sync
 from distloop.checkpoints.checkpoint import (
@@ -33,6 +32,7 @@ from distloop.checkpoints.checkpoint import (
     read_manifest,
     write_files,
 )
+from distloop.log import log
 
 _BEST = "best.json"
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -105,7 +105,7 @@ class Checkpoints:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return {}
         except (ValueError, AttributeError, TypeError) as error:
-            logging.error(
+            log.error(
                 "%s is damaged (%s): the best checkpoints that it listed count as others.", self._path(_BEST), error
             )
             return {}
@@ -134,7 +134,7 @@ class Checkpoints:
                     self._write(step, values, notes, best_steps or {})
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
-                logging.error(
+                log.error(
                     "The checkpoint of step %d could not be written (%s); training goes on, and earlier ones are kept.",
                     step,
                     first_line(error),
@@ -145,7 +145,7 @@ class Checkpoints:
                 with self._watch("deleting old checkpoints"):
                     self._prune()
             except Exception as error:
-                logging.warning("Old checkpoints could not be deleted (%s); the next save does it.", first_line(error))
+                log.warning("Old checkpoints could not be deleted (%s); the next save does it.", first_line(error))
 
         self._writer = threading.Thread(target=write, name="distloop-checkpoint")
         self._writer.start()
@@ -185,7 +185,7 @@ class Checkpoints:
             try:
                 saved = self._load(step)
             except DamagedError as error:
-                logging.error("%s Trying the one before it.", error)
+                log.error("%s Trying the one before it.", error)
                 continue
             num_whole += 1
             if is_wanted(saved):
@@ -266,7 +266,7 @@ class Checkpoints:
             os.rename(path, next(name for name in names if not os.path.lexists(name)))
         if later:
             sync(self.directory)
-            logging.warning(
+            log.warning(
                 "The checkpoints of steps %s are renamed to <step>.%s: the run has gone back to an earlier one.",
                 ", ".join(map(str, later)),
                 end,
@@ -334,7 +334,7 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
                     continue
                 if not isinstance(error, DamagedError):
                     raise
-                logging.error("%s It is skipped.", error)
+                log.error("%s It is skipped.", error)
         if not new:
             if _is_complete(checkpoints):
                 return

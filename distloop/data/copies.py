@@ -6,7 +6,8 @@ A copy is made by editing the dataset's graph: each shuffle gets a stream of see
 """
 
 import tensorflow as tf
-from absl import logging
+
+from distloop.log import log
 
 _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
 _SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}  # the index of the input that draws seeds
@@ -33,7 +34,7 @@ def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
         copy = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     except (tf.errors.OpError, ValueError) as error:  # a graph has at most 2 GB
         message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-        logging.warning(
+        log.warning(
             "The dataset cannot be copied (%s), so it will be shuffled in another order than before.",
             (message or "").partition("\n")[0][:150],
         )

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from distloop.data.shards import Layout, shard_bounds, static_batch_size
 from distloop.distributed import strategies, workers
 from distloop.errors import EMPTY_DATASET
+from distloop.log import log
 
 # Datasets behind which the batch size stays the same; a function mapped over batches is assumed to keep their rows.
 _KEEP_BATCHES = frozenset(
@@ -114,7 +114,7 @@ def count_batches(dataset: tf.data.Dataset) -> float:
     """Returns the number of batches in one pass, inf if endless; reads a dataset of unknown length once."""
     length = cardinality(dataset)
     if length is None:
-        logging.info("The dataset does not know its length: reading it once to count its batches.")
+        log.info("The dataset does not know its length: reading it once to count its batches.")
         add_one = tf.autograph.experimental.do_not_convert(lambda count, *_: count + 1)
         length = int(dataset.reduce(np.int64(0), add_one))
     return length

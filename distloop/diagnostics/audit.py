@@ -11,13 +11,12 @@ the list. This module does not know how a run goes.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from absl import logging
-
 from distloop.data.source import Data
 from distloop.diagnostics import checks, replica_checks
 from distloop.diagnostics.findings import Audit, Finding, Unchecked, failure
 from distloop.diagnostics.probe import Probe
 from distloop.distributed import devices
+from distloop.log import log
 from distloop.monitoring.console import say
 from distloop.training.state import TrainState
 
@@ -66,7 +65,7 @@ def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | Unchecked]
         try:
             results += check(probe)
         except Exception as error:
-            logging.info("The audit's check %s stopped.", check.__name__, exc_info=True)
+            log.info("The audit's check %s stopped.", check.__name__, exc_info=True)
             results.append(failure(error))
     return results
 

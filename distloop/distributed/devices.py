@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from distloop.config import Config
 from distloop.distributed import cores, tensorflow_internals
 from distloop.errors import show_full_tracebacks
+from distloop.log import log
 
 HOST = "/CPU:0"  # holds iterators, loop counters and the numbers that are logged
 
@@ -129,7 +129,7 @@ def _hide_gpus(config: Config) -> None:
         try:
             tf.config.set_visible_devices([], "GPU")  # TensorFlow would place operations on visible GPUs
         except RuntimeError:
-            logging.warning("device=%s, but TensorFlow has already started with GPUs and may use them.", config.device)
+            log.warning("device=%s, but TensorFlow has already started with GPUs and may use them.", config.device)
 
 
 def _set_memory_growth() -> None:
@@ -138,6 +138,4 @@ def _set_memory_growth() -> None:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
             if not tf.config.experimental.get_memory_growth(gpu):
-                logging.warning(
-                    "%s has already started and holds all its memory: call distloop.prepare first.", gpu.name
-                )
+                log.warning("%s has already started and holds all its memory: call distloop.prepare first.", gpu.name)

@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from distloop.data.shards import batch_size
 from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
@@ -23,6 +22,7 @@ from distloop.keras_models.outputs import (
     targets_by_output,
     weights_by_output,
 )
+from distloop.log import log
 from distloop.training.metrics import Weighted
 from distloop.training.spec import ModelSpec
 
@@ -97,7 +97,7 @@ def _caller(model: keras.Model) -> Callable[[Any, bool], Any]:
         return lambda x, training: model(x, training=training)
     unreached = [layer.name for layer in model._flatten_layers() if _differs_in_training(layer)]
     if unreached:
-        logging.warning(
+        log.warning(
             "The model %r has no `training` argument in its call, so these layers run in inference mode while it is "
             "trained, as in Keras's fit: %s. To train with them, write call(self, inputs, training=None).",
             model.name,

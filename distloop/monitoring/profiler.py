@@ -14,9 +14,9 @@ import contextlib
 from collections.abc import Iterator
 
 import tensorflow as tf
-from absl import logging
 
 from distloop.config import profile_window
+from distloop.log import log
 
 
 class Profile:
@@ -76,7 +76,7 @@ class Profile:
             tf.profiler.experimental.start(self.directory)
             self._is_on = True
         except tf.errors.OpError as error:  # another profiler is running, or a GPU's tools are missing
-            logging.warning("These steps are not profiled: %s", error.message)
+            log.warning("These steps are not profiled: %s", error.message)
             self._writes = False
 
     def close(self) -> None:
@@ -87,4 +87,4 @@ class Profile:
                 tf.profiler.experimental.stop()
                 self.is_written = True
             except (tf.errors.OpError, OSError) as error:
-                logging.error("The profile is lost: %s", error)
+                log.error("The profile is lost: %s", error)

@@ -14,11 +14,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
 from distloop.distributed import workers
+from distloop.log import log
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import metrics, nonfinite, variable_writes
 from distloop.training.forward_backward import ForwardBackward
@@ -283,7 +283,7 @@ def warn(train_step: TrainStep) -> None:
 def _warn_unreached(train_step: TrainStep, update: ForwardBackward) -> None:
     unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
     if unreached:
-        logging.warning(
+        log.warning(
             "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
             ", ".join(train_step.state.paths[id(v)] for v in unreached),
         )
@@ -292,7 +292,7 @@ def _warn_unreached(train_step: TrainStep, update: ForwardBackward) -> None:
 def _warn_unscaled(train_step: TrainStep, update: ForwardBackward) -> None:
     half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == "float16"]
     if half and update.loss_scaler is None:
-        logging.warning(
+        log.warning(
             "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
             "precision=mixed_float16, or give distloop.LossScaleOptimizer.",
             half[0],
@@ -302,7 +302,7 @@ def _warn_unscaled(train_step: TrainStep, update: ForwardBackward) -> None:
 def _warn_apart(train_step: TrainStep, update: ForwardBackward) -> None:
     """Warns of written variables that each replica keeps a value of its own of."""
     for variable in update.unsynchronized_variables():
-        logging.warning(
+        log.warning(
             "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
             "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",
             train_step.state.paths[id(variable)],

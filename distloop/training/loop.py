@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from distloop.actions import schedule
 from distloop.actions.action import Action, Report, member
@@ -22,6 +21,7 @@ from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.errors import as_user_error
+from distloop.log import log
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.training.compiled_loop import CompiledLoop
@@ -141,7 +141,7 @@ class TrainLoop:
                     continue
                 self.reported, stop_reason = run_actions(actions, self._report(step, until, row.end), self._clock)
                 if stop_reason:
-                    logging.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
+                    log.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
                     return self.reported
             self._show_progress(step, "")
             if step < until:

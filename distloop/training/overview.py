@@ -17,12 +17,12 @@ import keras
 import numpy as np
 import tensorboard
 import tensorflow as tf
-from absl import logging
 
 from distloop import flags
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
+from distloop.log import log
 from distloop.monitoring import flops, records
 from distloop.monitoring.console import show_parts, show_split
 from distloop.monitoring.media import Layout, Text
@@ -216,7 +216,7 @@ def trace_forward(
         graph: tf.Graph = traced.graph
         return graph
     except Exception as error:  # a model that cannot be traced here may still train
-        logging.info("There is no graph of this model for TensorBoard: %s", error)
+        log.info("There is no graph of this model for TensorBoard: %s", error)
         return None
 
 
@@ -248,7 +248,7 @@ def drawable(traced: tf.Graph) -> bytes | None:
     functions = [function.node_def for function in graph.library.function]
     count = len(graph.node) + sum(map(len, functions))
     if count > _MAX_NODES:
-        logging.info("The graph of this model has %d operations, too many for TensorBoard to draw.", count)
+        log.info("The graph of this model has %d operations, too many for TensorBoard to draw.", count)
         return None
     for nodes in (graph.node, *functions):
         for node in nodes:

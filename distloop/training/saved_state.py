@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
-from absl import logging
 
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
+from distloop.log import log
 from distloop.training.random_streams import SEED_STRIDE
 from distloop.training.state import TrainState, optimizer_prefix
 from distloop.variables import tensorflow_variable
@@ -91,9 +91,7 @@ class SavedState:
         with self._strategy.scope():
             for name, variable in self._state.all_variables().items():
                 if name.endswith(_RATE) and name.removesuffix(_RATE) in has_new_rate:
-                    logging.warning(
-                        "%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy())
-                    )
+                    log.warning("%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy()))
                 elif id(variable) in seeds:
                     self._restore_seed(variable, values[name])
                 else:

@@ -153,7 +153,7 @@ def test_states_that_were_named_by_class_and_position_find_their_actions(actions
 
 
 def test_a_state_that_no_action_takes_is_named_in_the_log(caplog):
-    with caplog.at_level("WARNING", "absl"):
+    with caplog.at_level("WARNING", "distloop"):
         action_state.restore([Counts()], {"Counts": 1, "Gone": 2})
     (record,) = caplog.records
     assert "the state of 'Gone', which is no action of this run" in record.getMessage()

@@ -124,7 +124,7 @@ def test_an_error_in_a_row_is_raised_in_the_main_thread(where, monkeypatch):
 def test_a_disk_that_fails_for_a_while_loses_no_row_and_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 60)
     file, other = File(fails_at=2, error=OSError(28, "No space left on device")), File()
-    with caplog.at_level("WARNING", "absl"), Write([file, other]) as write:
+    with caplog.at_level("WARNING", "distloop"), Write([file, other]) as write:
         for step in (1, 2, 3, 4):
             write(report(step))
             write.flush()
@@ -143,7 +143,7 @@ def test_a_disk_that_fails_for_a_while_loses_no_row_and_is_logged_once(caplog, m
 def test_rows_that_could_never_be_written_are_counted_in_the_end(caplog, monkeypatch):
     monkeypatch.setattr("distloop.actions.write._MAX_ROWS", 3)
     file = File(fails_at=5, error=OSError(28, "No space left on device"))
-    with caplog.at_level("ERROR", "absl"), Write([file]) as write:
+    with caplog.at_level("ERROR", "distloop"), Write([file]) as write:
         for step in range(1, 6):
             write(report(step))
     assert "file lacks 3 rows, which could not be written." in caplog.text and file.is_closed

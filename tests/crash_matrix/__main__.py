@@ -14,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 
-from absl import logging
-
 from distloop.checkpoints import checkpoint
+from distloop.log import log
 from tests.crash_matrix.picture import Row, draw, tables
 from tests.crash_matrix.scenarios import BEFORE, COLUMNS, NEW, SCENARIOS, Export, cells, power_cells
 
@@ -27,7 +26,7 @@ DOCS = FOLDER.parent.parent / "docs"
 def distloop_rows(place: pathlib.Path) -> list[Row]:
     """Returns all cells of distloop."""
     checkpoint._PAUSES_SECS = (0,)
-    logging.set_verbosity(logging.FATAL)
+    log.setLevel("CRITICAL")
     rows = []
     for name, scenario in SCENARIOS.items():
         for keep in (1,) if isinstance(scenario, Export) else (1, 3):

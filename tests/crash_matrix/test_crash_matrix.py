@@ -8,7 +8,6 @@ import textwrap
 import xml.etree.ElementTree
 
 import pytest
-from absl import logging
 
 from distloop.checkpoints import checkpoint
 from tests import forked
@@ -19,15 +18,12 @@ from tests.crash_matrix.scenarios import BEFORE, LOST, NEW, SCENARIOS, cells, po
 
 
 @pytest.fixture
-def place(monkeypatch):
+def place(monkeypatch, caplog):
     """A directory in memory, where flushing costs nothing."""
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", (0,))
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.FATAL)
-    with tempfile.TemporaryDirectory(dir=memory) as directory:
+    with tempfile.TemporaryDirectory(dir=memory) as directory, caplog.at_level("CRITICAL", "distloop"):
         yield pathlib.Path(directory)
-    logging.set_verbosity(verbosity)
 
 
 def assert_saved(cells):

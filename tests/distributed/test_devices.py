@@ -140,7 +140,7 @@ def test_gpus_that_have_started_are_warned_about_when_they_cannot_be_hidden(clai
         raise RuntimeError("Visible devices cannot be modified after being initialized")
 
     monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
-    with caplog.at_level("WARNING", logger="absl"):
+    with caplog.at_level("WARNING", "distloop"):
         devices.prepare_process(Config(device="cpu"))
     assert "device=cpu, but TensorFlow has already started with GPUs" in caplog.text
 
@@ -154,7 +154,7 @@ def test_gpus_that_have_started_are_warned_about_unless_their_memory_grows(
 
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
     monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: is_growing)
-    with caplog.at_level("WARNING", logger="absl"):
+    with caplog.at_level("WARNING", "distloop"):
         devices.prepare_process(Config(device="gpu"))
     assert ("holds all its memory: call distloop.prepare first" in caplog.text) != is_growing
 

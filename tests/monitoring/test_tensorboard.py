@@ -220,7 +220,7 @@ def test_a_full_disk_stops_no_training_and_is_logged_once(tmp_path, monkeypatch,
     see.every = 2
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path), log_every=2))
     monkeypatch.setattr("distloop.monitoring.json_writer.os.path.isfile", lambda path: False)
-    with caplog.at_level("ERROR", "absl"):
+    with caplog.at_level("ERROR", "distloop"):
         trainer.fit(data, steps=8, actions=[see])
     assert seen == [2, 4, 6, 8] and trainer.step == 8
     first, last = [record.getMessage() for record in caplog.records]
@@ -236,7 +236,7 @@ def test_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypat
     with pytest.raises(OSError, match="[Nn]o space left"):
         writer.flush()
     rows = JsonWriter(str(tmp_path / "m.jsonl"))
-    with caplog.at_level("ERROR", "absl"), Write([SummaryWriter(str(tmp_path), []), rows]) as write:
+    with caplog.at_level("ERROR", "distloop"), Write([SummaryWriter(str(tmp_path), []), rows]) as write:
         for step in (1, 2, 3):
             write(Report(step, 3, {"loss": 1.0}, None, time=1.0))
     assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False], caplog.text
