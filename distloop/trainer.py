@@ -52,6 +52,7 @@ class Trainer:
         config: the settings of the run.
         strategy: the `tf.distribute.Strategy`.
         state: everything that training changes.
+        workers: the processes that train; exchanges values between them.
     """
 
     def __init__(
@@ -92,11 +93,9 @@ class Trainer:
                 is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             )
         self.state.placement.require_stages(config.num_stages)
-        self._is_chief = workers.is_chief(self.strategy)
+        self.workers = workers.Workers(self.strategy)
         self._checkpoints = RunCheckpoints(self.state, config)
-        if (heartbeat := workers.heartbeat_of(self.strategy)) is not None:
-            heartbeat.step = lambda: self.step
-            heartbeat.phase = "starting"
+        workers.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
         self._passes = Passes(self.strategy, config.batch_size)
         self._predictor = Predictor(self.state, eager=config.eager)
@@ -374,5 +373,5 @@ class Trainer:
         return self._eval_loop.evaluate(source, self.config.limit_eval_batches)
 
     def _say(self, text: str) -> None:
-        if self._is_chief and self.config.console != "quiet":
+        if self.workers.is_chief and self.config.console != "quiet":
             say(text)

@@ -153,6 +153,13 @@ def test_a_stop_on_the_last_worker_stops_all(on_workers):
         assert int(result["code"]) == 75 and int(result["step"]) == 8
 
 
+def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_workers):
+    for result in on_workers[0]["exchange"]:
+        for name, expected in (("indices", [0, 1]), ("shapes", [0, 1]), ("lengths", [0, 1000])):
+            assert result[f"local/{name}"].tolist() == expected
+        assert "Worker 1: <object object" in str(result["local/error"])
+
+
 def test_steps_leak_no_threads(on_workers):
     for result in on_workers[0]["threads"]:
         assert int(result["local/new"]) < 100  # in 300 steps

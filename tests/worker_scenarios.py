@@ -307,8 +307,36 @@ def threads(make, workdir):
     return {"local/new": np.array(len(os.listdir("/proc/self/task")) - before)}
 
 
+def exchange(make, workdir):
+    """Values of any size and kind, after steps and in an action; an error on one worker is one on all."""
+    trainer = make(classifier())
+    results = {}
+
+    def share(report):
+        step = trainer.workers.broadcast(report.step if trainer.workers.is_chief else None)
+        results["step"] = np.array(step)
+
+    share.every = 2
+    trainer.fit(batches(), steps=2, actions=[share])
+    trainer.workers.barrier()
+    index = trainer.workers.index
+    values = trainer.workers.gather({"index": index, "rows": np.full([index, 2], np.nan), "name": "é" * 1000 * index})
+    results["local/indices"] = np.array([value["index"] for value in values])
+    results["local/shapes"] = np.array([value["rows"].shape[0] for value in values])
+    results["local/lengths"] = np.array([len(value["name"]) for value in values])
+    large = np.arange(300_000, dtype=np.float32)  # more than one collective
+    assert all(np.array_equal(value, large + i) for i, value in enumerate(trainer.workers.gather(large + index)))
+    results["large"] = trainer.workers.broadcast(large)
+    try:
+        trainer.workers.gather(object() if is_worker(trainer, 99) else "text")
+    except ValueError as error:
+        results["local/error"] = np.array(str(error))
+    return results
+
+
 SCENARIOS = [
     threads,
+    exchange,
     replicas,
     small_batches,
     microbatches,

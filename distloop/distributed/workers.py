@@ -2,23 +2,90 @@
 
     if workers.is_chief(strategy):
         write_file()
-    values = workers.gather(strategy, 1.0)      # [W], the number of every worker, on every worker
+    numbers = workers.gather(strategy, 1.0)                         # [W], on every worker
+    paths = workers.Workers(strategy).gather({"path": "a.npy"})     # a list of W values
 
 It does not know how the workers met (`strategies`), nor how a failure is noticed (`heartbeat`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import tensorflow_internals
+from distloop.distributed import payloads, tensorflow_internals
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import GATHERING
 
 _HEARTBEAT = "_distloop_heartbeat"  # the attribute of a strategy that holds its heartbeat
+_MIN_WORDS, _MAX_WORDS = 32, 2**17  # of 8 bytes, that workers exchange in one collective
+
+
+class Workers:
+    """The workers of a run, for what a program does between steps; with one worker, nothing is exchanged.
+
+    All workers must call `barrier`, `gather` and `broadcast`, and in the same order: each waits until all are there. In
+    an action, call them on every worker or on none.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        """Stores the strategy."""
+        self._strategy = strategy
+
+    @property
+    def index(self) -> int:
+        """The index of this worker, from 0."""
+        return worker_index(self._strategy)
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return num_workers(self._strategy)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, which writes the files of the run."""
+        return is_chief(self._strategy)
+
+    def barrier(self) -> None:
+        """Waits until all workers are here."""
+        gather(self._strategy, 0.0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all workers, in their order, on every worker.
+
+        Args:
+            value: None, booleans, numbers, strings, NumPy arrays, and lists and dicts of them.
+
+        Returns:
+            One value for each worker; tuples come back as lists.
+
+        Raises:
+            ValueError: on every worker, if the value of one holds something else.
+        """
+        try:
+            data, is_error = payloads.encode(value), False
+        except ValueError as error:
+            data, is_error = str(error).encode(), True
+        sizes = gather(self._strategy, [len(data), is_error])  # [W, 2]
+        parts = _gather_bytes(self._strategy, data, [int(size) for size in sizes[:, 0]])
+        for index, part in enumerate(parts):
+            if sizes[index, 1]:
+                raise ValueError(part.decode() if self.count == 1 else f"Worker {index}: {part.decode()}")
+        return [payloads.decode(part) for part in parts]
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns the chief's value on every worker; those of the others do not count.
+
+        Args:
+            value: as for `gather`.
+
+        Raises:
+            ValueError: as for `gather`.
+        """
+        return self.gather(value if self.is_chief else None)[0]
 
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
@@ -57,6 +124,13 @@ def heartbeat_of(strategy: tf.distribute.Strategy) -> Heartbeat | None:
     return heartbeat
 
 
+def report_steps(strategy: tf.distribute.Strategy, step: Callable[[], int]) -> None:
+    """Sends the other workers the step that this worker is at, from now on."""
+    if (heartbeat := heartbeat_of(strategy)) is not None:
+        heartbeat.step = step
+        heartbeat.phase = "starting"
+
+
 def report_phase(strategy: tf.distribute.Strategy, phase: str) -> None:
     """Sends the other workers the phase that this worker is in, as in "evaluating"."""
     if (heartbeat := heartbeat_of(strategy)) is not None:
@@ -67,18 +141,38 @@ def gather(strategy: tf.distribute.Strategy, value: float | Sequence[float]) -> 
     """Returns a number, or K of them, of every worker on every worker: `[W]` or `[W, K]`. All workers must call it."""
     if num_workers(strategy) == 1:
         return np.array([value], np.float64)
+    return _gather(strategy, np.asarray(value, np.float64))
+
+
+def _gather_bytes(strategy: tf.distribute.Strategy, data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """Returns the bytes of every worker, whose numbers are `sizes`."""
+    if num_workers(strategy) == 1:
+        return [data]
+    words = min(max(_MIN_WORDS, 1 << (max(sizes) // 8).bit_length()), _MAX_WORDS)  # each length costs a trace
+    num_parts = -(-max(sizes) // (8 * words))
+    padded = np.frombuffer(data.ljust(8 * words * num_parts, b"\0"), np.int64)
+    parts = [_gather(strategy, part) for part in np.split(padded, num_parts)]  # each [W, words]
+    return [np.concatenate([part[index] for part in parts]).tobytes()[:size] for index, size in enumerate(sizes)]
+
+
+def _gather(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:
+    """Returns numbers of every worker, `[W, ...]`; on several workers."""
     heartbeat = heartbeat_of(strategy)
     phase = heartbeat.phase if heartbeat is not None else ""
     report_phase(strategy, GATHERING)
-    values: np.ndarray = _gather_function(strategy)(tf.constant(value, tf.float64)).numpy()
+    gathered: np.ndarray = _gather_function(strategy, values.shape, values.dtype)(tf.constant(values)).numpy()
     report_phase(strategy, phase)
-    return values
+    return gathered
 
 
 @functools.cache
-def _gather_function(strategy: tf.distribute.Strategy) -> Any:
-    one_hot = np.eye(num_workers(strategy))[worker_index(strategy)]
-    return tf.function(lambda value: sum_over_workers(strategy, tf.tensordot(one_hot, value, 0)), autograph=False)
+def _gather_function(strategy: tf.distribute.Strategy, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    is_this_one = np.arange(num_workers(strategy)).reshape(-1, *(1 for _ in shape)) == worker_index(strategy)
+
+    def gather_values(values: tf.Tensor) -> tf.Tensor:
+        return sum_over_workers(strategy, tf.where(is_this_one, values, tf.zeros_like(values)))  # [W, ...]
+
+    return tf.function(gather_values, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
 
 
 def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:

@@ -32,3 +32,17 @@ def test_a_single_process_has_no_heartbeat_and_reports_to_nobody():
     strategy = make_strategy(on(2))
     assert workers.heartbeat_of(strategy) is None
     workers.report_phase(strategy, "evaluating")
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "text", {"rows": [1, 2]}])
+def test_one_worker_exchanges_values_with_itself(value):
+    one = workers.Workers(make_strategy(on(2)))
+    assert (one.index, one.count, one.is_chief) == (0, 1, True)
+    one.barrier()
+    assert one.gather(value) == [value] and one.broadcast(value) == value
+
+
+def test_one_worker_returns_what_several_would():
+    with pytest.raises(ValueError, match=r"^<object .* of type object was given to exchange between workers"):
+        workers.Workers(make_strategy(on(1))).gather(object())
+    assert workers.Workers(make_strategy(on(1))).broadcast((1, 2)) == [1, 2]
