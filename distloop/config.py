@@ -11,12 +11,12 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from absl import flags
 
-from distloop import durations
+from distloop import contradictions, durations
 
 T = TypeVar("T", str, int, float, bool)
 
@@ -220,9 +220,7 @@ class Config:
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # shells leave --workdir=~/x unexpanded
         profile_window(self.profile)
-        for is_wrong, message in _CONTRADICTIONS:
-            if is_wrong(self):
-                raise ValueError(message.format(config=self))
+        contradictions.check(self)
 
     @classmethod
     def from_flags(cls, **overrides: Any) -> "Config":
@@ -247,82 +245,6 @@ class Config:
                     values[other] = 0
             values.update(later)
         return cls(**values)
-
-
-# Each row: a condition that is an error, and its message.
-_CONTRADICTIONS: list[tuple[Callable[[Config], Any], str]] = [
-    (
-        lambda config: "://" in config.workdir,
-        "workdir={config.workdir!r} is a remote address; distloop writes to local directories: mount it, or copy the "
-        "files afterwards.",
-    ),
-    (
-        lambda config: config.steps and config.epochs,
-        "steps={config.steps} and epochs={config.epochs} were both given; a run has one length: set either to 0.",
-    ),
-    (
-        lambda config: config.locate_nonfinite and config.on_nonfinite == "skip",
-        "locate_nonfinite=True and on_nonfinite=skip contradict each other; a skipped step is not diagnosed: give "
-        "on_nonfinite=raise to locate, or locate_nonfinite=False to skip.",
-    ),
-    (
-        lambda config: config.overfit_batches and config.limit_train_batches,
-        "overfit_batches={config.overfit_batches} and limit_train_batches={config.limit_train_batches} were both "
-        "given; each selects the batches to train on: set either to 0.",
-    ),
-    (
-        lambda config: config.eager and config.jit_compile,
-        "eager=True and jit_compile=True contradict each other; eager runs the step without the graph that jit_compile "
-        "needs: set either to False.",
-    ),
-    (
-        lambda config: config.eager and config.locate_nonfinite,
-        "eager=True and locate_nonfinite=True contradict each other; eager runs the step without the graph that "
-        "locate_nonfinite needs: set either to False.",
-    ),
-    (
-        lambda config: config.on_divergence == "rollback" and not config.workdir,
-        "on_divergence=rollback was given without a workdir, so there is no checkpoint to go back to: give a workdir "
-        "too.",
-    ),
-    (
-        lambda config: config.init_rename and not config.init_from,
-        "init_rename={config.init_rename!r} was given without init_from, whose names it is for: add it.",
-    ),
-    (
-        lambda config: config.max_secs and not config.workdir,
-        "max_secs={config.max_secs:g} was given without a workdir, so the run would be lost: give a workdir too.",
-    ),
-    (
-        lambda config: config.profile and not config.workdir,
-        "profile={config.profile!r} was given without a workdir, so the profile would be lost: give a workdir too.",
-    ),
-    (
-        lambda config: config.strategy == "mirrored" and config.num_stages > 1,
-        "strategy=mirrored and num_stages={config.num_stages} contradict each other; mirroring copies the whole "
-        "network to each device: give strategy=none for stages on the devices of this machine.",
-    ),
-    (
-        lambda config: config.num_devices and 1 < config.num_stages != config.num_devices,
-        "num_stages={config.num_stages} and num_devices={config.num_devices} were given; each stage takes one device: "
-        "leave num_devices out, or give num_devices={config.num_stages}.",
-    ),
-    (
-        lambda config: config.num_stages > 1 and config.executor == "serial",
-        "executor=serial and num_stages={config.num_stages} contradict each other; stages would wait for each other: "
-        "give executor=auto.",
-    ),
-    (
-        lambda config: config.num_stages > 1 and config.jit_compile,
-        "jit_compile=True and num_stages={config.num_stages} were given, but XLA compiles for one device: leave either "
-        "out.",
-    ),
-    (
-        lambda config: config.strategy == "none" and config.num_devices > 1 and config.num_stages == 1,
-        "strategy=none and num_devices={config.num_devices} contradict each other; without a strategy there is one "
-        "device: give strategy=mirrored or num_devices=1.",
-    ),
-]
 
 
 def profile_window(text: str) -> tuple[int, int]:

@@ -30,7 +30,18 @@ ORDER = [
     ["monitoring"],
     ["distributed"],
     ["optimizers"],
-    ["flags", "config", "durations", "variables", "errors", "log", "atomic_files", "comparison", "versions"],
+    [
+        "flags",
+        "config",
+        "contradictions",
+        "durations",
+        "variables",
+        "errors",
+        "log",
+        "atomic_files",
+        "comparison",
+        "versions",
+    ],
 ]
 RANKS = {name: rank for rank, names in enumerate(reversed(ORDER)) for name in names}
 
@@ -41,7 +52,18 @@ def module_of(path):
 
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-WITHOUT_TENSORFLOW = {"__init__", "launch", "report", "config", "flags", "durations", "log", "atomic_files", "versions"}
+WITHOUT_TENSORFLOW = {
+    "__init__",
+    "launch",
+    "report",
+    "config",
+    "contradictions",
+    "flags",
+    "durations",
+    "log",
+    "atomic_files",
+    "versions",
+}
 WITHOUT_TENSORFLOW |= {"actions.schedule"}
 WITHOUT_TENSORFLOW |= {
     f"monitoring.{name}" for name in ("records", "run_files", "run_lock", "console", "curves", "timing")

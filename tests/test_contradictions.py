@@ -1,0 +1,18 @@
+"""Settings that do not go together; most are tried with the settings themselves in test_config.py."""
+
+import types
+
+import pytest
+
+from distloop import contradictions
+from distloop.config import Config
+
+
+def test_the_defaults_go_together():
+    contradictions.check(Config())
+
+
+def test_the_sentence_names_both_values():
+    settings = vars(Config()) | {"eager": True, "jit_compile": True}
+    with pytest.raises(ValueError, match="^eager=True and jit_compile=True contradict each other; .*set either"):
+        contradictions.check(types.SimpleNamespace(**settings))
