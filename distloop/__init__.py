@@ -21,6 +21,7 @@ _MODULES = {
     "BatchTest": "diagnostics.tuning",
     "Config": "config",
     "ConfusionMatrix": "monitoring.media",
+    "GradientStep": "training.gradient_step",
     "Histogram": "monitoring.media",
     "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
     from distloop.trainer import Trainer as Trainer
+    from distloop.training.gradient_step import GradientStep as GradientStep
     from distloop.training.metrics import weighted as weighted
     from distloop.training.spec import ModelSpec as ModelSpec
     from distloop.training.spec import Update as Update

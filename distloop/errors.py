@@ -61,6 +61,17 @@ def as_user_error(error: tf.errors.OpError) -> ValueError | None:
     return None
 
 
+@contextlib.contextmanager
+def explaining_merge_call(sentence: str) -> Iterator[None]:
+    """Raises a ValueError of one sentence in place of TensorFlow's error about replicas that talk inside a loop."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise ValueError(sentence) from error
+
+
 def user_line(frames: Iterable[Any] | None) -> str | None:
     """Returns the innermost line of the user's code in a traceback: `file.py:12`; None if there is none."""
     for frame in reversed(list(frames or [])):

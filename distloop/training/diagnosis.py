@@ -209,9 +209,10 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
             tf.function(functools.partial(train_step.advance, update, batch, layout), autograph=False)()
     finally:
         write(first)
+    looks = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
     return (
         "a second look at its batch found every number finite, so a sum over replicas or microbatches is too "
-        "large, or an operation is not deterministic"
+        f"large{looks}, or an operation is not deterministic"
     )
 
 

@@ -17,7 +17,7 @@ from distloop.distributed.devices import HOST
 from distloop.errors import as_user_error
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
-from distloop.training.forward_backward import tally_outputs
+from distloop.training.differentiation import tally_outputs
 from distloop.training.metric_state import check_arguments
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import restored_writes

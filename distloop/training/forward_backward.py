@@ -1,4 +1,4 @@
-"""The forward and backward pass of one update on one replica; the only module with a tape.
+"""The forward and backward pass of one update on one replica, over its microbatches.
 
     rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> packed, summed over microbatches
 
@@ -9,37 +9,25 @@
 It sums nothing over replicas and changes no weight.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
-from distloop.distributed import gathering
 from distloop.distributed.devices import HOST
-from distloop.distributed.placement import Placement
+from distloop.errors import explaining_merge_call
 from distloop.optimizers.gradients import Packing
-from distloop.training import broadcasts, metrics, variable_writes
-from distloop.training.metric_state import Join, KerasMetrics, Rows, check_arguments, take_rows
+from distloop.training import metrics, variable_writes
+from distloop.training.differentiation import Differentiation, divisor_of
+from distloop.training.metric_state import Join
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.written_values import WrittenValues
 from distloop.variables import tensorflow_variable
-
-REGULARIZATION = "regularization"
-# Of the regularization on a shard whose loss has none: it counts where the whole batch has none, and elsewhere is less
-# than rounding.
-_LEAST_WEIGHT = 1e-12
-# The mean over a shard's rows, as Keras takes it, would count by the shard's sum of weights instead of its rows.
-_UNSHARED_REGULARIZATION = (
-    "The layers {} have an activity regularizer or an add_loss, the loss has weights or masks of its own, and each "
-    "batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one value per "
-    "example, or train on one replica without microbatches."
-)
 
 
 @dataclass(frozen=True)
@@ -60,10 +48,9 @@ class Trace:
     written: list[Any]
     join: Join
 
-    @property
-    def divisor(self) -> int:
-        """The place of the weight that divides the gradients, among the flat tallies `[2 * M]`."""
-        return 2 * self.names.index(REGULARIZATION) + 1 if REGULARIZATION in self.names else 1
+    def divisor(self, value: str) -> int:
+        """Returns the place of the weight that divides a value's gradients, among the flat tallies `[2 * M]`."""
+        return 2 * self.names.index(divisor_of(value, self.names)) + 1
 
 
 class Local(NamedTuple):
@@ -71,7 +58,8 @@ class Local(NamedTuple):
 
     segments: list[tf.Tensor]  # packed gradients of the scaled sum(w * loss)
     sums: dict[str, Any]  # what is summed over the replicas along with them, by name
-    before: list[tf.Tensor]  # the values of the written variables before the forward pass
+    written: list[Any]  # the variables that the forward pass writes
+    before: list[tf.Tensor]  # their values before it
     after: list[tf.Tensor]  # and after it, those with a mean apart
 
 
@@ -83,6 +71,7 @@ class ForwardBackward:
         variables: the variables to differentiate by.
         overwritten: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
             summed nor scaled, they get the maximum over microbatches and replicas.
+        writable: the variables that the forward pass may write.
         written_values: what becomes of the values that the forward pass writes.
         packing: the layout of their gradients.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
@@ -103,11 +92,12 @@ class ForwardBackward:
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = Packing(self.variables, state.placement.gradient_devices(self.variables))
+        self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self._state = state
         self._microbatches = microbatches
         self._jit_compile = jit_compile
         self._trace: Trace | None = None
-        self._writable = [
+        self.writable = [
             *state.untrained_variables,
             *state.keras_metrics.variables().values(),
             *state.trained_variables,
@@ -145,27 +135,39 @@ class ForwardBackward:
         """Whether `loss_factor` returns a factor."""
         return self.loss_scaler is not None or bool(self.overwritten)
 
-    def __call__(self, batch: Batch, layout: Layout, factor: tf.Tensor | None) -> Local:
+    def __call__(
+        self,
+        batch: Batch,
+        layout: Layout,
+        factor: tf.Tensor | None,
+        value: str = "loss",
+        *,
+        again_from: Mapping[int, tf.Tensor] | None = None,
+    ) -> Local:
         """Computes gradients and tallies of a replica's shard, and sets `trace`; call in replica context.
 
         Args:
             batch: the global batch.
             layout: its layout.
             factor: of the loss, as `loss_factor` returns it.
+            value: the name of the value to differentiate.
+            again_from: for another look at the same batch, the values to start from, by the variables' `id`; metrics
+                are not updated. None: the first look.
 
         Returns:
-            Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`; with several replicas also
-            "secs", `[R]`, the seconds that each replica took; where values that parts of the batch write are merged,
-            "writes", `[F]`.
+            Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`, or total and weight of `value`
+            in another look; with several replicas also "secs", `[R]`, the seconds that each replica took; where values
+            that parts of the batch write are merged, "writes", `[F]`.
         """
-        replicas = self._state.strategy.num_replicas_in_sync
-        started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if replicas > 1 else None
-        before = {id(v): tf.identity(v) for v in self._writable}  # TensorFlow prunes the values that nobody needs
+        replicas, is_first = self._state.strategy.num_replicas_in_sync, again_from is None
+        is_timed = replicas > 1 and is_first
+        started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
+        before = self.values() if again_from is None else again_from
         keras_metrics, joins = self._state.keras_metrics, list[Join]()
         traces: list[Trace] = []
 
         def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
-            *results, trace = self.compute(rows, row_weights, factor)
+            *results, trace = self.compute(rows, row_weights, factor, value, is_first=is_first)
             traces.append(trace)
             return tuple(results)
 
@@ -181,18 +183,18 @@ class ForwardBackward:
             joins.append(metric_rows.join)
             written = traces[-1].written
             count = shards.batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
-            flat = self.written_values.flatten(written, new_values, count, index)
+            flat = self.written_values.flatten(written, new_values, count, index) if is_first else None
             self.written_values.rewind(written, before, index)
             return segments, tallies if flat is None else tf.concat([tallies, flat], 0), metric_rows.tensors
 
-        row_specs = keras_metrics.row_specs.get(self.name, ())
-        with _explain_merge_call_error(self._microbatches, self._jit_compile):
+        row_specs = keras_metrics.row_specs.get(self.name, ()) if is_first else ()
+        with explaining_merge_call(_explain_merge_call(self._microbatches, self._jit_compile)):
             segments, vector, metric_rows = self._state.placement.sum_microbatches(
                 self.packing, self._microbatches, microbatch, row_specs
             )
-        self._set_trace(traces)
+        self._set_trace(traces, is_first=is_first)
         keras_metrics.update_gathered(metric_rows, joins[-1])
-        size, written = 2 * len(self.trace.names), self.trace.written
+        size, written = 2 * len(self.trace.names) if is_first else 2, self.trace.written
         has_writes = vector.shape[0] > size
         sums = {"tallies": vector[:size], "writes": vector[size:]} if has_writes else {"tallies": vector}
         if started is not None:
@@ -201,7 +203,15 @@ class ForwardBackward:
             secs = tf.cast(_time_after([*segments, last]) - started, tf.float32)
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             sums["secs"] = tf.one_hot(replica, replicas) * secs
-        return Local(segments, sums, [before[id(v)] for v in written], [tf.identity(v) for v in written])
+        return Local(segments, sums, written, [before[id(v)] for v in written], [tf.identity(v) for v in written])
+
+    def variables_by_path(self) -> dict[str, Any]:
+        """Returns the variables to differentiate by, in order."""
+        return {self._state.paths[id(v)]: v for v in self.variables}
+
+    def values(self) -> dict[int, tf.Tensor]:
+        """Returns the values of all variables that the pass may write, by `id`; in replica context."""
+        return {id(v): tf.identity(v) for v in self.writable}  # TensorFlow prunes the values that nobody needs
 
     def unsynchronized_variables(self) -> list[Any]:
         """Returns the written variables that have no mean, and of which each replica keeps a value of its own."""
@@ -210,36 +220,46 @@ class ForwardBackward:
         return [v for v in self.trace.written if id(v) not in kept_equal and tensorflow_variable(v).aggregation == none]
 
     def compute(
-        self, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None
+        self,
+        rows: Any,
+        row_weights: tf.Tensor | None,
+        factor: tf.Tensor | None,
+        value: str = "loss",
+        *,
+        is_first: bool = True,
     ) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor], Trace]:
         """Runs forward and backward over some rows of a replica; call in replica context.
 
         Args:
             rows: `[b, ...]`.
             row_weights: `[b]`, 0 for padding; None: all rows count.
-            factor: of the loss; None: 1.
+            factor: of the value; None: 1.
+            value: the name of the value to differentiate.
+            is_first: whether it is the first look at the rows.
 
         Returns:
-            Packed gradients of `factor * sum(w * loss)`; the tallies of all values that `loss_fn` returned, `[2 * m]`;
-            the rows for Keras metrics; the new values of the overwritten variables; and
-            what tracing revealed.
+            Packed gradients of `factor * sum(w * value)`; the tallies of all values that `loss_fn` returned, `[2 * m]`,
+            or in another look total and weight of `value`; the rows for Keras metrics; the new values of the
+            overwritten variables; and what tracing revealed.
 
         Raises:
             ValueError: if the loss depends on no variable.
         """
-        with variable_writes.recorded_writes(self._writable) as written:
-            outputs, gradients, new_values, tallies, metric_rows = self._differentiate(rows, row_weights, factor)
+        with variable_writes.recorded_writes(self.writable) as written:
+            outputs, gradients, new_values, tallies, metric_rows = self._differentiate(
+                rows, row_weights, factor, value, is_first=is_first
+            )
         reached = [gradient is not None for gradient in gradients]
         if not any(reached):
             raise ValueError(
-                f"The loss{' of update ' + repr(self.update.name) if self.update.name else ''} does not depend on "
-                "any variable that is to be trained: compute it from the model's outputs."
+                f"{'The loss' if value == 'loss' else repr(value)}{f' of update {self.name!r}' if self.name else ''} "
+                "does not depend on any variable that is to be trained: compute it from the model's outputs."
             )
         filled = [
             tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(gradients, self.variables, strict=True)
         ]
         names = ["loss", *(name for name in tallies if name != "loss")]
-        flat_tallies = metrics.flatten([tallies[name] for name in names])
+        flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
         trace = Trace(names, outputs, reached, written, metric_rows.join)
         return self.packing.pack(filled), flat_tallies, metric_rows.tensors, new_values, trace
 
@@ -258,7 +278,7 @@ class ForwardBackward:
             of each value except Keras metrics.
         """
         factor = self.loss_factor(tf.cast(examples, tf.float32))
-        _, gradients, _, tallies, _ = self._differentiate(rows, None, factor, training=training, has_metrics=False)
+        _, gradients, _, tallies, _ = self._differentiate(rows, None, factor, training=training, is_first=False)
         by_path = {
             self._state.paths[id(v)]: None
             if g is None
@@ -267,131 +287,37 @@ class ForwardBackward:
         }
         return by_path, tallies
 
-    def _differentiate(
-        self,
-        rows: Any,
-        row_weights: tf.Tensor | None,
-        factor: tf.Tensor | None,
-        *,
-        training: bool = True,
-        has_metrics: bool = True,
-    ) -> tuple[set[str], list[tf.Tensor | None], list[tf.Tensor], dict[str, metrics.Tally], Rows]:
-        """Returns the names that `loss_fn` returned, gradients, new values, and the results of `tally_outputs`."""
-        state = self._state
-        tensors = [tensorflow_variable(v) for v in (*self.variables, *self.overwritten)]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            for tensor in tensors:
-                tape.watch(tensor)
-            with gathering.shard(row_weights, self._microbatches):
-                outputs = self.update.loss_fn(rows, training)
-            if not has_metrics and isinstance(outputs, Mapping):
-                outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
-            tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
-            loss = tallies["loss"]
-            objective = loss.total
-            regularization, of_outputs = _sum_regularization(state.layers_of_update[self.update.name], state.placement)
-            shards_of_batch = state.strategy.num_replicas_in_sync * self._microbatches
-            if of_outputs and isinstance(outputs["loss"], metrics.Weighted) and shards_of_batch > 1:
-                raise ValueError(_UNSHARED_REGULARIZATION.format(", ".join(map(repr, of_outputs)), shards_of_batch))
-            if regularization is not None:
-                # Weighted like a value of every example, so that the one division makes it count once.
-                weight = tf.maximum(loss.weight, _LEAST_WEIGHT)
-                tallies[REGULARIZATION] = metrics.Tally(regularization * weight, weight)
-                objective += tallies[REGULARIZATION].total
-            if factor is not None:
-                objective *= factor
-        # Last, since tracing the loss again replaces the losses that Keras layers carry.
-        broadcasts.refuse_pairs(outputs, self.update.loss_fn, rows, training)
-        gradients = state.placement.differentiate(tape, objective, tensors)
-        new_values = [
-            tf.convert_to_tensor(variable if gradient is None else gradient)
-            for variable, gradient in zip(self.overwritten, gradients[len(self.variables) :], strict=True)
-        ]
-        return set(outputs), gradients[: len(self.variables)], new_values, tallies, metric_rows
-
-    def _set_trace(self, traces: Sequence[Trace]) -> None:
-        """Sets `trace` from the traces of all microbatches; nothing else sets it."""
+    def _set_trace(self, traces: Sequence[Trace], *, is_first: bool) -> None:
+        """Sets `trace` from the traces of all microbatches, or adds what another look reached and wrote."""
+        known = [] if is_first else self.trace.written
         for trace in traces:
             if self._trace is not None and trace.names != self._trace.names:
                 raise ValueError(
                     f"loss_fn returned {trace.names}, and {self._trace.names} before; it returns the same names for "
                     "all data."
                 )
-            self._trace = trace
-        are_written = {id(v) for trace in traces for v in trace.written}
-        are_written |= {id(v) for v in self._state.keras_metrics.variables_of(self.trace.outputs)}
-        self._trace = replace(self.trace, written=[v for v in self._writable if id(v) in are_written])
+            if is_first:
+                self._trace = trace
+            self.trace.reached[:] = map(operator.or_, self.trace.reached, trace.reached)
+        self.add_written([*known, *(v for trace in traces for v in trace.written)])
+
+    def add_written(self, variables: Sequence[Any]) -> list[Any]:
+        """Sets the written variables in `trace` to these and those of Keras metrics; returns them in their order."""
+        are_written = {id(v) for v in (*variables, *self._state.keras_metrics.variables_of(self.trace.outputs))}
+        self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
+        return self.trace.written
 
 
-def tally_outputs(
-    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: KerasMetrics
-) -> tuple[dict[str, metrics.Tally], Rows]:
-    """Returns the weighted sums of what `loss_fn` returned, by name, and the arguments of Keras metrics.
-
-    Args:
-        outputs: of `loss_fn`.
-        rows: its batch.
-        row_weights: `[b]`, 0 for padding; None: all rows count.
-        keras_metrics: those that `loss_fn` may return arguments for.
-
-    Returns:
-        Name -> sums, and the rows for Keras metrics, with padding.
-
-    Raises:
-        ValueError: if `loss_fn` returned a value that is not per example.
-    """
-    metrics.check_names(outputs, keras_metrics)
-    size = shards.batch_size(rows)
-    tallies, fed = {}, {}
-    for name, value in outputs.items():
-        if name in keras_metrics:
-            fed[name] = check_arguments(name, value)
-        else:
-            tallies[name] = metrics.weigh(name, value, size, row_weights)
-    if checks := [check for tally in tallies.values() for check in tally.checks]:
-        # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
-        failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
-        tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
-    return tallies, take_rows(fed)
-
-
-@contextlib.contextmanager
-def _explain_merge_call_error(microbatches: int, jit_compile: bool) -> Iterator[None]:
-    """Explains TensorFlow's error about a forward pass that talks to other replicas inside a loop or under XLA."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "merge_call" not in str(error):
-            raise
-        setting, allowed = (
-            ("jit_compile=True", "jit_compile=False") if jit_compile else (f"{microbatches=}", "microbatches=1")
-        )
-        raise ValueError(
-            f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
-            "BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop or what XLA compiles: use "
-            f"{allowed}."
-        ) from error
-
-
-def _sum_regularization(layers: Sequence[Any], placement: Placement) -> tuple[tf.Tensor | None, list[str]]:
-    """Returns the sum of the losses that Keras layers carry, such as L2 terms, each once; None if there are none.
-
-    Also returns the names of the layers whose losses are of what they computed, rather than of their weights.
-    """
-    losses: list[Any] = []
-    of_outputs: list[str] = []
-    counted: set[int] = set()  # layers and variables: one model may be a part of another
-    for layer in layers:
-        with placement.layer_scope(layer):
-            parts = [part for part in layer._flatten_layers() if id(part) not in counted]
-            weights = [v for v in layer.trainable_weights if id(v) not in counted]
-            for part in parts:
-                added = part._get_own_losses()  # private: `losses` of a layer are also those of its parts
-                losses += added
-                of_outputs += [part.name] if added else []
-            losses += [v.regularizer(v) for v in weights if v.regularizer is not None]
-            counted |= {id(counted_once) for counted_once in (*parts, *weights)}
-    return (tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None), of_outputs
+def _explain_merge_call(microbatches: int, jit_compile: bool) -> str:
+    """Returns one sentence about a forward pass that talks to other replicas inside a loop or under XLA."""
+    setting, allowed = (
+        ("jit_compile=True", "jit_compile=False") if jit_compile else (f"{microbatches=}", "microbatches=1")
+    )
+    return (
+        f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
+        "BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop or what XLA compiles: use "
+        f"{allowed}."
+    )
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

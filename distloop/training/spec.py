@@ -24,6 +24,7 @@ from distloop.variables import is_seed, tensorflow_variable
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
+StepFn = Callable[[Any], Mapping[str, tf.Tensor]]
 
 # Settings of a Keras optimizer that Keras applies on each replica alone, and what to set instead.
 _REPLACED_SETTINGS = {
@@ -50,6 +51,9 @@ class Update:
         gradient_fn: `gradients -> gradients`, both by path, called between clipping and the optimizer. The gradients
             are reduced, divided and unscaled, and equal on all replicas. The result must be equal too: draw no random
             numbers.
+        step_fn: `step -> gradients` by path, to be clipped and applied: instead of the loss's, it returns what it makes
+            of one or more looks at the gradients, `step.gradients()`, at these weights or, in `with step.moved(by):`,
+            at others. `step` is a `GradientStep`. The result must be equal on all replicas, as what it is given is.
         learning_rates: factors of the learning rate, and of the weight decay, by regular expressions on paths, as in
             `{"^encoder/": 0.1}`; the first that matches a path counts.
         no_decay: a regular expression; variables with a matching path have no weight decay.
@@ -60,6 +64,7 @@ class Update:
     optimizer: keras.optimizers.Optimizer | LossScaleOptimizer
     variables: Sequence[Any] | str | None = None
     gradient_fn: GradientFn | None = field(default=None, kw_only=True)
+    step_fn: StepFn | None = field(default=None, kw_only=True)
     learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
     no_decay: str | None = field(default=None, kw_only=True)
 
@@ -70,6 +75,11 @@ class Update:
         if self.gradient_fn is not None and not callable(self.gradient_fn):
             raise ValueError(
                 f"gradient_fn={self.gradient_fn!r} was given; it is a function from gradients by path to as many."
+            )
+        if self.step_fn is not None and not callable(self.step_fn):
+            raise ValueError(
+                f"step_fn={self.step_fn!r} was given; it is a function of a step that returns gradients by path, such "
+                "as `lambda step: step.gradients()`."
             )
         for pattern, factor in (self.learning_rates or {}).items():
             if not _is_factor(factor):
@@ -158,10 +168,11 @@ class ModelSpec:
             in training and evaluation; the number of rows stays. `predict_fn` gets batches unchanged, and may call it.
             Objects in it that draw random numbers belong into `model`.
         gradient_fn: as for `Update`.
+        step_fn: as for `Update`.
         learning_rates: as for `Update`.
         no_decay: as for `Update`.
         updates: several updates, which run in this order in one step; instead of `optimizer`, `loss_fn`, `trainable`,
-            `gradient_fn`, `learning_rates` and `no_decay`.
+            `gradient_fn`, `step_fn`, `learning_rates` and `no_decay`.
         original: the Keras model of which `model` is a copy, if `from_keras` made the spec; not an argument.
 
     Raises:
@@ -177,6 +188,7 @@ class ModelSpec:
     trainable: str | None = field(default=None, kw_only=True)
     batch_fn: Callable[[Any, bool], Any] | None = field(default=None, kw_only=True)
     gradient_fn: GradientFn | None = field(default=None, kw_only=True)
+    step_fn: StepFn | None = field(default=None, kw_only=True)
     learning_rates: Mapping[str, float] | None = field(default=None, kw_only=True)
     no_decay: str | None = field(default=None, kw_only=True)
     updates: Sequence[Update] = field(default=(), kw_only=True)
@@ -233,12 +245,13 @@ class ModelSpec:
             self.optimizer,
             self.trainable,
             gradient_fn=self.gradient_fn,
+            step_fn=self.step_fn,
             learning_rates=self.learning_rates,
             no_decay=self.no_decay,
         )
 
     def _check_updates(self) -> None:
-        names_of_one = ("optimizer", "loss_fn", "trainable", "gradient_fn", "learning_rates", "no_decay")
+        names_of_one = ("optimizer", "loss_fn", "trainable", "gradient_fn", "step_fn", "learning_rates", "no_decay")
         if given := [name for name in names_of_one if getattr(self, name) is not None]:
             raise ValueError(
                 f"ModelSpec was given updates and also {' and '.join(given)}; each Update holds its own: leave the "

@@ -3,7 +3,8 @@
 A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
 TensorFlow can take it (a replica's function may hold no branch around what synchronizes):
 
-    forward:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction
+    forward:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction;
+              a step_fn repeats this as often as it asks for gradients
     finite?   on the reduced gradients and loss, so that every replica and worker decides alike
     settle:   keep what the forward pass wrote, averaged over the replicas, or put it back
     apply:    divide and unscale -> clip -> gradient_fn -> optimizer -> average
@@ -16,7 +17,7 @@ It does not know of loops, boundaries or files.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -28,9 +29,8 @@ from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Packing
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
-from distloop.training import metrics, variable_writes
+from distloop.training import gradient_step, metrics, variable_writes
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.spec import GradientFn
 from distloop.training.state import TrainState
 
 GRADIENT_NORM, CLIPPED_SHARE = "gradient_norm", "clipped_share"
@@ -198,29 +198,24 @@ class TrainStep:
     def _forward_on_replica(
         self, update: ForwardBackward, layout: Layout, batch: Batch, examples: tf.Tensor
     ) -> _Forward:
-        factor = update.loss_factor(examples)
-        local = update(batch, layout, factor)
-        segments, sums = update.packing.all_reduce(local.segments, local.sums)
-        tallies = sums["tallies"]
-        weight = tallies[update.trace.divisor] if factor is None else tallies[update.trace.divisor] * factor
-        squares, norm, scale = gradients.norm_and_scale(segments, weight, self._clip_norm)
-        after, new_values = update.written_values.merge(update.trace.written, local.after, sums.get("writes"))
-        finite = tf.math.is_finite(norm + tallies[0])
-        for value in new_values:
-            finite &= tf.reduce_all(tf.math.is_finite(value))
+        look = gradient_step.run(update, batch, layout, update.loss_factor(examples))
+        squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight, self._clip_norm)
+        finite = tf.math.is_finite(norm + look.tallies[0])
+        for condition in (*look.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in look.new_values)):
+            finite &= condition
         own_tallies = [norm, 1.0]
         if self._clip_norm:
             own_tallies += [tf.cast(norm > self._clip_norm, tf.float32), 1.0]
         return _Forward(
-            segments,
+            look.segments,
             squares,
             tf.where(finite, scale, 0.0),
-            tf.concat([tallies, own_tallies], 0),
+            tf.concat([look.tallies, own_tallies], 0),
             finite,
-            [tf.where(finite, new, v) for new, v in zip(new_values, update.overwritten, strict=True)],
-            local.before,
-            after,
-            sums.get("secs"),
+            [tf.where(finite, new, v) for new, v in zip(look.new_values, update.overwritten, strict=True)],
+            look.before,
+            look.after,
+            look.secs,
         )
 
     def _settle(self, update: ForwardBackward, forward: _Forward, finite: tf.Tensor) -> None:
@@ -276,7 +271,8 @@ class TrainStep:
         variables = [variable for _, variable in reached]
         gradients_by_path = {self.state.paths[id(variable)]: gradient for gradient, variable in reached}
         if update.update.gradient_fn is not None:
-            gradients_by_path = _transform(update.update.gradient_fn, gradients_by_path)
+            returned = update.update.gradient_fn(dict(gradients_by_path))
+            gradients_by_path = gradient_step.checked("gradient_fn returned", returned, gradients_by_path)
         optimizer = self.state.plain_optimizers[update.name]
         # Keras assigns a variable's new value where it would apply a gradient.
         gradients.apply(optimizer, [*gradients_by_path.values(), *new_values], [*variables, *update.overwritten])
@@ -334,27 +330,3 @@ def _by_loss_scaler(attempts: Sequence[_Attempt]) -> list[tuple[LossScaleOptimiz
         scaler = attempt.update.loss_scaler
         groups.setdefault(id(scaler), (scaler, []))[1].append(attempt.forward)
     return list(groups.values())
-
-
-def _transform(gradient_fn: GradientFn, by_path: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns the gradients that the user's function makes of some, by path.
-
-    Raises:
-        ValueError: if it does not return one gradient of the same shape for each.
-    """
-    returned = gradient_fn(dict(by_path))
-    names = sorted(map(str, returned)) if isinstance(returned, Mapping) else type(returned).__name__
-    if names != sorted(by_path):
-        raise ValueError(
-            f"gradient_fn returned {names}; it was given the gradients of {sorted(by_path)}, by path: return a dict "
-            "with one of the same shape for each."
-        )
-    transformed = {}
-    for path, gradient in by_path.items():
-        transformed[path] = new = tf.cast(tf.convert_to_tensor(returned[path]), gradient.dtype)
-        if not new.shape.is_compatible_with(gradient.shape):
-            raise ValueError(
-                f"gradient_fn returned a gradient of shape {list(new.shape)} for {path}, whose shape is "
-                f"{list(gradient.shape)}: keep the shapes."
-            )
-    return transformed

@@ -1,0 +1,211 @@
+"""The gradients of one value over some rows: `loss_fn` under a tape, weighted sums, and the losses that layers carry.
+
+    differentiate = Differentiation(state, update, variables, overwritten, microbatches=1)
+    names, gradients, new_values, tallies, metric_rows = differentiate(rows, None, None)
+
+The only module with a tape. It does not know microbatches or what the forward pass writes.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.distributed import gathering
+from distloop.distributed.placement import Placement
+from distloop.training import broadcasts, metrics
+from distloop.training.metric_state import KerasMetrics, Rows, check_arguments, take_rows
+from distloop.training.spec import Update
+from distloop.training.state import TrainState
+from distloop.variables import tensorflow_variable
+
+REGULARIZATION = "regularization"  # the name of the tally of the losses that layers carry
+# Of the regularization on a shard whose loss has none: it counts where the whole batch has none, and elsewhere is less
+# than rounding.
+_LEAST_WEIGHT = 1e-12
+# The mean over a shard's rows, as Keras takes it, would count by the shard's sum of weights instead of its rows.
+_UNSHARED = (
+    "The layers {} have an activity regularizer or an add_loss, the loss has weights or masks of its own, and each "
+    "batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one value per "
+    "example, or train on one replica without microbatches."
+)
+
+
+class Differentiation:
+    """Differentiates the values of an update's `loss_fn`."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        update: Update,
+        variables: Sequence[Any],
+        overwritten: Sequence[Any],
+        microbatches: int,
+    ):
+        """Prepares.
+
+        Args:
+            state: what is trained.
+            update: one of its updates.
+            variables: to differentiate by.
+            overwritten: variables whose "gradient" is their new value.
+            microbatches: the number of parts that each replica's shard is cut into.
+        """
+        self._state = state
+        self._update = update
+        self._variables = list(variables)
+        self._overwritten = list(overwritten)
+        self._microbatches = microbatches
+
+    def __call__(
+        self,
+        rows: Any,
+        row_weights: tf.Tensor | None,
+        factor: tf.Tensor | None,
+        value: str = "loss",
+        *,
+        training: bool = True,
+        is_first: bool = True,
+    ) -> tuple[set[str], list[tf.Tensor | None], list[tf.Tensor], dict[str, metrics.Tally], Rows]:
+        """Calls `loss_fn` and differentiates one of its values; in replica context.
+
+        Args:
+            rows: `[b, ...]`.
+            row_weights: `[b]`, 0 for padding; None: all rows count.
+            factor: of the value; None: 1.
+            value: its name.
+            training: the argument for `loss_fn`.
+            is_first: whether the arguments of Keras metrics count.
+
+        Returns:
+            The names that `loss_fn` returned; for each variable the gradient of `factor * sum(w * value)`, or None if
+            the value does not depend on it; the new values; and the results of `tally_outputs`.
+
+        Raises:
+            ValueError: if there is no such value, or one is not per example.
+        """
+        state = self._state
+        tensors = [tensorflow_variable(v) for v in (*self._variables, *self._overwritten)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            for tensor in tensors:
+                tape.watch(tensor)
+            with gathering.shard(row_weights, self._microbatches):
+                outputs = self._update.loss_fn(rows, training)
+            if not is_first and isinstance(outputs, Mapping):
+                outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
+            tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
+            layers = state.layers_of_update[self._update.name]
+            regularization = _tally_regularization(
+                layers,
+                state.placement,
+                tallies["loss"],
+                is_weighted=isinstance(outputs["loss"], metrics.Weighted),
+                shards=state.strategy.num_replicas_in_sync * self._microbatches,
+            )
+            if regularization is not None:
+                tallies[REGULARIZATION] = regularization
+            if value not in tallies:
+                raise ValueError(
+                    f'step_fn asked for the gradients of "{value}", but loss_fn returns the values {sorted(tallies)}: '
+                    "name one of them."
+                )
+            objective = tallies[value].total
+            if divisor_of(value, tallies) != value:
+                objective += tallies[REGULARIZATION].total
+            if factor is not None:
+                objective *= factor
+        # Last, since tracing the loss again replaces the losses that Keras layers carry.
+        broadcasts.refuse_pairs(outputs, self._update.loss_fn, rows, training)
+        gradients = state.placement.differentiate(tape, objective, tensors)
+        new_values = [
+            tf.convert_to_tensor(variable if gradient is None else gradient)
+            for variable, gradient in zip(self._overwritten, gradients[len(self._variables) :], strict=True)
+        ]
+        return set(outputs), gradients[: len(self._variables)], new_values, tallies, metric_rows
+
+
+def tally_outputs(
+    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: KerasMetrics
+) -> tuple[dict[str, metrics.Tally], Rows]:
+    """Returns the weighted sums of what `loss_fn` returned, by name, and the arguments of Keras metrics.
+
+    Args:
+        outputs: of `loss_fn`.
+        rows: its batch.
+        row_weights: `[b]`, 0 for padding; None: all rows count.
+        keras_metrics: those that `loss_fn` may return arguments for.
+
+    Returns:
+        Name -> sums, and the rows for Keras metrics, with padding.
+
+    Raises:
+        ValueError: if `loss_fn` returned a value that is not per example.
+    """
+    metrics.check_names(outputs, keras_metrics)
+    size = shards.batch_size(rows)
+    tallies, fed = {}, {}
+    for name, value in outputs.items():
+        if name in keras_metrics:
+            fed[name] = check_arguments(name, value)
+        else:
+            tallies[name] = metrics.weigh(name, value, size, row_weights)
+    if checks := [check for tally in tallies.values() for check in tally.checks]:
+        # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
+        failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
+        tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
+    return tallies, take_rows(fed)
+
+
+def divisor_of(value: str, names: Collection[str]) -> str:
+    """Returns the name of the value whose weight divides the gradients of a value; those of "loss" are regularized."""
+    return REGULARIZATION if value == "loss" and REGULARIZATION in names else value
+
+
+def _tally_regularization(
+    layers: Sequence[Any], placement: Placement, loss: metrics.Tally, *, is_weighted: bool, shards: int
+) -> metrics.Tally | None:
+    """Returns the sum of the losses that layers carry, weighted so that the one division makes it count once.
+
+    Args:
+        layers: those that the update trains, with all that are in them.
+        placement: of the model.
+        loss: the tally of the shard's loss.
+        is_weighted: whether the loss has weights of its own.
+        shards: the parts that the batch is cut into, microbatches included.
+
+    Returns:
+        Its total and weight; None if the layers carry no loss.
+
+    Raises:
+        ValueError: if a loss of what a layer computed would count differently for another number of shards.
+    """
+    total, of_outputs = _sum_losses(layers, placement)
+    if of_outputs and is_weighted and shards > 1:
+        raise ValueError(_UNSHARED.format(", ".join(map(repr, of_outputs)), shards))
+    if total is None:
+        return None
+    weight = tf.maximum(loss.weight, _LEAST_WEIGHT)  # weighted like a value of every example
+    return metrics.Tally(total * weight, weight)
+
+
+def _sum_losses(layers: Sequence[Any], placement: Placement) -> tuple[tf.Tensor | None, list[str]]:
+    """Returns the sum of the losses that Keras layers carry, such as L2 terms, each once; None if there are none.
+
+    Also returns the names of the layers whose losses are of what they computed, rather than of their weights.
+    """
+    losses: list[Any] = []
+    of_outputs: list[str] = []
+    counted: set[int] = set()  # layers and variables: one model may be a part of another
+    for layer in layers:
+        with placement.layer_scope(layer):
+            parts = [part for part in layer._flatten_layers() if id(part) not in counted]
+            weights = [v for v in layer.trainable_weights if id(v) not in counted]
+            for part in parts:
+                added = part._get_own_losses()  # private: `losses` of a layer are also those of its parts
+                losses += added
+                of_outputs += [part.name] if added else []
+            losses += [v.regularizer(v) for v in weights if v.regularizer is not None]
+            counted |= {id(counted_once) for counted_once in (*parts, *weights)}
+    return (tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None), of_outputs
