@@ -184,7 +184,7 @@ def test_only_one_module_names_strategy_classes(module):
 @each_module
 def test_only_one_module_has_a_tape(module):
     has_tape = "GradientTape" in names_of(MODULES[module])
-    assert not has_tape or module == "training.forward_backward"
+    assert not has_tape or module == "training.differentiation"
 
 
 def test_settings_are_written_where_secrets_are_hidden():
