@@ -99,6 +99,12 @@ class Config:
         OPTIMIZATION, 1, "Parts in which each replica computes its batch, to save memory.", minimum=1
     )
     clip_norm: float = setting(OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: none.")
+    clip_variable_norm: float = setting(
+        OPTIMIZATION, 0.0, "Clip the gradient of each variable to this norm, instead of clip_norm; 0: none."
+    )
+    clip_value: float = setting(
+        OPTIMIZATION, 0.0, "Clip each element of the gradients to this absolute value, instead of clip_norm; 0: none."
+    )
     average_decay: float = setting(
         OPTIMIZATION, 0.0, "Decay per step of the moving average of the weights; 0: no average.", below=1
     )

@@ -32,6 +32,11 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "steps={config.steps} and epochs={config.epochs} were both given; a run has one length: set either to 0.",
     ),
     (
+        lambda config: sum(map(bool, (config.clip_norm, config.clip_variable_norm, config.clip_value))) > 1,
+        "clip_norm={config.clip_norm:g}, clip_variable_norm={config.clip_variable_norm:g} and clip_value="
+        "{config.clip_value:g} were given; gradients are clipped in one way: set the others to 0.",
+    ),
+    (
         lambda config: config.locate_nonfinite and config.on_nonfinite == "skip",
         "locate_nonfinite=True and on_nonfinite=skip contradict each other; a skipped step is not diagnosed: give "
         "on_nonfinite=raise to locate, or locate_nonfinite=False to skip.",

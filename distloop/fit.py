@@ -41,6 +41,7 @@ from distloop.monitoring.profiler import Profile
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
+from distloop.optimizers.gradients import Clipping
 from distloop.training import overview
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
@@ -334,7 +335,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     step = TrainStep(
         state,
         microbatches=config.microbatches,
-        clip_norm=config.clip_norm,
+        clipping=Clipping.from_settings(config),
         skip_nonfinite=config.on_nonfinite == "skip",
         jit_compile=config.jit_compile,
         locate_nonfinite=config.locate_nonfinite,

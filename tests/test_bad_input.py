@@ -387,8 +387,8 @@ def test_a_length_that_is_no_whole_number(given):
 @pytest.mark.parametrize(
     ("settings", "instead"),
     [
-        ({"clipnorm": 1.0}, "Config(clip_norm=...)"),
-        ({"clipvalue": 1.0}, "Config(clip_norm=...)"),
+        ({"clipnorm": 1.0}, "Config(clip_variable_norm=...)"),
+        ({"clipvalue": 1.0}, "Config(clip_value=...)"),
         ({"global_clipnorm": 1.0}, "Config(clip_norm=...)"),
         ({"use_ema": True}, "Config(average_decay=...)"),
         ({"gradient_accumulation_steps": 2}, "Config(microbatches=...)"),

@@ -63,6 +63,7 @@ def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
         ({"workdir": 3}, "workdir=3 is not allowed: give a string"),
         ({"workdir": "gs://bucket/run"}, "is a remote address"),
         ({"steps": 3, "epochs": 4}, "steps=3 and epochs=4 were both given"),
+        ({"clip_norm": 1.0, "clip_value": 2}, "clip_norm=1, clip_variable_norm=0 and clip_value=2 were given"),
         (
             {"overfit_batches": 2, "limit_train_batches": 3},
             "overfit_batches=2 and limit_train_batches=3 were both given",

@@ -357,8 +357,10 @@ def crosses_devices(op):
 # order ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_gradients_are_reduced_before_they_are_clipped(replicas):
+@pytest.mark.parametrize(
+    "replicas, setting", [(1, "clip_norm"), (2, "clip_norm"), (2, "clip_variable_norm"), (2, "clip_value")]
+)
+def test_gradients_are_reduced_before_they_are_clipped(replicas, setting):
     def model_fn():
         weight = tf.Variable(0.0)
         return distloop.ModelSpec(
@@ -366,8 +368,9 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas):
         )
 
     data = tf.data.Dataset.from_tensors([20.0, -16.0])  # +10 and -8 after the division by 2: together +2
-    trainer = distloop.Trainer(model_fn, on(replicas, clip_norm=1.0))
+    trainer = distloop.Trainer(model_fn, on(replicas, **{setting: 1.0}))
     metrics = trainer.fit(data, steps=1)
+    assert metrics["clipped_share"] == 1.0
     assert float(trainer.model["weight"].numpy()) == pytest.approx(-1.0)
     assert metrics["gradient_norm"] == pytest.approx(2.0)
 

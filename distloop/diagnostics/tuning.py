@@ -29,6 +29,7 @@ from distloop.monitoring import memory
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
+from distloop.optimizers.gradients import Clipping
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
@@ -238,7 +239,7 @@ def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainL
     step = TrainStep(
         state,
         microbatches=settings.microbatches,
-        clip_norm=settings.clip_norm,
+        clipping=Clipping.from_settings(settings),
         jit_compile=settings.jit_compile,
     )
     return TrainLoop(state, step, log_every=log_every, eager=settings.eager)

@@ -4,11 +4,13 @@ All functions run in replica context. They do not know how gradients are compute
 
     segments = packing.pack(gradients)                               # few vectors instead of many small tensors
     segments, sums = packing.all_reduce(segments, {"tallies": t})    # the one reduction of the step
-    _, norm, scale = norm_and_scale(segments, weight, clip_norm)     # norm is finite only if every gradient is
+    _, norm, scale = norm_and_scale(segments, weight)                # norm is finite only if every gradient is
+    segments, scale, is_clipped = Clipping(norm=1.0).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
     apply(optimizer, packing.unpack(segments, scale), variables)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -160,30 +162,83 @@ class Packing:
         return reduced, vector
 
 
-def norm_and_scale(
-    segments: Sequence[tf.Tensor], weight: tf.Tensor, clip_norm: float
-) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-    """Computes the global norm of gradients, and the factor that divides and clips them.
+def norm_and_scale(segments: Sequence[tf.Tensor], weight: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Computes the global norm of gradients, and the factor that divides them.
 
     Args:
         segments: packed gradients, summed over all replicas, workers and microbatches of the step.
         weight: the divisor, a scalar: the sum of the weights, times the loss scale if there is one; if it is 0, the
             gradients count as 0.
-        clip_norm: the largest global norm (Pascanu et al. 2013, arXiv:1211.5063); 0: no clipping.
 
     Returns:
-        The squared norm of each segment, the norm of all gradients after the division and before clipping, and the
-        factor: float32 scalars. The norm is finite only if every gradient is.
+        The squared norm of each segment, the norm of all gradients after the division, and the factor: float32 scalars.
+        The norm is finite only if every gradient is.
     """
     squares = []
     for segment in segments:
         with tf.device(segment.device):  # a number is cheaper to move than a gradient
             squares.append(2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)))
     scale = tf.math.divide_no_nan(1.0, weight)
-    norm = tf.sqrt(tf.add_n(squares)) * scale
-    if clip_norm:
-        scale *= clip_norm / tf.maximum(norm, clip_norm)
-    return squares, norm, scale
+    return squares, tf.sqrt(tf.add_n(squares)) * scale, scale
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The limit of an update's gradients; one of the three at most is not 0.
+
+    Attributes:
+        norm: the largest norm over all variables (Pascanu et al. 2013, arXiv:1211.5063).
+        variable_norm: the largest norm of each variable's gradient.
+        value: the largest absolute value of each element.
+    """
+
+    norm: float = 0.0
+    variable_norm: float = 0.0
+    value: float = 0.0
+
+    @classmethod
+    def from_settings(cls, settings: Any) -> "Clipping":
+        """Returns the limit that the settings of a run give."""
+        return cls(settings.clip_norm, settings.clip_variable_norm, settings.clip_value)
+
+    def __bool__(self) -> bool:
+        """Returns whether there is a limit."""
+        return bool(self.norm or self.variable_norm or self.value)
+
+    def clip(
+        self, packing: Packing, segments: Sequence[tf.Tensor], norm: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """Clips gradients.
+
+        Args:
+            packing: their layout.
+            segments: the packed gradients, summed.
+            norm: of all after the division, a scalar.
+            scale: the factor that divides them, a scalar.
+            finite: whether they are finite, a scalar; those that are not stay, so that they can be found.
+
+        Returns:
+            Segments, the factor that is left to multiply them by, and whether any gradient was clipped.
+        """
+        if self.norm:
+            return list(segments), scale * (self.norm / tf.maximum(norm, self.norm)), norm > self.norm
+        if self.value:
+            sizes = [tf.reduce_max(tf.abs(segment)) for segment in scaled(segments, scale)]
+            clipped = [
+                tf.clip_by_value(segment, *tf.unstack(tf.cast([-self.value, self.value], segment.dtype)))
+                for segment in scaled(segments, scale)
+            ]
+            is_clipped = tf.reduce_any([tf.cast(size, tf.float32) > self.value for size in sizes])
+        elif self.variable_norm:
+            parts = packing.unpack(segments, scale)
+            norms = [tf.norm(tf.cast(part, tf.float32)) for part in parts]
+            factors = [self.variable_norm / tf.maximum(size, self.variable_norm) for size in norms]
+            clipped = packing.pack([part * tf.cast(f, part.dtype) for part, f in zip(parts, factors, strict=True)])
+            is_clipped = tf.reduce_any([size > self.variable_norm for size in norms])
+        else:
+            return list(segments), scale, tf.constant(False)
+        kept = [tf.where(finite, new, old) for new, old in zip(clipped, segments, strict=True)]
+        return kept, tf.ones_like(scale), is_clipped
 
 
 def scaled(segments: Sequence[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:

@@ -190,7 +190,7 @@ class LossScaleOptimizer(tf.Module):
             )
         packing = gradients.Packing([v for _, v in pairs])
         segments, _ = packing.all_reduce(packing.pack([g for g, _ in pairs]), {})
-        _, norm, scale = gradients.norm_and_scale(segments, self.loss_scale, 0.0)
+        _, norm, scale = gradients.norm_and_scale(segments, self.loss_scale)
 
         def apply_inner(segments: list[tf.Tensor], scale: tf.Tensor) -> None:
             summed = packing.unpack(gradients.scaled(segments, scale))

@@ -108,7 +108,7 @@ class GradientStep:
                 variable.assign(self._start[i])
             look = _look(update, *self._arguments, value, again_from=self._start)
         self._written |= {id(v): v for v in look.written}
-        _, norm, scale = gradients.norm_and_scale(look.segments, look.weight, 0.0)
+        _, norm, scale = gradients.norm_and_scale(look.segments, look.weight)
         self._are_finite.append(tf.math.is_finite(norm + look.tallies[0]))
         return dict(zip(self._variables, update.packing.unpack(look.segments, scale), strict=True))
 

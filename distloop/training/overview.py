@@ -27,6 +27,7 @@ from distloop.monitoring import flops, records
 from distloop.monitoring.console import show_parts, show_split
 from distloop.monitoring.media import Layout, Text
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.optimizers.gradients import Clipping
 from distloop.training.state import TrainState
 from distloop.variables import count_parameters, named_variables
 
@@ -84,7 +85,7 @@ def make_layout(settings: Config) -> Layout:
             "skipped steps": r"skipped_steps$",
         },
     }
-    if settings.clip_norm:
+    if Clipping.from_settings(settings):
         charts["Steps"]["share of the steps that were clipped"] = r"(.*/)?clipped_share$"
     if settings.precision == "mixed_float16":
         charts["Steps"]["loss scale"] = r"(.*/)?loss_scale$"

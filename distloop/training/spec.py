@@ -28,8 +28,8 @@ StepFn = Callable[[Any], Mapping[str, tf.Tensor]]
 
 # Settings of a Keras optimizer that Keras applies on each replica alone, and what to set instead.
 _REPLACED_SETTINGS = {
-    "clipnorm": "set Config(clip_norm=...), which clips one norm over all variables after the reduction",
-    "clipvalue": "set Config(clip_norm=...), which clips after the reduction",
+    "clipnorm": "set Config(clip_variable_norm=...), which clips after the reduction",
+    "clipvalue": "set Config(clip_value=...), which clips after the reduction",
     "global_clipnorm": "set Config(clip_norm=...), which clips after the reduction",
     "use_ema": "set Config(average_decay=...)",
     "gradient_accumulation_steps": "set Config(microbatches=...)",

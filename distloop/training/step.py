@@ -27,13 +27,14 @@ from distloop.data.shards import Batch, Layout
 from distloop.distributed import gathering, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients
-from distloop.optimizers.gradients import Packing
+from distloop.optimizers.gradients import Clipping, Packing
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training import gradient_step, metrics, variable_writes
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.state import TrainState
 
 GRADIENT_NORM, CLIPPED_SHARE = "gradient_norm", "clipped_share"
+NO_CLIPPING = Clipping()
 
 
 class Outcome(NamedTuple):
@@ -96,7 +97,7 @@ class TrainStep:
         state: TrainState,
         *,
         microbatches: int = 1,
-        clip_norm: float = 0.0,
+        clipping: Clipping = NO_CLIPPING,
         skip_nonfinite: bool = False,
         jit_compile: bool = False,
         locate_nonfinite: bool = False,
@@ -108,7 +109,7 @@ class TrainStep:
         Args:
             state: what is trained.
             microbatches: the number of parts that each replica's shard is cut into.
-            clip_norm: the largest global norm of an update's gradients; 0: no clipping.
+            clipping: the limit of an update's gradients.
             skip_nonfinite: whether a step that is not finite is skipped, every bit unchanged; else it is an error.
             jit_compile: whether XLA compiles the forward and backward pass.
             locate_nonfinite: whether a step that is an error leaves every bit unchanged, so that `diagnosis.explain`
@@ -130,9 +131,9 @@ class TrainStep:
             ForwardBackward(state, update, microbatches=microbatches, jit_compile=jit_compile)
             for update in state.spec.updates
         ]
-        self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clip_norm else [GRADIENT_NORM]
+        self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
         self._strategy = state.strategy
-        self._clip_norm = clip_norm
+        self._clipping = clipping
         if histograms is not None:
             for update in self.updates:
                 histograms.allocate(update.name, update.packing)
@@ -199,15 +200,16 @@ class TrainStep:
         self, update: ForwardBackward, layout: Layout, batch: Batch, examples: tf.Tensor
     ) -> _Forward:
         look = gradient_step.run(update, batch, layout, update.loss_factor(examples))
-        squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight, self._clip_norm)
+        squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight)
         finite = tf.math.is_finite(norm + look.tallies[0])
         for condition in (*look.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in look.new_values)):
             finite &= condition
+        segments, scale, is_clipped = self._clipping.clip(update.packing, look.segments, norm, scale, finite)
         own_tallies = [norm, 1.0]
-        if self._clip_norm:
-            own_tallies += [tf.cast(norm > self._clip_norm, tf.float32), 1.0]
+        if self._clipping:
+            own_tallies += [tf.cast(is_clipped, tf.float32), 1.0]
         return _Forward(
-            look.segments,
+            segments,
             squares,
             tf.where(finite, scale, 0.0),
             tf.concat([look.tallies, own_tallies], 0),

@@ -166,8 +166,35 @@ def test_one_replica_reduces_nothing():
 
 
 def divide_and_clip(segments, weight, clip_norm):
-    _, norm, scale = gradients.norm_and_scale(segments, tf.constant(weight), clip_norm)
+    _, norm, scale = gradients.norm_and_scale(segments, tf.constant(weight))
+    clipping, packing = gradients.Clipping(norm=clip_norm), gradients.Packing([])
+    segments, scale, is_clipped = clipping.clip(packing, segments, norm, scale, tf.math.is_finite(norm))
+    assert bool(is_clipped) == bool(clip_norm and norm > clip_norm)
     return gradients.scaled(segments, scale), norm
+
+
+@pytest.mark.parametrize(
+    "limit, clipped, is_clipped",
+    [
+        ({"value": 2.0}, ([[2.0, -2.0]], [1.0]), True),
+        ({"variable_norm": 2.5}, ([[1.5, -2.0]], [1.0]), True),
+        ({"value": 4.0}, ([[3.0, -4.0]], [1.0]), False),
+        ({"variable_norm": 5.0}, ([[3.0, -4.0]], [1.0]), False),
+    ],
+)
+def test_elements_or_variables_are_clipped_after_the_division(limit, clipped, is_clipped):
+    packing = gradients.Packing([tf.Variable(tf.zeros([1, 2])), tf.Variable([0.0])])
+    segments = packing.pack([tf.constant([[6.0, -8.0]]), tf.constant([2.0])])
+    clipping = gradients.Clipping(**limit)
+    for bad in (0.0, np.inf):
+        sums = [segment + bad for segment in segments]
+        _, norm, scale = gradients.norm_and_scale(sums, tf.constant(2.0))
+        found, scale, was_clipped = clipping.clip(packing, sums, norm, scale, tf.math.is_finite(norm))
+        if np.isfinite(bad):
+            assert [g.numpy().tolist() for g in packing.unpack(found, scale)] == list(clipped)
+            assert bool(was_clipped) == is_clipped
+        else:
+            assert np.isinf(found[0]).all()  # so that they can be found
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1, 100.0])
@@ -183,7 +210,7 @@ def test_gradients_are_divided_and_clipped_as_numpy_does_it(clip_norm):
 
 
 def test_each_segment_has_its_squared_norm():
-    squares, _, _ = gradients.norm_and_scale([tf.constant([3.0, 4.0]), tf.constant([2.0])], tf.constant(7.0), 1.0)
+    squares, _, _ = gradients.norm_and_scale([tf.constant([3.0, 4.0]), tf.constant([2.0])], tf.constant(7.0))
     assert [float(square) for square in squares] == [25.0, 4.0]
 
 
@@ -241,7 +268,7 @@ def test_gradients_that_are_not_finite_are_found(bad, places):
         values[place].flat[-1] = bad
     packing = gradients.Packing(specs)
     segments = packing.pack([tf.cast(value, spec.dtype) for value, spec in zip(values, specs, strict=True)])
-    squares, _, _ = gradients.norm_and_scale(segments, tf.constant(1.0), 0.0)
+    squares, _, _ = gradients.norm_and_scale(segments, tf.constant(1.0))
     diagnosis = packing.diagnosis(segments, squares)
     assert diagnosis.shape == [packing.diagnosis_size] and diagnosis.dtype == tf.float32
     assert packing.find_nonfinite(diagnosis.numpy()) == places

@@ -35,8 +35,8 @@ def update(**settings):
 @pytest.mark.parametrize(
     ("settings", "instead"),
     [
-        ({"clipnorm": 1.0}, "clip_norm=..."),
-        ({"clipvalue": 1.0}, "clip_norm=..."),
+        ({"clipnorm": 1.0}, "clip_variable_norm=..."),
+        ({"clipvalue": 1.0}, "clip_value=..."),
         ({"global_clipnorm": 1.0}, "clip_norm=..."),
         ({"use_ema": True}, "average_decay=..."),
         ({"gradient_accumulation_steps": 2}, "microbatches=..."),
