@@ -25,6 +25,10 @@ USER_ERROR = "distloop: "  # marks the beginning and the end of the sentence in 
 
 EMPTY_DATASET = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
 
+_CARRIED = "distloop carries error "
+_MOST_CARRIED = 8
+_carried: list[Exception] = []  # the latest
+
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (tf.__file__, keras.__file__)))
 _NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, "<frozen ")
@@ -43,9 +47,21 @@ def require(condition: tf.Tensor, message: str) -> tf.Tensor:
         return tf.identity(condition)
 
 
-def as_user_error(error: tf.errors.OpError) -> ValueError | None:
+def carry(error: Exception) -> RuntimeError:
+    """Returns an error to raise in an operation of TensorFlow in place of one of the user's Python code.
+
+    TensorFlow would pass on a text; from the operation's error, `as_user_error` returns the user's, with its traceback.
+    """
+    _carried.append(error)
+    del _carried[:-_MOST_CARRIED]
+    return RuntimeError(f"{_CARRIED}{id(error)}")
+
+
+def as_user_error(error: tf.errors.OpError) -> Exception | None:
     """Returns an error of TensorFlow as a sentence about the user's data or functions; None if it is about neither."""
     message = error.message or ""
+    if carried := [e for e in _carried if f"{_CARRIED}{id(e)}" in message]:
+        return carried[-1]
     if isinstance(error, tf.errors.OutOfRangeError):
         return ValueError(EMPTY_DATASET)
     if "`generator` yielded" in message:
@@ -130,7 +146,7 @@ def _shorten(error: BaseException) -> None:
     is_from_users = any(_is_users(entry) for entry in _entries(error.__traceback__))
     if not keras.config.is_traceback_filtering_enabled() or not (is_from_users or isinstance(error, _FOR_USERS)):
         return
-    if isinstance(error, ValueError) and isinstance(error.__cause__, tf.errors.OpError):
+    if (isinstance(error, ValueError) or error in _carried) and isinstance(error.__cause__, tf.errors.OpError):
         error.__cause__ = None  # the sentence says it; the operation's error stays as the context
     link: BaseException | None = error
     while link is not None:

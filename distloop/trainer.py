@@ -135,9 +135,9 @@ class Trainer:
 
         Args:
             train: a dataset of global batches, a function that returns one, a function of `tf.distribute.InputContext`
-                that returns one worker's part, a `DistributedDataset`, or NumPy arrays `[N, ...]`, alone or in a dict,
-                tuple or list: batches of `Config.batch_size` examples, shuffled with `Config.seed`; `evals` and other
-                methods take them in order.
+                that returns one worker's part, a `DistributedDataset`, a `PyDataset`, a generator, a `DataLoader`, or
+                NumPy arrays `[N, ...]`, alone or in a dict, tuple or list: batches of `Config.batch_size` examples,
+                shuffled with `Config.seed`; `evals` and other methods take them in order.
             steps: the global step to end with; overrides the config's steps and epochs.
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
             evals: name -> data to evaluate on every `eval_every` steps and at the end.

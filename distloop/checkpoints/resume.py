@@ -158,7 +158,7 @@ class RunCheckpoints:
         window: dict[str, Any] = {"steps": 0}
         if (saved := self._saved) is not None:
             if source.save_position() != saved.notes["input"]:
-                if (num_batches := saved.notes["input"]["batches"]) and saved.step < until:
+                if (num_batches := saved.notes["input"]["batches"]) and saved.step < until and not source.seeks:
                     self._say(f"Skipping the {num_batches:,} batches already seen.")
                 source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])

@@ -63,7 +63,12 @@ class DataInfo:
 
 
 def inspect(
-    dataset: Any, strategy: tf.distribute.Strategy, *, microbatches: int = 1, is_sharded: bool = False
+    dataset: Any,
+    strategy: tf.distribute.Strategy,
+    *,
+    microbatches: int = 1,
+    is_sharded: bool = False,
+    batch_size: int | None = None,
 ) -> DataInfo:
     """Checks a dataset and returns what is known about it; on several workers, all of them call it.
 
@@ -72,6 +77,7 @@ def inspect(
         strategy: whose replicas share out each batch.
         microbatches: the parts in which a replica computes its rows.
         is_sharded: whether the dataset is this worker's shard, so that other workers have other examples.
+        batch_size: of a whole batch, where the dataset cannot know it; None: the dataset may.
 
     Raises:
         ValueError: if the dataset is not batched or known to be empty, or if the shards do not fit together.
@@ -89,7 +95,7 @@ def inspect(
     if is_sharded:
         num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
         is_padded = bool(workers.gather(strategy, is_padded or num_missing > 0).any())
-    batch_size = None if is_split else _find_batch_size(dataset)
+    batch_size = batch_size or (None if is_split else _find_batch_size(dataset))
     sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
     return DataInfo(
         dataset.element_spec,

@@ -7,16 +7,20 @@ One iterator on the host gives the global batches. Each replica slices its rows 
 the rows keep their order on any number of replicas. It does not know what a step does with a batch.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
+from distloop.data.feeds import Feed, make_feed
 from distloop.data.info import count_batches, inspect
 from distloop.data.iterators import iterate
+from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import cores, workers
 from distloop.distributed.devices import HOST
@@ -28,6 +32,9 @@ Data: TypeAlias = (
     | Callable[[], tf.data.Dataset]
     | tf.distribute.DistributedDataset
     | Arrays
+    | keras.utils.PyDataset
+    | Iterable[Any]  # of batches: a generator, a Grain dataset, a DataLoader
+    | Callable[[], Iterable[Any]]
 )
 
 
@@ -80,9 +87,15 @@ class Source:
         self._repeat = repeat
         self._iterator: Any = None
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
-        dataset = as_dataset(data, batch_size, shuffle_seed)
-        num_workers = workers.num_workers(strategy)
-        dataset, takes_context = as_worker_dataset(dataset, num_workers, workers.worker_index(strategy))
+        data = as_dataset(data, batch_size, shuffle_seed)
+        num_workers, worker = workers.num_workers(strategy), workers.worker_index(strategy)
+        dataset, feed, takes_context = open_data(data, num_workers, worker, repeat=repeat, shuffle_seed=shuffle_seed)
+        if feed is not None and may_go_back and not feed.restarts:
+            raise ValueError(
+                "The data given is an iterator, which cannot be read again from an earlier batch (as "
+                "on_divergence=rollback and find_learning_rate have to): give the function that makes it, without "
+                "calling it."
+            )
         is_sharded = takes_context and num_workers > 1
         is_split = isinstance(dataset, tf.distribute.DistributedDataset)
         if limit and is_split:
@@ -95,7 +108,17 @@ class Source:
             dataset = dataset.take(limit)
         self._dataset = dataset.cache() if is_cached else dataset
         self._may_go_back = may_go_back and not is_split
-        self.info = inspect(self._dataset, strategy, microbatches=microbatches, is_sharded=is_sharded)
+        self.info = inspect(
+            self._dataset,
+            strategy,
+            microbatches=microbatches,
+            is_sharded=is_sharded,
+            batch_size=None if feed is None else feed.batch_size,
+        )
+        self._feed = feed
+        self._begins_anywhere = feed is not None and not (limit or is_cached or self.info.num_missing_batches)
+        if feed is not None:
+            feed.oldest_place = lambda: self.batches_taken
         self.layout = self.info.layout
 
     def describe(self) -> str:
@@ -114,14 +137,26 @@ class Source:
         replicas = self._strategy.num_replicas_in_sync
         return f"{worker} reads every batch and trains on {shards} of {replicas} of its rows."
 
+    @property
+    def resume(self) -> str:
+        """How a resumed run gets to its place in batches that Python makes; empty for other data."""
+        if self._feed is None:
+            return ""
+        return self._feed.resume if self._begins_anywhere else READ_AGAIN
+
+    @property
+    def seeks(self) -> bool:
+        """Whether a place is reached without reading the batches before it."""
+        return self._begins_anywhere and self._feed is not None and self._feed.seeks
+
     def batches_per_epoch(self) -> int:
-        """Returns the number of batches in one pass; reads a dataset of unknown length once to count them.
+        """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length to count them.
 
         Raises:
             ValueError: if the data is endless or empty.
         """
         num_batches = self.info.num_batches
-        if num_batches is None and not self.layout.is_split:
+        if num_batches is None and not self.layout.is_split and self._feed is None:  # a generator may never end
             num_batches = count_batches(self._dataset)
             if not num_batches:
                 raise ValueError(EMPTY_DATASET)
@@ -138,6 +173,8 @@ class Source:
         Raises:
             ValueError: if the data is empty.
         """
+        if self._feed is not None:
+            return self._feed.first_rows()
         for rows in self._dataset:
             return tf.nest.map_structure(lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, rows)
         raise ValueError(EMPTY_DATASET)
@@ -179,7 +216,12 @@ class Source:
         TensorFlow's own state of an iterator is not used: if a pipeline prefetches and shuffles each epoch anew, later
         epochs came in another order in 12 to 22 of 38 restores.
         """
-        return {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
+        position = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
+        # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
+        if self._feed is not None and self.seeks and not self.layout.is_sharded:
+            state = self._feed.state_at(self.batches_taken)
+            position |= {} if state is None else {"state": state}
+        return position
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Reads the same data up to the place of `save_position`, on any number of replicas."""
@@ -193,12 +235,15 @@ class Source:
                 next(self._iterator)
             return
         with tf.device(HOST):
-            self._iterator = iterate(self._pipeline(skip=self.batches_taken))
+            self._iterator = iterate(self._pipeline(self.batches_taken, position.get("state")))
 
-    def _pipeline(self, skip: int = 0) -> tf.data.Dataset:
+    def _pipeline(self, skip: int = 0, state: Any = None) -> tf.data.Dataset:
         """Returns the dataset with all that training needs: checked, padded, repeated, prefetched."""
         spec, num_missing = self.info.element_spec, self.info.num_missing_batches
-        dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
+        if (feed := self._feed if self._begins_anywhere else None) is not None:
+            dataset = feed.dataset(skip, state)
+        else:
+            dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
         do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
         if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
             dataset = dataset.map(do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
@@ -207,9 +252,9 @@ class Source:
         if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
             filler = next(iterate(dataset))._replace(size=tf.constant(0))
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
-        if self._repeat:
+        if self._repeat and feed is None:
             dataset = dataset.repeat()
-        if skip:
+        if skip and feed is None:
             dataset = dataset.skip(skip)
         return _with_private_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
 
@@ -255,24 +300,45 @@ class WorkerContext(tf.distribute.InputContext):
         return int(global_batch_size // self.num_input_pipelines)
 
 
-def as_worker_dataset(data: Any, num_workers: int, worker: int) -> tuple[Any, bool]:
-    """Returns the dataset, which a function makes for a worker, and whether that function takes a `WorkerContext`.
+class OpenedData(NamedTuple):
+    """A user's data, opened by a worker."""
+
+    dataset: Any  # of one pass
+    feed: Feed | None  # that gives the dataset, if Python makes the batches
+    takes_context: bool  # whether it was made by a function of a `WorkerContext`
+
+
+def open_data(
+    data: Any, num_workers: int, worker: int, *, repeat: bool = False, shuffle_seed: int | None = None
+) -> OpenedData:
+    """Opens a dataset, or batches that Python makes, which a function may make for a worker.
+
+    Args:
+        data: what the user gave, arrays excepted.
+        num_workers: of the run.
+        worker: the index of this one.
+        repeat: whether a feed starts again at the end of the data.
+        shuffle_seed: of the order of a `PyDataset`'s batches; None: by their numbers.
 
     Raises:
-        ValueError: if it is no dataset.
+        ValueError: if it is neither.
     """
-    takes_context = False
-    if callable(data) and not isinstance(data, tf.data.Dataset):
+    takes_context, make = False, None
+    if callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
         takes_context = _takes_argument(data)
-        data = data(WorkerContext(num_workers, worker)) if takes_context else data()
+        make = functools.partial(data, WorkerContext(num_workers, worker)) if takes_context else data
+        data = make()
+    if (feed := make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make)) is not None:
+        one_pass = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
+        return OpenedData(one_pass, feed, takes_context)
     if not isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
         raise ValueError(
             f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
-            "function of tf.distribute.InputContext that returns one, or NumPy arrays, [N, ...], alone or in a "
-            "dict, tuple or list: turn lists of numbers into arrays with np.asarray, or make a dataset with "
-            "distloop.make_dataset(arrays, batch_size)."
+            "function of tf.distribute.InputContext that returns one, NumPy arrays, [N, ...], alone or in a dict, "
+            "tuple or list, or batches from a PyDataset, a generator, a Grain dataset or a DataLoader: turn lists of "
+            "numbers into arrays with np.asarray, or make a dataset with distloop.make_dataset(arrays, batch_size)."
         )
-    return data, takes_context
+    return OpenedData(data, None, takes_context)
 
 
 def _takes_argument(fn: Callable[..., Any]) -> bool:

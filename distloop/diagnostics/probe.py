@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.copies import fresh_copy
-from distloop.data.source import Data, Source, as_worker_dataset
+from distloop.data.source import Data, Source, open_data
 from distloop.diagnostics.tracing import (
     VariableCreated,
     as_replica,
@@ -329,7 +329,7 @@ class Probe:
         data = self._data
         if isinstance(data, tf.data.Dataset):
             return fresh_copy(data)
-        dataset: tf.data.Dataset = as_worker_dataset(data, num_workers=1, worker=0)[0]
+        dataset: tf.data.Dataset = open_data(data, num_workers=1, worker=0).dataset
         return dataset
 
     def _reversed_rows(self) -> Any:

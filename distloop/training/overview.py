@@ -297,6 +297,8 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     if settings.microbatches > 1:
         lines.append(f"microbatches {settings.microbatches}")
     if settings.workdir and not settings.fast_dev_run:
+        if source.resume:
+            lines.append(f"data {type(source.data).__name__}: {source.resume}")
         lines.append(f"workdir {os.path.abspath(settings.workdir)}")
         lines.append(f"tensorboard --logdir {shlex.quote(settings.workdir)}")
     return lines

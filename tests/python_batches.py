@@ -1,0 +1,124 @@
+"""Data whose batches Python makes, and ways to read it, for tests."""
+
+import json
+from typing import ClassVar
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.errors import as_user_error
+from tests.problems import batch_taker
+
+ONE = tf.distribute.get_strategy()
+
+
+def batch(number, rows=2):
+    return {"x": np.full([rows], number, np.float32)}
+
+
+def taken(source, count):
+    """Takes batches and returns the number in each."""
+    take = batch_taker(source, source.iterator())
+    numbers = [int(take().rows["x"].numpy().flat[0]) for _ in range(count)]
+    source.batches_taken += count
+    return numbers
+
+
+class Numbers(keras.utils.PyDataset):
+    """Batch i of epoch e holds 10 e + i; `read` lists the batches that were asked for."""
+
+    def __init__(self, count=3, **settings):
+        super().__init__(**settings)
+        self.count, self.epoch, self.read = count, 0, []
+
+    @property
+    def num_batches(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return batch(10 * self.epoch + index)
+
+    def on_epoch_end(self):
+        self.epoch += 1
+
+
+def endless():
+    for number in range(1000):
+        yield batch(number)
+
+
+def three():
+    yield from (batch(number) for number in range(3))
+
+
+class Stateful:
+    """As a Grain dataset: its iterators have a state. `read` counts the batches that were made."""
+
+    read: ClassVar[list] = []
+
+    class Iterator:
+        def __init__(self, convert):
+            self.place, self.convert = 0, convert
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.place == 5:
+                raise StopIteration
+            self.place += 1
+            Stateful.read.append(self.place)
+            return batch(self.place)
+
+        def get_state(self):
+            return self.convert(json.dumps({"place": self.place}))
+
+        def set_state(self, state):
+            assert isinstance(state, type(self.get_state()))
+            self.place = (state if isinstance(state, dict) else json.loads(state))["place"]
+
+    def __init__(self, convert=json.loads):
+        self.convert = convert
+
+    def __iter__(self):
+        return self.Iterator(self.convert)
+
+
+class Loader:
+    """As PyTorch's DataLoader: its order comes from a generator, which each pass draws from, or from set_epoch."""
+
+    class Generator:
+        state = 0
+
+        def get_state(self):
+            return self.state
+
+        def set_state(self, state):
+            self.state = state
+
+    class Sampler:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    def __init__(self):
+        self.generator, self.sampler = self.Generator(), self.Sampler()
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        self.generator.state += 100
+        start = self.generator.state + 10 * self.sampler.epoch
+        return iter([batch(start), batch(start + 1)])
+
+
+def failure(source, count):
+    """Returns what the user gets to see when so many batches are taken."""
+    with pytest.raises(tf.errors.OpError) as caught:
+        taken(source, count)
+    return as_user_error(caught.value)
