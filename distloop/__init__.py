@@ -25,6 +25,7 @@ _MODULES = {
     "Histogram": "monitoring.media",
     "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
+    "MLflowWriter": "monitoring.trackers",
     "ModelSpec": "training.spec",
     "PRCurve": "monitoring.media",
     "RateTest": "diagnostics.tuning",
@@ -36,6 +37,8 @@ _MODULES = {
     "Text": "monitoring.media",
     "Trainer": "trainer",
     "Update": "training.spec",
+    "WandbWriter": "monitoring.trackers",
+    "Writer": "monitoring.deliveries",
     "autotune_batch": "diagnostics.tuning",
     "define_flags": "flags",
     "find_learning_rate": "diagnostics.tuning",
@@ -87,6 +90,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
+    from distloop.monitoring.deliveries import Writer as Writer
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
     from distloop.monitoring.media import Histogram as Histogram
@@ -94,6 +98,8 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.media import PRCurve as PRCurve
     from distloop.monitoring.media import Text as Text
     from distloop.monitoring.records import read_metrics as read_metrics
+    from distloop.monitoring.trackers import MLflowWriter as MLflowWriter
+    from distloop.monitoring.trackers import WandbWriter as WandbWriter
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer

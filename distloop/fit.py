@@ -1,9 +1,7 @@
 """One call of `Trainer.fit`: resume, train, go back to a checkpoint if a loss diverges, save and leave if interrupted.
 
-    run = Fit(state=state, config=config, ...)
-    if run.resume().is_over:
-        return run.last_numbers()
-    with run.interruptible():       # when asked to stop: saves, and leaves with code 75
+    run = Fit(state=state, config=config, ...).resume()
+    with run.delivering(), run.interruptible():     # when asked to stop: saves, and leaves with code 75
         return run.train()
 
 It puts the parts of a run together and knows their order, and not how any of them works.
@@ -36,6 +34,7 @@ from distloop.data.source import Data, Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.monitoring.console import Console, say
+from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.records import read_metrics
@@ -63,6 +62,7 @@ class Fit:
         until: the global step to end with.
         evaluations: an action for each dataset to evaluate on.
         actions: the user's.
+        writers: the user's; the chief's are used.
         forward_pass: traced for TensorBoard's graph and to count floating-point operations.
         clock: measures where the time of the run goes.
     """
@@ -75,12 +75,17 @@ class Fit:
     until: int
     evaluations: Sequence[Evaluate]
     actions: Sequence[Action]
+    writers: Sequence[Writer]
     forward_pass: overview.ForwardPass
     clock: Clock
     _stop_reason: str | None = None  # why the run was over at the checkpoint it resumed from
     _loop: TrainLoop = dataclasses.field(init=False)
     _window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
     _stop_requests: StopRequests | None = None
+
+    def __post_init__(self) -> None:
+        are_used = self._is_chief and not self.config.fast_dev_run
+        self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
@@ -97,15 +102,9 @@ class Fit:
         """Whether there is nothing left to train."""
         return self._step >= self.until or bool(self._stop_reason)
 
-    def last_numbers(self) -> dict[str, float]:
-        """Returns the numbers of the last report of a run that is over, and prints why nothing is done."""
-        if self._stop_reason:
-            why = f"Stopped at step {self._step} before ({self._stop_reason}): raise steps"
-        else:
-            why = f"Already at step {self._step} of {self.until}: raise steps"
-        self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
-        self._restore_best()
-        return self._loop.reported
+    def delivering(self) -> Deliveries:
+        """Returns a context in which the user's writers are open."""
+        return self._deliveries.open(self._step, flags.shown_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -126,7 +125,7 @@ class Fit:
                 raise SystemExit(EXIT_CODE) from None
 
     def train(self) -> dict[str, float]:
-        """Trains until the run is over and its last checkpoint is complete.
+        """Trains until the run is over and its last checkpoint is complete; does nothing if it is over already.
 
         Returns:
             The numbers of the last report.
@@ -135,6 +134,8 @@ class Fit:
             Interrupted: if the run is to be saved and left.
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
+        if self.is_over:
+            return self._last_numbers()
         self._announce()
         self._prepare()
         while True:
@@ -145,6 +146,16 @@ class Fit:
                 self._go_back(diverged)
         self._restore_best()
         return metrics
+
+    def _last_numbers(self) -> dict[str, float]:
+        """Returns the numbers of the last report of a run that is over, and prints why nothing is done."""
+        if self._stop_reason:
+            why = f"Stopped at step {self._step} before ({self._stop_reason}): raise steps"
+        else:
+            why = f"Already at step {self._step} of {self.until}: raise steps"
+        self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
+        self._restore_best()
+        return self._loop.reported
 
     def _restore_best(self) -> None:
         """Restores the best checkpoint, if an action asks for it when the run has ended."""
@@ -188,6 +199,7 @@ class Fit:
         if self.config.on_divergence != "rollback":
             raise diverged
         self.checkpoints.roll_back(diverged)
+        self._deliveries.discard(self._step + 1)
         self._attach()
 
     def _attach(self) -> None:
@@ -236,7 +248,7 @@ class Fit:
     def _open_writers(self) -> list[Any]:
         if not self._is_chief:
             return []
-        writers: list[Any] = []
+        writers: list[Any] = [self._deliveries] if self.writers else []
         workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:
@@ -279,8 +291,8 @@ class Fit:
             say(text)
 
 
-def check_arguments(evals: Any, actions: Sequence[Action]) -> None:
-    """Checks what `fit` was given as evaluations and actions.
+def check_arguments(evals: Any, actions: Sequence[Action], writers: Any) -> None:
+    """Checks what `fit` was given as evaluations, actions and writers.
 
     Raises:
         ValueError: if they are something else.
@@ -293,6 +305,7 @@ def check_arguments(evals: Any, actions: Sequence[Action]) -> None:
             )
     if len(metrics := _metrics_to_restore(actions)) > 1:
         raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
+    check_writers(writers)
     if not isinstance(evals or {}, Mapping):
         raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
 

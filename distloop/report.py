@@ -4,6 +4,7 @@
     python -m distloop.report runs                  # all runs in a directory
     python -m distloop.report runs --json           # for programs
     python -m distloop.report runs --png=runs.png   # curves, with matplotlib
+    python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
 
 It shows for each run the status, steps, training time (without tracing,
 evaluations, saves and pauses) and speed; for each metric the last value, the
@@ -22,6 +23,7 @@ columns.
 """
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -71,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.png:
             draw_picture(runs, options.png)
             print(f"distloop.report: the curves are in {options.png}", file=sys.stderr)
+        if options.csv:
+            _write_csv(runs, options.csv)
+            print(f"distloop.report: the rows are in {options.csv}", file=sys.stderr)
     except ValueError as error:
         print(f"distloop.report: {error}", file=sys.stderr)
         return 2
@@ -99,7 +104,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="workdir of a run, or a directory of workdirs")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument("--png", metavar="PATH", help="also write the curves as a picture; needs matplotlib")
+    parser.add_argument(
+        "--csv", metavar="PATH", help="also write the rows of metrics.jsonl as a table, a column a name"
+    )
     return parser.parse_args(arguments)
+
+
+def _write_csv(runs: Sequence[Run], path: str) -> None:
+    """Writes all rows of the runs: a column for each name in any of them, empty where a row has no such number.
+
+    Raises:
+        ValueError: if the file cannot be written.
+    """
+    names = dict.fromkeys(["run", "step", "time", *(name for run in runs for row in run.rows for name in row)])
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(names))
+            writer.writeheader()
+            writer.writerows({"run": run.name, **row} for run in runs for row in run.rows)
+    except OSError as error:
+        raise ValueError(
+            f"{path!r} cannot be written ({error.strerror}): give a file in a directory that is there."
+        ) from error
 
 
 def _runs(runs: Sequence[Run]) -> _Table:

@@ -34,6 +34,7 @@ from distloop.errors import with_short_tracebacks
 from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.console import say
+from distloop.monitoring.deliveries import Writer
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.training.evaluation import EvalLoop
@@ -126,6 +127,7 @@ class Trainer:
         epochs: int | None = None,
         evals: Mapping[str, Data] | None = None,
         actions: Sequence[Action] = (),
+        writers: Sequence[Writer] = (),
     ) -> dict[str, float]:
         """Trains until a global step; says so and does nothing if the run is there already.
 
@@ -142,6 +144,7 @@ class Trainer:
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
             evals: name -> data to evaluate on every `eval_every` steps and at the end.
             actions: called in order after the evaluations; see `distloop.Action`.
+            writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
 
         Returns:
             The last metrics, those of evaluations as `"test/accuracy"`; of a run that was there already, too.
@@ -159,7 +162,7 @@ class Trainer:
         if self.config.autotune_batch:
             tuning.autotune_batch(self, train)
             raise SystemExit(0)
-        check_arguments(evals, actions)
+        check_arguments(evals, actions, writers)
         if self._train_source is None or self._train_source.data is not train:
             self._train_source = make_training_source(train, self.state, self.config)
         source = self._train_source
@@ -178,14 +181,12 @@ class Trainer:
                 for name, eval_source in eval_sources.items()
             ],
             actions=actions,
+            writers=writers,
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state.spec), self._checkpoints.lock:
-            if run.resume().is_over:
-                return run.last_numbers()
-            with run.interruptible():
-                metrics = run.train()
+        with weights_returned(self.state.spec), self._checkpoints.lock, run.resume().delivering(), run.interruptible():
+            metrics = run.train()
         if self.config.fast_dev_run:
             another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
             for line in dry_run.check(self, [source.data, *(evals or {}).values()], another_step):

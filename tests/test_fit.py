@@ -46,10 +46,10 @@ def test_steps_are_whole_numbers(steps):
 
 def test_an_action_without_a_period_is_refused():
     with pytest.raises(ValueError, match="an action is a callable with an attribute `every`"):
-        check_arguments({}, [lambda report: None])
+        check_arguments({}, [lambda report: None], [])
 
 
 def test_evaluations_are_a_dict_by_name():
     with pytest.raises(ValueError, match="fit takes a dict of datasets by name"):
-        check_arguments([object()], [])
-    check_arguments(None, [])
+        check_arguments([object()], [], [])
+    check_arguments(None, [], [])

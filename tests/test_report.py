@@ -1,6 +1,7 @@
 """The report: on a terminal, in a pipe, as JSON."""
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -321,3 +322,22 @@ def test_a_run_that_cannot_be_read_is_one_line_and_the_others_are_reported(tmp_p
     (line,) = printed.err.splitlines()
     assert "odd" in line and "Permission denied" in line and "good" in printed.out
     assert report.main([str(tmp_path / "odd")]) == 2
+
+
+def test_csv_has_a_row_of_all_names_for_each_row_of_each_run(sweep, capsys):
+    assert report.main([str(sweep), f"--csv={sweep}/rows.csv"]) == 0
+    assert capsys.readouterr().err == f"distloop.report: the rows are in {sweep}/rows.csv\n"
+    with open(sweep / "rows.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["step"]) for row in rows] == [
+        *(("a", f"{i}00") for i in (1, 2, 3)),
+        ("b", "100"),
+        ("b", "200"),
+    ]
+    assert [float(row["loss"]) for row in rows[:4]] == [2.0, 1.0, 2 / 3, 0.5] and rows[4]["loss"] == "nan"
+    assert list(rows[0])[:3] == ["run", "step", "time"] and rows[0]["test/accuracy"] == "0.25"
+
+
+def test_a_csv_that_cannot_be_written_is_one_line(sweep, capsys):
+    assert report.main([str(sweep), f"--csv={sweep}/none/rows.csv"]) == 2
+    assert "rows.csv' cannot be written (No such file or directory)" in capsys.readouterr().err

@@ -149,6 +149,7 @@ def test_a_stop_on_the_last_worker_stops_all(on_workers):
     results, *_ = on_workers
     for result in results["stops"]:
         assert int(result["step"]) == 8
+    assert [result["local/rows"].tolist() for result in results["stops"]] == [[4, 8, -1], []]  # the chief's writer
     for result in results["interrupts"]:
         assert int(result["code"]) == 75 and int(result["step"]) == 8
 

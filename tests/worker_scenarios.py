@@ -245,9 +245,18 @@ def stops(make, workdir):
         if report.step == 8 and is_worker(trainer, 99):
             raise distloop.StopTraining("this worker has seen enough")
 
+    class Rows:
+        steps = []
+
+        def write(self, step, numbers, time):
+            self.steps.append(step)
+
+        def close(self):
+            self.steps.append(-1)
+
     stop.every = 4
-    trainer.fit(batches(), steps=40, actions=[stop])
-    return {"step": np.array(trainer.step)}
+    trainer.fit(batches(), steps=40, actions=[stop], writers=[Rows()])
+    return {"step": np.array(trainer.step), "local/rows": np.array(Rows.steps)}
 
 
 def interrupts(make, workdir):

@@ -17,7 +17,8 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from distloop.atomic_files import make_directory, sync
 from distloop.monitoring.records import format_row, parse_row
@@ -113,25 +114,41 @@ class JsonWriter:
             self._file.close()
 
 
+def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
+    """Returns the rows of a file whose step is larger than `after`, and `until` at most; reads no more than its end."""
+    rows = []
+    for line in _lines_from_end(path) if os.path.isfile(path) else ():
+        if (row := parse_row(line)) is not None:
+            if row["step"] <= after:
+                break
+            rows.append(row)
+    return [row for row in reversed(rows) if row["step"] <= until]
+
+
 def _drop_rows(path: str, after: int) -> None:
     """Cuts off the rows after a step, and an incomplete one, at the end of a file; reads no more than its end."""
-    with open(path, "rb+") as file:
-        size, length = file.seek(0, os.SEEK_END), _BLOCK_BYTES
-        while True:
-            start = max(0, size - length)
+    size = end = os.path.getsize(path)
+    for line in _lines_from_end(path):
+        row = parse_row(line)
+        if row is not None and line.endswith(b"\n") and row["step"] <= after:
+            break
+        end -= len(line)
+    if end < size:
+        os.truncate(path, end)
+
+
+def _lines_from_end(path: str) -> Iterator[bytes]:
+    """Yields the lines of a file, the last one first."""
+    with open(path, "rb") as file:
+        end, length = file.seek(0, os.SEEK_END), _BLOCK_BYTES
+        while end:
+            start = max(0, end - length)
             file.seek(start)
-            block = file.read(size - start)
-            lines = block.splitlines(keepends=True)[1 if start else 0 :]  # the first may begin before the block
-            end = size
-            while lines and not _is_kept(lines[-1], after):
-                end -= len(lines.pop())
-            if lines or not start:
-                break
-            length *= 4
-        if end < size:
-            file.truncate(end)
-
-
-def _is_kept(line: bytes, after: int) -> bool:
-    row = parse_row(line)
-    return row is not None and line.endswith(b"\n") and row["step"] <= after
+            lines = file.read(end - start).splitlines(keepends=True)
+            if start and len(lines) == 1:  # a longer line, of which this is the end
+                length *= 4
+                continue
+            for line in reversed(lines[1 if start else 0 :]):  # the first may begin before the block
+                yield line
+                end -= len(line)
+            end = end if start else 0

@@ -152,3 +152,14 @@ def test_the_name_of_a_new_file_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(json_writer, "sync", synced.append)
     JsonWriter(str(tmp_path / "metrics.jsonl")).close()
     assert synced == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 30, 1000])
+def test_the_rows_between_two_steps_are_read_from_the_end(block_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(json_writer, "_BLOCK_BYTES", block_bytes)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d, "time": 1.0, "loss": %d}\n' % (n, n) for n in range(9)) + b'{"step": 9')
+    for after, until in ((-1, 8), (3, 5), (3, 100), (8, 8), (5, 3)):
+        rows = json_writer.rows_between(str(path), after, until)
+        assert [row["step"] for row in rows] == [n for n in range(9) if after < n <= until]
+    assert json_writer.rows_between(str(tmp_path / "none"), 0, 9) == []

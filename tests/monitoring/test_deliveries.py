@@ -1,0 +1,266 @@
+"""Every row reaches each writer once: over kills at any point, failures of the writer, and runs that go back."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import distloop
+from distloop.monitoring import deliveries
+from distloop.monitoring.deliveries import Deliveries, check_writers
+from distloop.monitoring.json_writer import JsonWriter
+from tests.problems import classification, classifier, on
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Rows:
+    """A writer that keeps its rows in a list."""
+
+    def __init__(self, name="", fails_at=()):
+        self.name, self.rows, self.fails_at = name, [], list(fails_at)
+        self.opened, self.errors, self.num_closed, self.threads = [], [], 0, set()
+
+    def open(self, settings, run_id):
+        self.opened.append((dict(settings), run_id))
+        return "the run"
+
+    def write(self, step, numbers, time):
+        self.threads.add(threading.get_ident())
+        if step in self.fails_at:
+            self.fails_at.remove(step)
+            raise ConnectionError("no route")
+        self.rows.append((step, numbers, time))
+
+    def on_error(self, error):
+        self.errors.append(error)
+
+    def close(self):
+        self.num_closed += 1
+
+    @property
+    def steps(self):
+        return [step for step, *_ in self.rows]
+
+
+def deliver(writers, steps, workdir="", start=0):
+    with Deliveries(writers, str(workdir)).open(start, {}) as opened:
+        for step in steps:
+            opened.write(step, {"loss": step / 7}, 1e9 + step)
+            opened.flush()
+
+
+PROGRAM = """
+import os, random, sys, traceback
+from distloop.monitoring.deliveries import Deliveries
+from distloop.monitoring.json_writer import JsonWriter
+
+class Killed:  # a writer with a file, which ends the process as SIGKILL does: before a row is in the file, or after
+
+    def __init__(self, path, step, is_there):
+        self.path, self.step, self.is_there = path, step, is_there
+
+    def write(self, step, numbers, time):
+        if step == self.step and not self.is_there:
+            os._exit(9)
+        with open(self.path, "a") as file:
+            file.write(f"{step} {numbers['loss']}\\n")
+        if step == self.step:
+            os._exit(9)
+
+    def close(self):
+        pass
+
+    @property
+    def last_step(self):
+        lines = open(self.path).read().split("\\n") if os.path.exists(self.path) else [""]
+        return int(lines[-2].split()[0]) if len(lines) > 1 else None
+
+def run(workdir, draw):  # is killed between two steps, in the writer, or not
+    checkpoint = workdir + "/checkpoint"
+    start = int(os.readlink(checkpoint)) if os.path.lexists(checkpoint) else 0
+    killed_at = start + draw.randrange(1, 12)
+    writer = Killed(workdir + "/rows", killed_at if draw.random() < 0.7 else None, draw.random() < 0.5)
+    json_writer = JsonWriter(workdir + "/metrics.jsonl", start)
+    with Deliveries([writer], workdir).open(start, {}) as opened:
+        for step in range(start + 1, 31):
+            for file in (json_writer, opened):
+                file.write(step, {"loss": step / 7}, 1e9)
+            if draw.random() < 0.5 or step % 7 == 0:
+                json_writer.flush()
+                opened.flush()
+            if step % 7 == 0:
+                os.symlink(str(step), f"{checkpoint}.{os.getpid()}")
+                os.replace(f"{checkpoint}.{os.getpid()}", checkpoint)
+            if step == killed_at and draw.random() < 0.7:
+                os._exit(9)
+
+for seed in range(12):
+    workdir = f"{sys.argv[1]}/{seed}"
+    os.mkdir(workdir)
+    for attempt in range(100):
+        if not (process := os.fork()):
+            try:
+                run(workdir, random.Random(seed * 1000 + attempt))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        if (code := os.waitpid(process, 0)[1] >> 8) != 9:
+            break
+    print(seed, attempt, code)
+"""
+
+
+def test_every_row_is_there_once_however_often_the_process_is_killed(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ends = [line.split() for line in result.stdout.splitlines()]
+    assert len(ends) == 12 and {code for *_, code in ends} == {"0"}, result.stderr
+    assert sum(int(kills) for _, kills, _ in ends) > 30
+    for seed in range(12):
+        rows = [line.split() for line in (tmp_path / str(seed) / "rows").read_text().splitlines()]
+        assert rows == [[str(step), str(step / 7)] for step in range(1, 31)], seed
+
+
+def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(caplog, capsys):
+    writer, other = Rows(fails_at=[3, 3, 4]), Rows("other")
+    deliver([writer, other], range(1, 7))
+    assert writer.steps == other.steps == [1, 2, 3, 4, 5, 6]
+    lines = capsys.readouterr().err.splitlines()
+    failure = (
+        "distloop: error: Rows failed at step 3 (ConnectionError: no route): the run goes on, and its rows are kept"
+    )
+    assert [line for line in lines if line.startswith(failure)] and "Rows takes rows again." in lines[-1]
+    assert len(lines) <= 4
+
+
+def test_rows_that_were_never_taken_are_counted_and_come_with_the_next_call(tmp_path, capsys):
+    json_writer = JsonWriter(str(tmp_path / "metrics.jsonl"), 0)
+    for step in range(1, 7):
+        json_writer.write(step, {"loss": step / 7, "bad": float("nan")}, 1e9 + step)
+    json_writer.close()
+    writer = Rows(fails_at=[3] * 100)
+    deliver([writer], range(1, 7), tmp_path)
+    assert "Rows lacks 4 rows after step 2." in capsys.readouterr().err
+    again, newcomer = Rows(), Rows("newcomer")
+    with Deliveries([again, newcomer], str(tmp_path)).open(6, {}, is_over=True):
+        pass
+    assert again.steps == [3, 4, 5, 6] and newcomer.steps == [1, 2, 3, 4, 5, 6]
+    step, numbers, when = again.rows[-1]
+    assert numbers.pop("bad") != 0 and (numbers, when) == ({"loss": 6 / 7}, 1e9 + 6)
+    complete = Rows()
+    with Deliveries([complete], str(tmp_path)).open(6, {}, is_over=True):
+        pass
+    assert not complete.opened and not complete.num_closed
+
+
+def test_a_writer_is_told_its_run_again_and_is_called_from_one_thread(tmp_path):
+    first, second = Rows(), Rows()
+    deliver([first], [1, 2], tmp_path)
+    with Deliveries([second], str(tmp_path)).open(2, {"steps": 4}) as opened:
+        opened.write(3, {}, 0.0)
+    assert [run_id for _, run_id in first.opened + second.opened] == [None, "the run"]
+    assert second.opened[0][0] == {"steps": 4} and len(second.threads) == 1 and second.num_closed == 1
+    assert threading.get_ident() not in second.threads
+
+
+def test_a_run_that_goes_back_hands_no_step_over_twice():
+    writer = Rows(fails_at=[5])
+    with Deliveries([writer], "").open(0, {}) as opened:
+        for step in (1, 2, 3, 4, 5):
+            opened.write(step, {"loss": 1.0}, 0.0)
+        opened.flush()
+        opened.write(6, {"loss": 1.0}, 0.0)  # not flushed
+        opened.discard(3)  # back at step 2
+        for step in (3, 4, 5, 6):
+            opened.write(step, {"loss": 2.0}, 0.0)
+    assert [(step, numbers["loss"]) for step, numbers, _ in writer.rows] == [
+        *((step, 1.0) for step in (1, 2, 3, 4)),
+        *((step, 2.0) for step in (5, 6)),
+    ]
+
+
+def test_a_start_at_step_0_with_rows_noted_is_said(tmp_path, capsys):
+    deliver([Rows()], [1, 2], tmp_path)
+    writer = Rows()
+    deliver([writer], [1, 2, 3], tmp_path)
+    assert writer.steps == [3]
+    assert "Rows has the rows up to step 2 and gets those after it; remove" in capsys.readouterr().err
+
+
+def test_notes_that_cannot_be_read_are_said(tmp_path, capsys):
+    for text in ("{", "[1]", '{"Rows": {"step": null}}'):
+        (tmp_path / "writers.json").write_text(text)
+        deliver([writer := Rows()], [1], tmp_path)
+        assert writer.steps == [1] and "cannot be read: writers get all rows" in capsys.readouterr().err
+    assert json.loads((tmp_path / "writers.json").read_text()) == {"Rows": {"step": 1, "id": "the run"}}
+
+
+def test_an_error_reaches_the_writer_before_it_is_closed(capsys):
+    writer = Rows()
+    with pytest.raises(KeyError), Deliveries([writer], "").open(0, {}) as opened:
+        opened.write(1, {}, 0.0)
+        raise KeyError("x")
+    assert writer.steps == [1] and isinstance(writer.errors[0], KeyError) and writer.num_closed == 1
+
+
+def test_a_writer_that_cannot_be_opened_ends_fit_in_a_sentence_and_closes_the_others():
+    class Broken(Rows):
+        def open(self, settings, run_id):
+            raise RuntimeError("no API key")
+
+    with pytest.raises(
+        ValueError, match=r"The writer Broken cannot be opened \(RuntimeError: no API key\): correct it"
+    ):
+        Deliveries([first := Rows(), Broken()], "").open(0, {})
+    assert first.num_closed == 1
+
+
+def test_a_writer_that_hangs_does_not_keep_a_run_from_leaving(monkeypatch, capsys):
+    monkeypatch.setattr(deliveries, "_LEAVE_SECS", 0.05)
+    release = threading.Event()
+
+    class Hanging(Rows):
+        def write(self, step, numbers, time):
+            release.wait(30)
+
+    started = time.monotonic()
+    with pytest.raises(SystemExit), Deliveries([Hanging()], "").open(0, {}) as opened:
+        for step in (1, 2):
+            opened.write(step, {}, 0.0)
+        raise SystemExit(75)
+    release.set()
+    assert time.monotonic() - started < 10 and "Hanging lacks 2 rows after step -1." in capsys.readouterr().err
+
+
+def test_what_is_no_writer_is_refused_before_the_run():
+    for given, sentence in [
+        (Rows(), r"fit takes a list of writers: writers=\[writer\]"),
+        ([print], r"a writer is an object with write\(step, numbers, time\) and close\(\)"),
+        ([Rows(), Rows()], "Two writers are called 'Rows', .* give one of them another attribute `name`"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            check_writers(given)
+    check_writers([Rows("a"), Rows("b")])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_where_each_writer_stands(tmp_path, capsys):
+    def fit(steps, *writers):
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), log_every=2, checkpoint_every=4))
+        return trainer.fit(distloop.make_dataset(classification(20), 8), steps=steps, writers=writers)
+
+    first, second, newcomer, complete = Rows(), Rows(), Rows("newcomer"), Rows()
+    fit(6, first, Rows("failing", fails_at=[4] * 1000))
+    assert "failing lacks 2 rows after step 2." in capsys.readouterr().err
+    assert first.opened[0][0]["workdir"] == str(tmp_path) and first.num_closed == 1
+    fit(10, second, newcomer)
+    assert (first.steps, second.steps, newcomer.steps) == ([2, 4, 6], [8, 10], [2, 4, 6, 8, 10])
+    assert fit(10, complete)["loss"] == second.rows[-1][1]["loss"] and not complete.opened
+    rows = [(int(row.pop("step")), row.pop("time"), row) for row in distloop.read_metrics(tmp_path)]
+    assert [(step, time, numbers) for step, numbers, time in first.rows + second.rows] == rows
