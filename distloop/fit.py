@@ -164,7 +164,7 @@ class Fit:
 
     def _train(self) -> dict[str, float]:
         """Trains from the current step, with a profile and writers that are closed at the end."""
-        directory = os.path.join(self.config.workdir, "summaries", "train")
+        directory = os.path.join(self.config.workdir, "train")
         profile = Profile(self.config.profile, directory, writes=self._is_chief)
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
@@ -252,9 +252,8 @@ class Fit:
         workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:
-                summaries = os.path.join(workdir, "summaries")
-                os.makedirs(summaries, exist_ok=True)
-                writers.append(SummaryWriter(summaries, evals, self._step))
+                os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
+                writers.append(SummaryWriter(workdir, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
                 writers.append(rows := JsonWriter(os.path.join(workdir, "metrics.jsonl"), self._step))
                 if rows.renamed:

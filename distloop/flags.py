@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from distloop.atomic_files import replacing
-from distloop.config import Config, check_names, fields
+from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, Config, check_names, fields
 
 HIDDEN = "***"  # in place of a secret value
+_NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
 
 _HELP_WIDTH = 80
 _SECRET = "is_secret"  # an attribute of absl's flag
@@ -179,17 +180,23 @@ def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
 
 
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:
-    """Returns, by name, the values that tell runs apart: settings that are not at their default, and own flags."""
+    """Returns, by name, what a trial was tried with: the seed, other settings that are not at their default, own flags.
+
+    Left out are settings that change no weights: devices, where files go, when to log, evaluate and save, ...
+    """
     settings = fields()
     shown = shown_settings(config)
-    values = {name: shown[name] for name, field in settings.items() if getattr(config, name) != field.default}
+    groups = {name: field.metadata["group"] for name, field in settings.items()}
+    names = {name for name in settings if groups[name] not in _NOT_OF_TRIALS} | {"init_from"}
+    names = {name for name in names - {"workdir", "max_secs"} if getattr(config, name) != settings[name].default}
+    values = {name: shown[name] for name in settings if name in names | {"seed"}}
     for fact in facts(config):
         # A boolean flag that is false is written as --noname.
         name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
         if name is not None and name not in settings:
             value = HIDDEN if _is_secret(name) else flags.FLAGS[name].value
             values[name] = value if isinstance(value, bool | int | float) else str(value)
-    return {name: value for name, value in values.items() if name != "workdir"}
+    return values
 
 
 def _is_secret(name: str) -> bool:

@@ -260,7 +260,7 @@ class Trainer:
     ) -> dict[int, dict[str, float]]:
         """Evaluates each checkpoint of a run that another process trains, once, until that run is complete.
 
-        It writes `evaluations/<name>.jsonl`, and `summaries/<name>` for TensorBoard, into the run's workdir. A second
+        It writes `evaluations/<name>.jsonl`, and `<name>/` for TensorBoard, into the run's workdir. A second
         call leaves out the checkpoints that have a row already. `keep_checkpoints` of the run must be large enough that
         no checkpoint is deleted before its turn.
 

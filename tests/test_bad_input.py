@@ -507,9 +507,9 @@ def test_a_workdir_that_cannot_be_written(tmp_path, inside):
     assert trainer.step == 0
 
 
-@pytest.mark.parametrize("name", ["summaries", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["train", "metrics.jsonl"])
 def test_a_place_in_the_workdir_that_cannot_be_written(tmp_path, name):
-    if name == "summaries":
+    if name == "train":
         (tmp_path / name).write_text("in the way")
     else:
         (tmp_path / name).mkdir()

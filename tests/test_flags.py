@@ -308,6 +308,11 @@ def test_a_secret_is_compared_and_written_nowhere(arguments, fresh_flags, tmp_pa
     assert flags.secret_names() >= {"--token", "--workdir"} and "--seed" not in flags.secret_names()
 
 
+def test_a_trial_has_no_schedules_and_no_devices():
+    config = Config(clip_norm=1.0, eval_every=5, log_every=7, checkpoint_every="2 h", num_devices=2, workdir="/tmp/a")
+    assert flags.hyperparameters(config) == {"seed": 0, "clip_norm": 1.0}
+
+
 PROGRAM = """
 import json, sys, types
 sys.modules["distloop"] = types.ModuleType("distloop")  # config and flags alone, without TensorFlow

@@ -1,6 +1,6 @@
 """Sidecar evaluation: measure each checkpoint of a run that another process trains.
 
-It writes `evaluations/<name>.jsonl` and `summaries/<name>` beside the run's own files, and nothing else.
+It writes `evaluations/<name>.jsonl` and `<name>/` for TensorBoard beside the run's own files, and nothing else.
 """
 
 import contextlib
@@ -64,9 +64,7 @@ def evaluate_checkpoints(
         for step in checkpoints.follow(read_steps(path), poll_secs, timeout_secs):
             measured[step] = dict(evaluate())
             if len(measured) == 1:  # no file is made before there is a row for it
-                summaries = stack.enter_context(
-                    contextlib.closing(SummaryWriter(os.path.join(workdir, "summaries"), [name]))
-                )
+                summaries = stack.enter_context(contextlib.closing(SummaryWriter(workdir, [name])))
                 rows = stack.enter_context(contextlib.closing(JsonWriter(path)))
             for writer in (summaries, rows):
                 writer.write(step, {f"{name}/{key}": value for key, value in measured[step].items()}, time.time())

@@ -10,7 +10,6 @@ The trainer's own model trains, with its settings, on a pass of its own over the
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -391,7 +390,7 @@ def _report(result: RateTest, settings: Config) -> None:
         _say(settings, f"learning rate: the loss falls fastest from {result.suggestion:.2g} on; try that.")
     if not settings.workdir:
         return
-    writer = SummaryWriter(os.path.join(settings.workdir, "summaries"), ["learning_rate"])
+    writer = SummaryWriter(settings.workdir, ["learning_rate"])
     for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
         numbers: Mapping[str, float] = {"learning_rate/loss": loss, "learning_rate/smoothed_loss": smoothed}
         writer.write(round(100 * math.log10(rate)), numbers)

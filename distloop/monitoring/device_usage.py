@@ -1,6 +1,6 @@
 """Device usage: which operations ran on each device while steps were profiled, and how busy it was.
 
-    usage = read_usage("run/summaries/train")       # {"CPU:0": Usage(...), "CPU:1": ...}
+    usage = read_usage("run/train")       # {"CPU:0": Usage(...), "CPU:1": ...}
 
 Virtual CPUs share their threads, so only the profile can tell them apart: TensorFlow runs a step as one subgraph per
 device, the profile names the subgraph of each operation, and a subgraph's first `_Send` names its device.

@@ -3,7 +3,7 @@
 Like every writer it has `write(step, metrics, when)` and `close()`. It does not know when it is called, or where the
 metrics come from.
 
-    writers = [JsonWriter("run/metrics.jsonl"), SummaryWriter("run/summaries", evals=["test"])]
+    writers = [JsonWriter("run/metrics.jsonl"), SummaryWriter("run", evals=["test"])]
     for writer in writers:
         writer.write(500, {"loss": 0.12, "test/accuracy": 0.98}, time.time())
     for writer in writers:

@@ -8,19 +8,21 @@ It needs no TensorFlow, and does not know files.
 
 import abc
 import io
+import math
 import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.audio import metadata as audio
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.plugins.graph import metadata as graphs
 from tensorboard.plugins.histogram import metadata as histograms
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams import metadata as hparams
@@ -32,6 +34,9 @@ from tensorboard.util.tensor_util import make_tensor_proto
 Encoded = tuple[TensorProto, SummaryMetadata]
 
 _BUCKETS = 30
+_GAP = 2  # pixels between the images of a grid
+_MIN_SIDE, _CAPTION_WIDTH = 64, 140  # pixels; what small images of a grid are enlarged to, without and with captions
+_LINE = 24  # pixels
 _THRESHOLDS = 201  # points of a precision-recall curve, TensorBoard's default
 
 
@@ -87,15 +92,17 @@ class Histogram(Media):
 
 @dataclass(frozen=True, eq=False)
 class Images(Media):
-    """A row of images.
+    """Images in one grid, row by row.
 
     Attributes:
         array: `[N, H, W, C]`, C in 1 (grey), 3 (RGB), 4 (RGBA): uint8, or floats, clipped to 0..1.
         max: the most images to show, from the first.
+        captions: a line below each image; None: no lines.
     """
 
     array: Any
     max: int = 16
+    captions: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         shape = np.shape(self.array)
@@ -109,11 +116,12 @@ class Images(Media):
             raise ValueError(f"Images was given an array of {dtype}; it takes uint8, or floats in 0..1: convert it.")
 
     def encode(self) -> Encoded:
-        """Returns width, height and a PNG per image for the image plugin."""
+        """Returns width, height and one PNG for the image plugin."""
         array = np.asarray(self.array[: self.max])
         if array.dtype != np.uint8:
             array = np.round(255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)).astype(np.uint8)
-        return _encode_images([Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image) for image in array])
+        pictures = [Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image) for image in array]
+        return _encode_image(_grid(pictures, list(self.captions or [])[: self.max]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,31 +226,45 @@ class ConfusionMatrix(Media):
         return np.bincount(labels * size + predictions, minlength=size * size).reshape(size, size)
 
     def encode(self) -> Encoded:
-        """Returns a PNG for the image plugin: a row per label, a column per prediction; darker: more of the row."""
+        """Returns a PNG for the image plugin: a row per label, a column per prediction; darker: more of the row.
+
+        Up to 30 classes, a cell shows its share of the row in percent, and below it the count.
+        """
         counts = self.counts()
         names = list(self.names) if self.names is not None else [str(i) for i in range(len(counts))]
         shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        side = 40 if len(names) <= 30 else 12  # pixels per cell; counts fit into large cells only
-        draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-        margin = 26 + max(round(draw.textlength(name)) for name in names)
-        picture = Image.new("RGB", (margin + side * len(names) + 8, margin + side * len(names) + 8), "white")
+        side = 80 if len(names) <= 30 else 24  # pixels per cell; numbers fit into large cells only
+        font, small = ImageFont.load_default(min(side - 4, 22)), ImageFont.load_default(15)
+        margin = 2 * _LINE + max(round(font.getlength(name)) for name in names)
+        picture = Image.new("RGB", (margin + side * len(names) + 8,) * 2, "white")
         draw = ImageDraw.Draw(picture)
         for i, name in enumerate(names):
             middle = margin + side * i + side // 2
-            draw.text((margin - 6, middle), name, "black", anchor="rm")
-            upright = Image.new("RGB", (margin - 20, 14), "white")
-            ImageDraw.Draw(upright).text((2, 7), name, "black", anchor="lm")
-            picture.paste(upright.rotate(90, expand=True), (middle - 7, 16))
+            draw.text((margin - 8, middle), name, "black", font, anchor="rm")
+            _draw_upright(picture, (middle, margin - 8), name, font)
             for j, share in enumerate(shares[i]):
                 left, top = margin + side * j, margin + side * i
                 shade = (round(255 - 225 * share), round(255 - 150 * share), round(255 - 75 * share))
-                draw.rectangle((left, top, left + side - 2, top + side - 2), shade)
-                if side == 40 and counts[i, j]:
-                    ink = "white" if share > 0.5 else "black"
-                    draw.text((left + 19, top + 19), str(counts[i, j]), ink, anchor="mm")
-        draw.text((margin, 2), "predicted", "black")
-        draw.text((2, 2), "label", "black")
-        return _encode_images([picture])
+                draw.rectangle((left, top, left + side - 2, top + side - 2), shade, "#dddddd")
+                if side == 80 and counts[i, j]:
+                    ink, x = "white" if share > 0.5 else "black", left + side // 2 - 1
+                    draw.text((x, top + 32), f"{100 * share:.0f} %", ink, font, anchor="mm")
+                    draw.text((x, top + 58), str(counts[i, j]), ink, small, anchor="mm")
+        draw.text((margin, 4), "predicted", "black", font)
+        draw.text((4, margin - 8), "label", "black", font, anchor="ls")
+        return _encode_image(picture)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGraph(Media):
+    """The layers of a Keras model, which the graph page shows as its conceptual graph."""
+
+    json: str  # from `model.to_json()`
+
+    def encode(self) -> Encoded:
+        """Returns the JSON for the graph plugin."""
+        data = SummaryMetadata.PluginData(plugin_name=graphs.PLUGIN_NAME_KERAS_MODEL, content=b"1")
+        return make_tensor_proto([self.json.encode()], DT_STRING, shape=[]), SummaryMetadata(plugin_data=data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,12 +331,39 @@ HPARAMS_TAG, END_TAG = hparams.SESSION_START_INFO_TAG, hparams.SESSION_END_INFO_
 LAYOUT_TAG = custom_scalars.CONFIG_SUMMARY_TAG
 
 
-def _encode_images(pictures: Sequence[Image.Image]) -> Encoded:
-    files = []
-    for picture in pictures:
-        file = io.BytesIO()
-        picture.save(file, "PNG")
-        files.append(file.getvalue())
+def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
+    """Returns pictures of one size and mode in a grid that is about as wide as high, with a caption below each.
+
+    Small ones are enlarged by a whole factor, so that the lines between them stay thin and captions have room.
+    """
     width, height = pictures[0].size
-    parts = [str(width).encode(), str(height).encode(), *files]
+    factor = max(1, round((_CAPTION_WIDTH if captions else _MIN_SIDE) / max(width, height))) if len(pictures) > 1 else 1
+    if captions:
+        factor = max(factor, -(-_CAPTION_WIDTH // width))
+    columns = min(len(pictures), max(1, round(math.sqrt(len(pictures) * height / width))))
+    cell = factor * width, factor * height + (_LINE if captions else 0)
+    rows = -(-len(pictures) // columns)
+    size = columns * (cell[0] + _GAP) - _GAP, rows * (cell[1] + _GAP) - _GAP
+    grid = Image.new(pictures[0].mode, size, "white")
+    draw, font = ImageDraw.Draw(grid), ImageFont.load_default(15)
+    for i, picture in enumerate(pictures):
+        left, top = (i % columns) * (cell[0] + _GAP), (i // columns) * (cell[1] + _GAP)
+        grid.paste(picture.resize((factor * width, factor * height), Image.Resampling.NEAREST), (left, top))
+        if i < len(captions):
+            draw.text((left + 2, top + factor * height + 4), captions[i], "black", font)
+    return grid
+
+
+def _draw_upright(picture: Image.Image, bottom: tuple[int, int], text: str, font: Any) -> None:
+    """Draws a text that reads from below, centered above a point."""
+    strip = Image.new("RGB", (round(font.getlength(text)) + 2, _LINE), "white")
+    ImageDraw.Draw(strip).text((0, _LINE // 2), text, "black", font, anchor="lm")
+    x, y = bottom
+    picture.paste(strip.rotate(90, expand=True), (x - _LINE // 2, y - strip.width))
+
+
+def _encode_image(picture: Image.Image) -> Encoded:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    parts = [str(side).encode() for side in picture.size] + [file.getvalue()]
     return make_tensor_proto(parts, DT_STRING, shape=[len(parts)]), images.create_summary_metadata(None, None)

@@ -1,6 +1,6 @@
 """Profiler: profiles a window of steps for TensorBoard's profile plugin.
 
-    profile = Profile("100:110", "run/summaries/train")
+    profile = Profile("100:110", "run/train")
     boundary = min(boundary, profile.next_boundary(step))
     with profile.loop(step):        # profiled if the step is in the window
         ...

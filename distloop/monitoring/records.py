@@ -12,16 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from distloop.monitoring.tags import GROUPS
+
 # Measurements of time and memory: they differ between runs that compute the same.
-OF_THE_MACHINE = frozenset(
-    ["steps_per_sec", "examples_per_sec", "input_wait", "host_share", "step_secs_p50", "step_secs_p90", "step_secs_p99"]
-    + ["replica_imbalance", "host_memory_gb", "device_memory_gb", "device_busy_share"]
-    + ["model_flops_per_sec", "model_flops_utilization"]
-)
+OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
 # Numbers about the run rather than the model: written to files, not shown on the console and in reports.
-ABOUT_THE_RUN = OF_THE_MACHINE | {
-    *["clipped_share", "gradient_norm", "learning_rate", "loss_scale", "weight_norm", "update_norm", "update_ratio"]
-}
+ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"]} - {"skipped_steps"}
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 

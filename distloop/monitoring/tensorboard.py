@@ -1,6 +1,6 @@
 """TensorBoard: writes metrics and media to event files, so that no step appears twice.
 
-    writer = SummaryWriter("run/summaries", evals=["test"], start=0)
+    writer = SummaryWriter("run", evals=["test"], start=0)
     writer.begin({"learning_rate": 1e-3}, {"run/config": Text("...")}, Layout({...}))
     writer.write(500, {"loss": 0.12, "test/accuracy": 0.98})
     writer.show(500, {"samples": Images(array)})
@@ -19,37 +19,57 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
+from tensorboard.plugins.scalar import metadata as scalars
 
 from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, HParams, Layout, Media, RunEnd
+from distloop.monitoring.tags import describe, describe_media, group_tag
 
-# The run that the HParams page lists. It has its own directory, because TensorBoard shows every number in it as a
-# column. It holds only the files of the last start, because TensorBoard keeps the first status that it reads.
-_HPARAMS = "hparams"
+# The end of the name of the file for the HParams page. TensorBoard keeps the first status that it reads, so there is
+# only the file of the last start. It is read last, because files are read in the order of their names.
+_HPARAMS = ".hparams"
+# Names in a workdir that an evaluation cannot have for its directory.
+_TAKEN = frozenset(
+    [
+        "train",
+        "checkpoints",
+        "evaluations",
+        "export",
+        "config.json",
+        "flags.txt",
+        "metrics.jsonl",
+        "incidents.jsonl",
+        "writers.json",
+    ]
+)
 
 
 class SummaryWriter:
-    """Writes event files: evaluations to `<directory>/<eval>`, everything else to `<directory>/train`.
+    """Writes event files: training to `<directory>/train`, an evaluation to `<directory>/<eval>`.
 
-    A tag has no evaluation's prefix, so that evaluation and training share a chart. An evaluation called `train` or
-    `hparams` is written to `train` and keeps its prefix. Files are created when they are first written to.
+    `<directory>` itself gets what belongs to both: texts, graphs, hyperparameters. It is the trial of the HParams page,
+    and the numbers of the runs below it are the trial's metrics.
+
+    A tag has no evaluation's prefix, so that evaluation and training share a chart. An evaluation called `train`, or as
+    another entry of a workdir, is written to `train` and keeps its prefix. Files are created when they are first
+    written to.
     """
 
     def __init__(self, directory: str, evals: Sequence[str], start: int | None = None):
         """Stores the paths; writes nothing.
 
         Args:
-            directory: the parent of the runs' directories.
+            directory: the parent of the runs' directories, a workdir.
             evals: names of the evaluations.
             start: the global step that the run starts from; TensorBoard discards later steps of earlier files. None:
                 it keeps them.
         """
         self.path = directory
         self._start = start
-        self._evals = frozenset(evals) - {"train", _HPARAMS}
+        self._evals = frozenset(name for name in evals if name not in _TAKEN and not name.startswith("."))
         self._places: dict[str, tuple[str, str]] = {}  # run and tag by metric name
         self._files: dict[str, _EventFile] = {}
         self._has_begun = False
-        self._last: tuple[int, dict[str, float]] | None = None  # last numbers, not yet written for the HParams page
 
     def begin(
         self,
@@ -69,16 +89,16 @@ class SummaryWriter:
         Raises:
             OSError: if a file cannot be written.
         """
-        for path in glob.glob(os.path.join(glob.escape(os.path.join(self.path, _HPARAMS)), "events.out.tfevents.*")):
+        for path in glob.glob(os.path.join(glob.escape(self.path), f"events.out.tfevents.*{_HPARAMS}")):
             os.remove(path)
         self._has_begun = True
         # At the first step after the start: TensorBoard discards it if the run starts from here again. At the start
         # itself there may be events to keep.
         step, now = (self._start or 0) + 1, time.time()
-        self._add(_HPARAMS, step, now, {HPARAMS_TAG: HParams(hyperparameters, now), LAYOUT_TAG: layout})
-        self.show(step, media, now)
+        self._add("", step, now, media)
         if graph is not None:
-            self._file("train").write(Event(wall_time=now, step=step, graph_def=graph))
+            self._file("").write(Event(wall_time=now, step=step, graph_def=graph))
+        self._add(_HPARAMS, step, now, {HPARAMS_TAG: HParams(hyperparameters, now), LAYOUT_TAG: layout})
         self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
@@ -97,14 +117,9 @@ class SummaryWriter:
         for name, value in metrics.items():
             run, tag = self._place(name)
             event = events.setdefault(run, Event(wall_time=when, step=step))
-            event.summary.value.add(tag=tag, simple_value=float(value))
+            event.summary.value.add(tag=tag, simple_value=float(value), metadata=self._file(run).introduce(tag))
         for run, event in events.items():
             self._file(run).write(event)
-        if self._has_begun:
-            shown = [name for name in metrics if name.rpartition("/")[2] == "loss" or self._place(name)[0] != "train"]
-            self._last = (step, {f"last/{name}": metrics[name] for name in shown}) if shown else self._last
-            if len(events) > 1:  # something was evaluated
-                self._write_last()
 
     def show(self, step: int, media: Mapping[str, Media], when: float | None = None) -> None:
         """Writes media.
@@ -119,8 +134,8 @@ class SummaryWriter:
         """
         by_run: dict[str, dict[str, Media]] = {}
         for name, item in media.items():
-            run, tag = self._place(name)
-            by_run.setdefault(run, {})[tag] = item
+            run, rest = self._split(name)
+            by_run.setdefault(run, {})[rest] = item
         for run, tagged in by_run.items():
             self._add(run, step, when or time.time(), tagged)
 
@@ -134,37 +149,32 @@ class SummaryWriter:
             OSError: if a file cannot be written.
         """
         try:
-            if self._has_begun and self._files:
-                self._write_last()
-                if has_succeeded is not None:
-                    self._add(_HPARAMS, 0, time.time(), {END_TAG: RunEnd(has_succeeded, time.time())})
+            if self._has_begun and self._files and has_succeeded is not None:
+                self._add(_HPARAMS, 0, time.time(), {END_TAG: RunEnd(has_succeeded, time.time())})
         finally:
             files, self._files = self._files, {}
             for file in files.values():
                 file.close()
 
     def _place(self, name: str) -> tuple[str, str]:
-        """Returns the TensorBoard run that a name belongs to, and its tag there."""
+        """Returns the TensorBoard run that a number belongs to, and its tag there."""
         if (place := self._places.get(name)) is None:
-            prefix, _, rest = name.partition("/")
-            place = self._places[name] = (prefix, rest) if prefix in self._evals and rest else ("train", name)
+            run, rest = self._split(name)
+            place = self._places[name] = run, group_tag(rest)
         return place
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Returns the TensorBoard run that a name belongs to, and the name without an evaluation's prefix."""
+        prefix, _, rest = name.partition("/")
+        return (prefix, rest) if prefix in self._evals and rest else ("train", name)
 
     def _add(self, run: str, step: int, when: float, media: Mapping[str, Media]) -> None:
         event = Event(wall_time=when, step=step)
         for tag, item in media.items():
             tensor, metadata = item.encode()
+            metadata.summary_description = metadata.summary_description or describe_media(tag)
             event.summary.value.add(tag=tag, tensor=tensor, metadata=metadata)
         self._file(run).write(event)
-
-    def _write_last(self) -> None:
-        """Writes the last losses and evaluations for the HParams page."""
-        if self._last is not None:
-            (step, numbers), self._last = self._last, None
-            event = Event(wall_time=time.time(), step=step)
-            for tag, value in numbers.items():
-                event.summary.value.add(tag=tag, simple_value=float(value))
-            self._file(_HPARAMS).write(event)
 
     def flush(self) -> None:
         """Hands all events to the operating system, so that they survive this process.
@@ -187,6 +197,8 @@ class SummaryWriter:
                 file.close()
 
     def _file(self, run: str) -> "_EventFile":
+        if run == _HPARAMS and run not in self._files:
+            self._files[run] = _EventFile(self.path, _HPARAMS)
         if run not in self._files:
             self._files[run] = file = _EventFile(os.path.join(self.path, run))
             if self._start is not None:
@@ -204,15 +216,25 @@ class _EventFile:
 
     _numbers = itertools.count()
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, suffix: str = ""):
         os.makedirs(directory, exist_ok=True)
         # TensorBoard reads the files of a directory in alphabetical order.
         self._path = os.path.join(
-            directory, f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}.{next(self._numbers)}"
+            directory, f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}.{next(self._numbers)}{suffix}"
         )
+        self._tags: set[str] = set()  # of numbers that have a description in this file
         with _os_errors(self._path):
             self._writer = tf.io.TFRecordWriter(self._path)
         self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def introduce(self, tag: str) -> SummaryMetadata | None:
+        """Returns the description that goes with the first number of a tag in a file; None: there was one."""
+        if tag in self._tags:
+            return None
+        self._tags.add(tag)
+        metadata = scalars.create_summary_metadata(None, describe(tag))
+        metadata.data_class = DATA_CLASS_SCALAR  # without it TensorBoard's data server leaves out the description
+        return metadata
 
     def write(self, event: Event) -> None:
         with _os_errors(self._path):

@@ -7,6 +7,7 @@ It does not know how a run goes.
 """
 
 import dataclasses
+import json
 import os
 import platform
 import shlex
@@ -25,7 +26,7 @@ from distloop.distributed import strategies, workers
 from distloop.log import log
 from distloop.monitoring import flops, records
 from distloop.monitoring.console import show_parts, show_split
-from distloop.monitoring.media import Layout, Text
+from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.gradients import Clipping
 from distloop.training.state import TrainState
@@ -50,7 +51,7 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forwar
     Raises:
         OSError: if it cannot be written.
     """
-    texts = {
+    texts: dict[str, Media] = {
         "run/config": Text(describe_config(settings)),
         "run/flags": Text(describe_flags(settings)),
         "run/model": Text(describe_model(state)),
@@ -59,40 +60,55 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forwar
     if incidents := describe_incidents(settings.workdir):
         texts["run/incidents"] = Text(incidents)
     graph = None
-    if forward is not None and (settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0)):
-        graph = drawable(forward)
+    if settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0):
+        graph = drawable(forward) if forward is not None else None
+        texts |= layer_graphs(state.model)
     writer.begin(flags.hyperparameters(settings), texts, make_layout(settings), graph)
 
 
 def make_layout(settings: Config) -> Layout:
     """Returns the charts of the custom-scalars page; none of them stays empty."""
-    # A tag is the same in training and evaluation, so their lines share a chart. `last/` is for the HParams page.
-    others = "|".join(sorted({*records.ABOUT_THE_RUN, "skipped_steps", "regularization", "loss"}))
+    # A tag is the same in training and evaluation, so their lines share a chart.
     charts = {
         "Learning": {
-            "loss": r"(?!last/)(.*/)?(loss|regularization)$",
-            "metrics": rf"(?!last/)(?!(.*/)?({others})$)",
+            "loss": r"Metrics/(.*/)?(loss|regularization)$",
+            "metrics": r"Metrics/(?!(.*/)?(loss|regularization)$)",
         },
         "Speed": {
-            "steps per second": r"steps_per_sec$",
-            "seconds of a step: half, 90 % and 99 % of them took no longer": r"step_secs_p\d+$",
-            "share of the time that the loop waited for data": r"input_wait$",
+            "steps per second": r"speed/steps_per_sec$",
+            "seconds of a step: half, 90 % and 99 % of them took no longer": r"speed/step_secs_p\d+$",
+            "share of the time that the loop waited for data": r"speed/input_wait$",
         },
         "Steps": {
-            "learning rate": r"(.*/)?learning_rate$",
-            "gradient norm": r"(.*/)?gradient_norm$",
-            "weight norm": r"(.*/)?weight_norm$",
-            "skipped steps": r"skipped_steps$",
+            "learning rate": r"optimizer/(.*/)?learning_rate$",
+            "gradient norm": r"optimizer/(.*/)?gradient_norm$",
+            "weight norm": r"optimizer/(.*/)?weight_norm$",
+            "skipped steps": r"optimizer/skipped_steps$",
         },
     }
     if Clipping.from_settings(settings):
-        charts["Steps"]["share of the steps that were clipped"] = r"(.*/)?clipped_share$"
+        charts["Steps"]["share of the steps that were clipped"] = r"optimizer/(.*/)?clipped_share$"
     if settings.precision == "mixed_float16":
-        charts["Steps"]["loss scale"] = r"(.*/)?loss_scale$"
+        charts["Steps"]["loss scale"] = r"optimizer/(.*/)?loss_scale$"
     if settings.histograms_every:
-        charts["Steps"]["update norm"] = r"(.*/)?update_norm$"
-        charts["Steps"]["update norm over weight norm"] = r"(.*/)?update_ratio$"
+        charts["Steps"]["update norm"] = r"optimizer/(.*/)?update_norm$"
+        charts["Steps"]["update norm over weight norm"] = r"optimizer/(.*/)?update_ratio$"
     return Layout({title: {name: [tag] for name, tag in part.items()} for title, part in charts.items()})
+
+
+def layer_graphs(models: Any) -> dict[str, LayerGraph]:
+    """Returns the layers of Sequential and functional models by tag: `keras`, of several models `keras/<name>`."""
+    graphs = {}
+    for path, model in keras.tree.flatten_with_path(models):
+        if not isinstance(model, keras.Model):
+            continue
+        try:
+            content = model.to_json()
+            if json.loads(content)["config"].get("layers"):  # a subclassed model has none
+                graphs["/".join(["keras", *map(str, path)])] = LayerGraph(content)
+        except Exception as error:  # a layer without a config: the model trains all the same
+            log.info("There is no graph of the layers for TensorBoard: %s", error)
+    return graphs
 
 
 def describe_config(settings: Config) -> str:

@@ -84,11 +84,11 @@ def test_a_learning_rate_test_leaves_the_learning_rate_to_its_variable():
 
 def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
     result = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
-    (path,) = glob.glob(str(tmp_path / "summaries" / "learning_rate" / "*"))
+    (path,) = glob.glob(str(tmp_path / "learning_rate" / "*"))
     events = EventAccumulator(path).Reload()
     shown = events.Tags()
-    assert set(shown["scalars"]) == {"loss", "smoothed_loss"}
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+    assert set(shown["scalars"]) == {"Metrics/loss", "Metrics/smoothed_loss"}
+    assert [(e.step, e.value) for e in events.Scalars("Metrics/loss")] == [
         (step, pytest.approx(loss)) for step, loss in zip((-400, -350, -300, -250, -200), result.losses, strict=True)
     ]
 

@@ -160,7 +160,7 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
 def test_a_profile_shows_where_operations_ran_and_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     train(classifier(modules, num_stages=2), config, steps=12)
-    used = device_usage.read_usage(f"{tmp_path}/summaries/train")
+    used = device_usage.read_usage(f"{tmp_path}/train")
 
     def count(kind):
         return [sum(times for name, times in found.operations.items() if kind in name) for found in used.values()]

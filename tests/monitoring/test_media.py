@@ -59,11 +59,20 @@ def test_a_histogram_leaves_out_what_is_not_finite():
 
 
 @pytest.mark.parametrize(("channels", "shape"), [(1, (5, 7)), (3, (5, 7, 3)), (4, (5, 7, 4))])
-def test_images_survive_their_encoding(channels, shape):
+def test_an_image_survives_its_encoding(channels, shape):
     array = np.random.default_rng(0).integers(256, size=(3, 5, 7, channels)).astype(np.uint8)
-    found = pictures(distloop.Images(array, max=2))
-    assert len(found) == 2
-    assert all(np.array_equal(image, array[i].reshape(shape)) for i, image in enumerate(found))
+    (picture,) = pictures(distloop.Images(array, max=1))
+    assert np.array_equal(picture, array[0].reshape(shape))
+
+
+def test_images_are_one_grid_with_a_line_of_words_below_each():
+    array = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1) * np.ones([1, 70, 60, 1], np.uint8)
+    (grid,) = pictures(distloop.Images(array))
+    assert grid.shape == (3 * 72 - 2, 2 * 62 - 2)
+    assert [grid[y, x] for y in (0, 72, 144) for x in (0, 62)] == [0, 1, 2, 3, 4, 255]
+    (lettered,) = pictures(distloop.Images(array, max=4, captions=["a", "b", "c", "d"]))
+    words = lettered[3 * 70 : 3 * 70 + 24, : 3 * 60]
+    assert lettered.shape == (2 * (3 * 70 + 26) - 2, 2 * (3 * 60 + 2) - 2) and words.min() < 100 < words.max()
 
 
 def test_float_images_are_clipped_and_nan_is_black():
@@ -114,17 +123,17 @@ def test_a_confusion_matrix_is_darker_where_more_of_a_row_is():
     display = distloop.ConfusionMatrix([0, 0, 1, 2], [0, 1, 1, 2], names=["a", "bb", "cat"])
     assert display.counts().tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
     (picture,) = pictures(display)
-    corner = picture.shape[0] - 8 - 3 * 40
+    corner = picture.shape[0] - 8 - 3 * 80
 
     def darkness(i, j):
-        return 255 - int(picture[corner + 40 * i + 3, corner + 40 * j + 3].mean())
+        return 255 - int(picture[corner + 80 * i + 3, corner + 80 * j + 3].mean())
 
     assert darkness(1, 1) > darkness(0, 0) == darkness(0, 1) > darkness(0, 2) == 0
 
 
 def test_a_confusion_matrix_takes_many_classes_and_refuses_bad_input():
     (picture,) = pictures(distloop.ConfusionMatrix(np.arange(100), np.arange(100)))
-    assert max(picture.shape) < 1500
+    assert max(picture.shape) < 3000
     with pytest.raises(ValueError, match=r"int64\[2\] and float64\[2\]; it takes .*: take the argmax"):
         distloop.ConfusionMatrix(np.array([0, 1]), np.array([0.1, 0.9]))
     with pytest.raises(ValueError, match="classes 0 to 2 and 2 names"):

@@ -22,7 +22,7 @@ def train(workdir, steps=12, profile="", **settings):
 
 def profiled_steps(workdir):
     """Returns the numbers of the steps in the only profile of a run, in order."""
-    (path,) = glob.glob(f"{workdir}/summaries/train/plugins/profile/*/*.xplane.pb")
+    (path,) = glob.glob(f"{workdir}/train/plugins/profile/*/*.xplane.pb")
     space = xplane_pb2.XSpace()
     with open(path, "rb") as file:
         space.ParseFromString(file.read())
@@ -41,7 +41,7 @@ def test_the_steps_of_the_window_are_profiled_without_changing_the_run(tmp_path)
     profiled = train(tmp_path / "a", profile="5:8", log_every=4)
     assert profiled_steps(tmp_path / "a") == [6, 7, 8]
     assert_equal(everything(profiled), everything(train(tmp_path / "b", log_every=4)))
-    assert not (tmp_path / "b" / "summaries" / "train" / "plugins").exists()
+    assert not (tmp_path / "b" / "train" / "plugins").exists()
     rows = [distloop.read_metrics(tmp_path / name) for name in "ab"]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
 

@@ -33,22 +33,22 @@ def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
         for step in range(start + 1, end + 1):
             summaries.write(step, {"loss": 1.0 / step})
         summaries.close()
-    assert steps_in_tensorboard(tmp_path / "train", "loss") == list(range(1, 13))
+    assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == list(range(1, 13))
 
 
 def test_evaluations_have_their_own_directory_and_the_tags_of_training(tmp_path):
     writer = SummaryWriter(str(tmp_path), evals=["test"])
     writer.write(3, {"loss": 0.5, "test/loss": 0.25, "test/digits/f1": 0.75, "learning_rate": 0.125})
     writer.close()
-    assert read_scalars(tmp_path / "train") == {("loss", 3): 0.5, ("learning_rate", 3): 0.125}
-    assert read_scalars(tmp_path / "test") == {("loss", 3): 0.25, ("digits/f1", 3): 0.75}
+    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 3): 0.5, ("optimizer/learning_rate", 3): 0.125}
+    assert read_scalars(tmp_path / "test") == {("Metrics/loss", 3): 0.25, ("Metrics/digits/f1", 3): 0.75}
 
 
 def test_a_prefix_that_is_no_evaluation_stays_in_the_tag(tmp_path):
     writer = SummaryWriter(str(tmp_path), evals=["test"])
     writer.write(1, {"discriminator/loss": 2.0, "test": 1.0})
     writer.close()
-    assert read_scalars(tmp_path / "train") == {("discriminator/loss", 1): 2.0, ("test", 1): 1.0}
+    assert read_scalars(tmp_path / "train") == {("Metrics/discriminator/loss", 1): 2.0, ("Metrics/test", 1): 1.0}
     assert os.listdir(tmp_path) == ["train"]
 
 
@@ -56,7 +56,7 @@ def test_an_evaluation_called_train_does_not_mix_with_training(tmp_path):
     writer = SummaryWriter(str(tmp_path), evals=["train"])
     writer.write(1, {"loss": 2.0, "train/loss": 1.0})
     writer.close()
-    assert read_scalars(tmp_path / "train") == {("loss", 1): 2.0, ("train/loss", 1): 1.0}
+    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 1): 2.0, ("Metrics/train/loss", 1): 1.0}
 
 
 def test_no_file_is_created_before_the_first_write(tmp_path):
@@ -70,7 +70,7 @@ def test_summaries_can_be_read_before_the_writer_is_closed(tmp_path):
     writer = SummaryWriter(str(tmp_path), evals=[])
     writer.write(1, {"loss": 0.5})
     writer.flush()
-    assert read_scalars(tmp_path / "train") == {("loss", 1): 0.5}
+    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 1): 0.5}
     writer.close()
 
 
@@ -81,8 +81,8 @@ def test_evaluations_may_come_first_and_writes_after_a_close_are_kept(tmp_path):
     writer.close()
     writer.write(2, {"loss": 3.0, "test/loss": np.float32(2.0)})
     writer.close()
-    assert read_scalars(tmp_path / "test") == {("loss", 1): 4.0, ("loss", 2): 2.0}
-    assert read_scalars(tmp_path / "train") == {("loss", 2): 3.0}
+    assert read_scalars(tmp_path / "test") == {("Metrics/loss", 1): 4.0, ("Metrics/loss", 2): 2.0}
+    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 2): 3.0}
 
 
 def test_summaries_of_nan_and_inf_are_kept(tmp_path):
@@ -90,8 +90,8 @@ def test_summaries_of_nan_and_inf_are_kept(tmp_path):
     writer.write(1, {"a": float("nan"), "b": float("inf")})
     writer.close()
     scalars = read_scalars(tmp_path / "train")
-    assert np.isnan(scalars["a", 1])
-    assert scalars["b", 1] == float("inf")
+    assert np.isnan(scalars["Metrics/a", 1])
+    assert scalars["Metrics/b", 1] == float("inf")
 
 
 def test_no_default_writer_and_no_default_step_stay_behind(tmp_path):
@@ -100,7 +100,7 @@ def test_no_default_writer_and_no_default_step_stay_behind(tmp_path):
     assert tf.summary.experimental.get_step() is None
     assert not tf.summary.scalar("stray", 1.0, step=1)
     writer.close()
-    assert read_scalars(tmp_path / "train") == {("loss", 1): 0.5}
+    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 1): 0.5}
 
 
 def test_the_users_default_writer_gets_no_metrics(tmp_path):
@@ -124,17 +124,19 @@ def test_a_bad_summary_directory_is_an_os_error(tmp_path):
 def steps_of_all(workdir):
     """Returns {run/tag: steps} of everything that TensorBoard shows."""
     found = {}
-    for directory in glob.glob(f"{workdir}/summaries/*"):
+    for directory in {os.path.dirname(path) for path in glob.glob(f"{workdir}/**/events.*", recursive=True)}:
         events = PluginEventAccumulator(directory, size_guidance={"tensors": 0})
         events.Reload()
         for tag in events.Tags()["tensors"]:
-            found[f"{os.path.basename(directory)}/{tag}"] = [event.step for event in events.Tensors(tag)]
+            found[os.path.normpath(f"{os.path.relpath(directory, workdir)}/{tag}")] = [
+                event.step for event in events.Tensors(tag)
+            ]
     return found
 
 
 def status_of(workdir):
     """Returns the status of a run on the HParams page; None: running."""
-    events = EventAccumulator(f"{workdir}/summaries/hparams")
+    events = EventAccumulator(str(workdir))
     events.Reload()
     if hparams.SESSION_END_INFO_TAG not in events.Tags()["tensors"]:
         return None
@@ -152,14 +154,13 @@ def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(
     steps = steps_of_all(tmp_path)
     assert all(a < b for found in steps.values() for a, b in zip(found, found[1:], strict=False)), steps
     every = [2, 4, 6, 8, 10]
-    assert steps["train/loss"] == list(range(1, 11))  # the crashing action looks at each step
-    for tag in ("test/loss", "train/weights/net/hidden/kernel", "train/gradients/net/hidden/kernel"):
+    assert steps["train/Metrics/loss"] == list(range(1, 11))  # the crashing action looks at each step
+    for tag in ("test/Metrics/loss", "train/weights/net/hidden/kernel", "train/gradients/net/hidden/kernel"):
         assert steps[tag] == every, tag
-    for tag in ("pictures", "tone", "words", "spread", "curve", "half"):
-        assert steps[f"train/shown/{tag}"] == every, tag
-    assert steps["train/update_ratio"] == every and steps["test/confusion"] == [10]
-    assert steps["train/run/config"] == [1, 5]  # of each start that is left: from step 0 and from 4
-    assert steps["hparams/last/loss"][-1] == 10
+    for tag in ("shown/pictures", "shown/tone", "shown/words", "shown/spread", "shown/curve", "Metrics/shown/half"):
+        assert steps[f"train/{tag}"] == every, tag
+    assert steps["train/optimizer/update_ratio"] == every and steps["test/confusion"] == [10]
+    assert steps["run/config"] == [1, 5]  # of each start that is left: from step 0 and from 4
 
 
 def test_an_interrupted_run_counts_as_running(tmp_path):
@@ -171,7 +172,7 @@ def test_an_interrupted_run_counts_as_running(tmp_path):
 
 
 def test_a_crash_before_the_first_metric_counts_as_failure(tmp_path):
-    writer = SummaryWriter(str(tmp_path / "summaries"), [], 0)
+    writer = SummaryWriter(str(tmp_path), [], 0)
     writer.begin({}, {}, Layout({}))
     writer.close(False)
     assert status_of(tmp_path) == api_pb2.STATUS_FAILURE
@@ -183,7 +184,7 @@ def test_odd_tags_are_kept(tmp_path):
     writer.write(1, {name: 1.0})
     writer.show(1, {f"{name}text": distloop.Text("x")})
     writer.close()
-    assert steps_in_tensorboard(tmp_path / "train", name) == [1]
+    assert steps_in_tensorboard(tmp_path / "train", f"Metrics/{name}") == [1]
     assert steps_in_tensorboard(tmp_path / "train", f"{name}text") == [1]
 
 
@@ -194,8 +195,8 @@ def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp
 
     def look(checkpoints, step, *arguments):
         rows = [row["step"] for row in distloop.read_metrics(tmp_path)]
-        copy = shutil.copytree(tmp_path / "summaries" / "train", tmp_path / str(step))  # without later flushes
-        saved[step] = rows, steps_in_tensorboard(copy, "loss"), steps_in_tensorboard(copy, "steps")
+        copy = shutil.copytree(tmp_path / "train", tmp_path / str(step))  # without later flushes
+        saved[step] = rows, steps_in_tensorboard(copy, "Metrics/loss"), steps_in_tensorboard(copy, "steps")
         save(checkpoints, step, *arguments)
 
     monkeypatch.setattr(Checkpoints, "save", look)
@@ -254,4 +255,13 @@ def test_after_an_error_no_step_is_lost_or_shown_twice(tmp_path):
     writer.close()
     for run in ("train", "test"):
         events = EventAccumulator(str(tmp_path / run)).Reload()
-        assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+        assert [event.step for event in events.Scalars("Metrics/loss")] == [1, 2, 3, 4]
+
+
+def test_an_evaluation_called_like_a_file_of_the_workdir_is_beside_training(tmp_path):
+    names = ["checkpoints", "export", "..", "config.json"]
+    writer = SummaryWriter(str(tmp_path / "run"), evals=names)
+    writer.write(1, {f"{name}/loss": 1.0 for name in names})
+    writer.close()
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["train"]
+    assert ("Metrics/export/loss", 1) in read_scalars(tmp_path / "run" / "train")

@@ -69,20 +69,23 @@ def test_tensorboard_shows_every_kind(sweep, is_fast):
     if is_fast:
         pytest.importorskip("tensorboard_data_server")
     with served(sweep, is_fast=is_fast) as ask:
-        run, test = "a/summaries/train", "a/summaries/test"
-        loss = ask("plugin/scalars/scalars", run=run, tag="loss")
+        run, test = "a/train", "a/test"
+        loss = ask("plugin/scalars/scalars", run=run, tag="Metrics/loss")
         rows = distloop.read_metrics(sweep / "a")
         assert [(step, value) for _, step, value in loss] == [
             (row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows
         ]
-        assert "accuracy" in ask("plugin/scalars/tags")[test]
+        tags = ask("plugin/scalars/tags")
+        assert "Metrics/accuracy" in tags[test]
+        assert all(tag["description"] for of_run in tags.values() for tag in of_run.values())
+        assert "Of the last step" in tags[run]["optimizer/learning_rate"]["description"]
         tag = "gradients/net/hidden/kernel"
         histogram = ask("plugin/histograms/histograms", run=run, tag=tag)
         assert [step for _, step, _ in histogram] == [2, 4]
         assert sum(count for *_, count in histogram[0][2]) == 8 * 16
         assert [step for _, step, _ in ask("plugin/distributions/distributions", run=run, tag=tag)] == [2, 4]
         assert "<strong>words</strong>" in ask("plugin/text/text", run=run, tag="shown/words")[0]["text"]
-        texts = {name: ask("plugin/text/text", run=run, tag=f"run/{name}")[0]["text"] for name in ("config", "model")}
+        texts = {name: ask("plugin/text/text", run="a", tag=f"run/{name}")[0]["text"] for name in ("config", "model")}
         assert "<td><code>clip_norm</code></td>\n<td><code>1.0</code></td>" in texts["config"]
         assert "net/hidden/kernel" in texts["model"] and "[8, 16]" in texts["model"]
         for where, tag in ((run, "shown/pictures"), (test, "confusion")):
@@ -91,9 +94,10 @@ def test_tensorboard_shows_every_kind(sweep, is_fast):
         sound = ask("plugin/audio/audio", run=run, tag="shown/tone", sample=0)[0]
         assert ask(f"plugin/audio/individualAudio?{sound['query']}&x=")[:4] == b"RIFF"
         assert ask("plugin/pr_curves/pr_curves", run=run, tag="shown/curve")[run][0]["true_positives"][0] == 2
-        assert re.search(rb"net\w*/hidden\w*/MatMul", ask("plugin/graphs/graph", run=run))
+        assert re.search(rb"net\w*/hidden\w*/MatMul", ask("plugin/graphs/graph", run="a"))
+        assert b"hidden" in ask("plugin/graphs/graph", run="a", tag="keras", conceptual="true")
         charts = {c["title"]: c for part in ask("plugin/custom_scalars/layout")["category"] for c in part["chart"]}
-        for title, names in {"loss": {"loss"}, "metrics": {"accuracy", "shown/half"}}.items():
+        for title, names in {"loss": {"Metrics/loss"}, "metrics": {"Metrics/accuracy", "Metrics/shown/half"}}.items():
             (pattern,) = charts[title]["multiline"]["tag"]
             assert set(ask("plugin/custom_scalars/scalars", run=run, tag=pattern)["tag_to_events"]) == names
 
@@ -102,17 +106,19 @@ def test_tensorboard_shows_every_kind(sweep, is_fast):
 def test_the_hparams_page_lists_the_runs_of_a_sweep(sweep):
     with served(sweep, is_fast=False) as ask:
         infos = ask("plugin/hparams/experiment", {})["metricInfos"]
-        assert {info["name"]["tag"] for info in infos} == {"last/loss", "last/test/loss", "last/test/accuracy"}
+        names = [(info["name"]["group"], info["name"]["tag"]) for info in infos]
+        assert names[:2] == [("test", "Metrics/accuracy"), ("train", "Metrics/accuracy")]  # beside the trial
+        assert ("test", "Metrics/loss") in names
         columns = [{"metric": info["name"]} for info in infos]
         query = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": columns}
         groups = ask("plugin/hparams/session_groups", query)["sessionGroups"]
         assert {g["name"]: g["hparams"]["clip_norm"] for g in groups} == {
-            "a/summaries/hparams": 1.0,
-            "b/summaries/hparams": 2.0,
+            "a": 1.0,
+            "b": 2.0,
         }
-        assert all(len(group["metricValues"]) == 3 for group in groups)
+        assert {*groups[0]["hparams"]} == {"seed", "clip_norm"}
         last = distloop.read_metrics(sweep / "a")[-1]
-        (value,) = [v for v in groups[0]["metricValues"] if v["name"]["tag"] == "last/test/loss"]
+        (value,) = [v for v in groups[0]["metricValues"] if v["name"] == {"group": "test", "tag": "Metrics/loss"}]
         assert value["value"] == pytest.approx(last["test/loss"], rel=1e-6) and value["trainingStep"] == 4
 
 
@@ -124,13 +130,13 @@ def test_tensorboard_shows_each_step_once_after_a_crash(is_fast, tmp_path):
     train_with_media(tmp_path / "run", 10, crash_at=7, histograms_every=2)
     train_with_media(tmp_path / "run", 10, histograms_every=2)
     with served(tmp_path, is_fast=is_fast, runs=3) as ask:
-        run = "run/summaries/train"
-        assert [step for _, step, _ in ask("plugin/scalars/scalars", run=run, tag="loss")] == list(range(1, 11))
+        run = "run/train"
+        assert [step for _, step, _ in ask("plugin/scalars/scalars", run=run, tag="Metrics/loss")] == list(range(1, 11))
         histogram = ask("plugin/histograms/histograms", run=run, tag="weights/net/hidden/kernel")
         assert [step for _, step, _ in histogram] == [2, 4, 6, 8, 10]
-        pictures = ask("plugin/images/images", run=run, tag="shown/pictures", sample=1)
+        pictures = ask("plugin/images/images", run=run, tag="shown/pictures", sample=0)
         assert [picture["step"] for picture in pictures] == [2, 4, 6, 8, 10]
-        assert [text["step"] for text in ask("plugin/text/text", run=run, tag="run/flags")] == [1, 5]
+        assert [text["step"] for text in ask("plugin/text/text", run="run", tag="run/flags")] == [1, 5]
         query = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": []}
         assert ask("plugin/hparams/session_groups", query)["totalSize"] == 1
 

@@ -258,7 +258,7 @@ def test_gradients_of_the_replicas_are_aggregated_before_the_optimizer_sees_them
     trainer.fit(batches([1.0, 2.0], 2), steps=3)  # 1 on one replica and 2 on the other
     for value in local_values(trainer, trainer.model["pair"]):
         np.testing.assert_allclose(value, [-0.45, -0.45], rtol=1e-6)
-    assert steps_in_tensorboard(tmp_path / "summaries" / "train", "loss") == [
+    assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == [
         1,
         2,
         3,

@@ -6,6 +6,7 @@ import re
 import keras
 import pytest
 import tensorflow as tf
+from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
 from distloop.training import overview
@@ -140,3 +141,15 @@ def test_the_layout_has_charts_for_what_the_run_reports():
     assert titles(clip_norm=1.0) - titles() == {"share of the steps that were clipped"}
     assert titles(precision="mixed_float16") - titles() == {"loss scale"}
     assert "update norm" in titles(histograms_every=5)
+
+
+def test_the_layers_of_keras_models_are_a_graph_of_their_own():
+    models = {"a": keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="first")]), "b": tf.Module()}
+    ((tag, graph),) = overview.layer_graphs(models).items()
+    assert tag == "keras/a" and keras_model_to_graph_def(json.loads(graph.json)).node[1].name.endswith("/first")
+
+    class Subclass(keras.Model):
+        pass
+
+    assert overview.layer_graphs(Subclass()) == {}
+    assert [*overview.layer_graphs(models["a"])] == ["keras"]

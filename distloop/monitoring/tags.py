@@ -1,0 +1,75 @@
+"""Tags: group and description of every number in TensorBoard; the names of the numbers about the run itself.
+
+    group_tag("loss")                           # "Metrics/loss"
+    group_tag("discriminator/learning_rate")    # "optimizer/discriminator/learning_rate"
+    describe("optimizer/discriminator/learning_rate")
+
+TensorBoard sorts groups by name, capital letters first, and opens the first two. Other files have names without groups.
+"""
+
+METRICS = "Metrics"  # loss and metrics: the first group
+
+# The numbers that distloop reports itself: group -> name -> description.
+GROUPS = {
+    METRICS: {
+        "loss": "The data term that training minimizes: a weighted mean over the examples since the last log. In an "
+        "evaluation: over all its examples.",
+        "regularization": "The sum of `model.losses`, such as L2 terms. It is not part of `loss`.",
+    },
+    "optimizer": {
+        "learning_rate": "Of the last step.",
+        "gradient_norm": "The global norm of the gradient before clipping.",
+        "clipped_share": "The fraction of the steps since the last log whose gradient was clipped.",
+        "loss_scale": "The factor of the loss in float16.",
+        "skipped_steps": "Steps since step 0 that changed nothing, because a gradient was not finite.",
+        "weight_norm": "The global norm of the weights that train.",
+        "update_norm": "How far the weights moved since the last histograms: the norm of the difference.",
+        "update_ratio": "`update_norm` divided by `weight_norm`.",
+    },
+    "speed": {
+        "steps_per_sec": "Training steps a second, without evaluations, checkpoints and logging.",
+        "examples_per_sec": "Training examples a second, of all replicas together.",
+        "input_wait": "The fraction of the loop's time that went to waiting for data.",
+        "host_share": "The fraction of all time between two loops: evaluations, actions, checkpoints, logging.",
+        "step_secs_p50": "Half of the steps took no longer, in seconds.",
+        "step_secs_p90": "90 % of the steps took no longer, in seconds.",
+        "step_secs_p99": "99 % of the steps took no longer, in seconds.",
+        "replica_imbalance": "Forward and backward time of the slowest replica, divided by the mean, minus 1.",
+        "model_flops_per_sec": "Floating-point operations a second: those of the forward pass, times three.",
+        "model_flops_utilization": "`model_flops_per_sec` divided by the peak of the devices.",
+    },
+    "system": {
+        "host_memory_gb": "Peak memory of the first worker's process, in gigabytes.",
+        "device_memory_gb": "Peak memory of the fullest GPU of the first worker, in gigabytes.",
+        "device_busy_share": "The fraction of the profiled time in which a device of the pipeline computed.",
+    },
+}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+
+_VALUE = (
+    "A value of `loss_fn`, or a number of an action. Values of `loss_fn` are weighted means over the examples since "
+    "the last log; in an evaluation, over all its examples."
+)
+_MEDIA = "Returned by an action, such as a `distloop.Summary`."
+_MEDIA_GROUPS = {
+    "keras": "The layers of the model.",
+    "run": "Written when the run starts.",
+    "weights": "The values of a variable.",
+    "gradients": "The gradient of a variable in one step, after clipping.",
+}
+
+
+def group_tag(name: str) -> str:
+    """Returns the tag of a number: its name under the group of its last part, `Metrics` for the user's values."""
+    return f"{_GROUP_OF.get(name.rpartition('/')[2], METRICS)}/{name}"
+
+
+def describe(tag: str) -> str:
+    """Returns the description of a number, in Markdown, by its tag."""
+    name = tag.rpartition("/")[2]
+    return GROUPS[_GROUP_OF[name]][name] if name in _GROUP_OF else _VALUE
+
+
+def describe_media(tag: str) -> str:
+    """Returns the description of media, in Markdown, by their tag."""
+    return _MEDIA_GROUPS.get(tag.partition("/")[0], _MEDIA)
