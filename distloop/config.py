@@ -20,6 +20,8 @@ from distloop import contradictions, durations
 
 T = TypeVar("T", str, int, float, bool)
 
+_LENGTHS = ("steps", "epochs", "until")  # of which a run has one
+
 # The headings of `--help` and of the settings page, in order.
 RUN = "The run"
 DEVICES = "Devices and workers"
@@ -64,8 +66,11 @@ class Config:
     """
 
     workdir: str = setting(RUN, "", "Local directory for all files of the run; empty: nothing is written.")
-    steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give either steps or epochs.")
+    steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give one of steps, epochs and until.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
+    until: int | str = setting(
+        RUN, "", "Train for this duration, over all interruptions, then end: 2 h, 3 epochs, 1e6 examples; empty: unset."
+    )
     batch_size: int = setting(
         RUN, 256, "Examples per step, over all replicas, of arrays given to fit; a dataset has its own.", minimum=1
     )
@@ -130,10 +135,15 @@ class Config:
         NUMERICS, 1000, "The most steps before control returns to the host, as it does after every second; 0: no limit."
     )
 
-    eval_every: int = setting(CHECKPOINTS, 0, "Steps between two evaluations; 0: only at the end.")
+    eval_every: int | str = setting(
+        CHECKPOINTS,
+        "auto",
+        "Duration between two evaluations: 500, 2 epochs, 30 min; 0: only at the end; auto: each epoch if the run's "
+        "length is given in epochs, else only at the end.",
+    )
     eval_first: bool = setting(CHECKPOINTS, False, "Also evaluate before the first step.")
     checkpoint_every: int | str = setting(
-        CHECKPOINTS, "10 min", "Steps or time between two checkpoints: 500, 90 s, 2 h; 0: only at the end."
+        CHECKPOINTS, "10 min", "Duration between two checkpoints: 500, 1 epoch, 2 h; 0: only at the end."
     )
     keep_checkpoints: int = setting(CHECKPOINTS, 3, "Number of newest checkpoints to keep.", minimum=1)
     resume: bool = setting(CHECKPOINTS, True, "Resume from the newest checkpoint in the workdir, if there is one.")
@@ -153,9 +163,13 @@ class Config:
         "What is printed; auto: a live display on a terminal, otherwise lines; quiet: warnings and errors only.",
         choices=("auto", "lines", "quiet"),
     )
-    log_every: int = setting(MONITORING, 100, "Steps between two logs; 0: only at the end.")
-    histograms_every: int = setting(
-        MONITORING, 0, "Steps between two histograms of weights and gradients; 0: none. Needs a workdir."
+    log_every: int | str = setting(
+        MONITORING, 100, "Duration between two logs: 500, 1 epoch, 30 s; 0: only at the end."
+    )
+    histograms_every: int | str = setting(
+        MONITORING,
+        0,
+        "Duration between two histograms of weights and gradients: 500, 1 epoch, 10 min; 0: none. Needs a workdir.",
     )
     graph: str = setting(
         MONITORING,
@@ -232,8 +246,8 @@ class Config:
     def from_flags(cls, **overrides: Any) -> "Config":
         """Returns the settings from the flags: `define_flags`' defaults, then the command line, then `overrides`.
 
-        Later ones take precedence; the later one of `steps` and `epochs` sets the other to 0. Before flags are parsed,
-        and for fields without a flag, defaults are used, so it works in a notebook.
+        Later ones take precedence; a later one of `steps`, `epochs` and `until` unsets the others. Before flags are
+        parsed, and for fields without a flag, defaults are used, so it works in a notebook.
 
         Args:
             **overrides: values that take precedence over the command line.
@@ -246,9 +260,8 @@ class Config:
         present = {name: flag.value for name, flag in defined.items() if flag.present or not flag.using_default_value}
         values = {name: flag.value for name, flag in defined.items()}
         for later in (present, overrides):
-            for name, other in (("steps", "epochs"), ("epochs", "steps")):
-                if later.get(name) and other not in later:
-                    values[other] = 0
+            if any(later.get(name) for name in _LENGTHS):
+                values.update({name: fields()[name].default for name in _LENGTHS})
             values.update(later)
         return cls(**values)
 
@@ -290,6 +303,8 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     Raises:
         ValueError: if the value is not allowed.
     """
+    if field.type == int | str and value == field.default:
+        return value  # "auto", or empty
     converted = _converted(field.type, value)
     choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
     is_outside = field.type in (int, float) and converted is not None and not minimum <= converted < below
@@ -320,6 +335,8 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     """Returns the allowed values of a field, in words."""
     if field.metadata["choices"]:
         return "one of " + ", ".join(field.metadata["choices"])
+    if field.type == int | str and durations.normalize(field.default) is None:
+        return f"{durations.ALLOWED}, or {field.default or 'nothing'}"
     if field.type not in (int, float):
         return {str: "a string", bool: "True or False", int | str: durations.ALLOWED}[field.type]  # type: ignore[index]
     minimum, below = field.metadata["minimum"], field.metadata["below"]

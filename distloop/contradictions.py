@@ -37,6 +37,15 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "{config.clip_value:g} were given; gradients are clipped in one way: set the others to 0.",
     ),
     (
+        lambda config: config.until and (config.steps or config.epochs),
+        "until={config.until!r} was given beside steps={config.steps} and epochs={config.epochs}; a run has one "
+        "length: give one of them.",
+    ),
+    (
+        lambda config: str(config.until).endswith("%"),
+        "until={config.until!r} was given, a share of the length that it sets: give steps, epochs, examples or a time.",
+    ),
+    (
         lambda config: config.locate_nonfinite and config.on_nonfinite == "skip",
         "locate_nonfinite=True and on_nonfinite=skip contradict each other; a skipped step is not diagnosed: give "
         "on_nonfinite=raise to locate, or locate_nonfinite=False to skip.",

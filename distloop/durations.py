@@ -1,49 +1,136 @@
-"""Durations: how often something is due, as a number of steps or a text with a unit; without TensorFlow.
+"""Durations: when something is due or how long it takes, as a number of steps or a text with a unit; no TensorFlow.
 
-    parse(500), parse("500 steps")      # Duration(steps=500)
-    parse("10 min")                     # Duration(secs=600.0)
+    parse(500), parse("500 steps")                  # Duration(500.0, "steps")
+    units = Units(steps_per_epoch=lambda: 40, examples_per_step=lambda: 64, run=Period(steps=2_000))
+    units.period("2 epochs")                        # Period(steps=80)
+    units.period("10 min")                          # Period(secs=600.0)
+    units.period("25 %")                            # Period(steps=500), of the run
 
 It does not know what is due, nor the time.
 """
 
+import functools
+import math
 import numbers
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-ALLOWED = "a number of steps, or a time such as '90 s', '10 min' or '2 h'"
+ALLOWED = (
+    "a number of steps, or a text with a unit, such as '500 steps', '2 epochs', '1e6 examples', '90 s', '15 min', "
+    "'2 h' or '25 %' of the run"
+)
 
 _SECS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-_FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)\s*")
+_COUNTS = {"": "steps", "%": "%"} | {
+    unit[: len(unit) - s]: unit for unit in ("steps", "epochs", "examples") for s in (0, 1)
+}
+_FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z%]*)\s*")
 
 
 class Duration(NamedTuple):
+    """An amount of a unit, which is "steps", "epochs", "examples", "secs" or "%" (of the run)."""
+
+    amount: float
+    unit: str
+
+
+class Period(NamedTuple):
     """Steps or seconds; both are 0 for what is due only at the end."""
 
     steps: int = 0
     secs: float = 0.0
 
+    @property
+    def last_step(self) -> float:
+        """The step that a run of this length ends with; inf: it ends by time."""
+        return self.steps or math.inf
+
+
+class Units:
+    """What the units of durations are in steps, for one run on one dataset.
+
+    Attributes:
+        run: the length of the whole run, of which percents are taken.
+        run_unit: the unit that it was given in.
+    """
+
+    def __init__(
+        self,
+        steps_per_epoch: Callable[[], int] | None = None,
+        examples_per_step: Callable[[], int] | None = None,
+        run: Period = Period(),  # noqa: B008 - immutable
+        run_unit: str = "steps",
+    ):
+        """Stores the sizes; asks for one when a duration has its unit.
+
+        Args:
+            steps_per_epoch: returns the batches of a pass over the data; None: it is not known.
+            examples_per_step: returns the examples of a whole batch, over all replicas; None: it is not known.
+            run: the length of the whole run; 0: it is not known.
+            run_unit: the unit that it was given in.
+        """
+        sizes = {"epochs": steps_per_epoch, "examples": examples_per_step}
+        self._sizes = {unit: functools.cache(size) for unit, size in sizes.items() if size is not None}
+        self.run, self.run_unit = run, run_unit
+
+    def period(self, value: int | str) -> Period:
+        """Returns a duration in whole steps, rounded up, or in seconds; "auto" is an epoch in a run of epochs, else 0.
+
+        Raises:
+            ValueError: if it is no duration, or the size of its unit is not known.
+        """
+        if value == "auto":
+            value = "1 epoch" if self.run_unit == "epochs" else 0
+        amount, unit = parse(value)
+        if unit == "%":
+            if amount and not any(self.run):
+                raise ValueError(
+                    f"The duration {value!r} was given where the length of a run is not known: give steps."
+                )
+            share = amount / 100
+            return Period(_whole(share * self.run.steps), share * self.run.secs)
+        if unit == "secs":
+            return Period(secs=amount)
+        return Period(steps=_whole(amount * self._steps_per(unit, value)) if amount else 0)
+
+    def _steps_per(self, unit: str, value: Any) -> float:
+        if unit == "steps":
+            return 1.0
+        if unit not in self._sizes:
+            raise ValueError(f"The duration {value!r} was given where no dataset is known: give steps.")
+        size = self._sizes[unit]()
+        return size if unit == "epochs" else 1 / size
+
 
 def parse(value: int | str) -> Duration:
-    """Returns a duration from a number of steps, or a text: `"500"`, `"500 steps"`, `"90 s"`, `"10 min"`, `"2 h"`.
+    """Returns a duration from a number of steps, or a text: `"500"`, `"500 steps"`, `"2 epochs"`, `"10 min"`, `"25 %"`.
 
     Raises:
         ValueError: for anything else.
     """
     match = _FORM.fullmatch(str(value))
-    number, unit = (float(match[1]), match[2]) if match else (-1.0, "")
-    if number >= 0 and unit in ("", "step", "steps") and number == int(number):
-        return Duration(steps=int(number))
-    if number >= 0 and unit in _SECS:
-        return Duration(secs=number * _SECS[unit])
+    if match:
+        number, unit = float(match[1]), match[2]
+        if unit in _SECS:
+            return Duration(number * _SECS[unit], "secs")
+        name = _COUNTS.get(unit)
+        if name is not None and (name != "steps" or number == int(number)):
+            return Duration(number, name)
     raise ValueError(f"The duration {value!r} was given: give {ALLOWED}.")
 
 
 def normalize(value: Any) -> int | str | None:
-    """Returns a duration as settings hold it: a number of steps, or a text with a time; None if it is none."""
+    """Returns a duration as settings hold it: a number of steps, or a text with another unit; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, str | numbers.Real):
         return None
     try:
-        duration = parse(str(value))
+        amount, unit = parse(str(value))
     except ValueError:
         return None
-    return str(value) if duration.secs else duration.steps
+    return int(amount) if unit == "steps" or not amount else str(value)
+
+
+def _whole(steps: float) -> int:
+    """Returns a number of steps rounded up, but for the last bits of the arithmetic."""
+    return math.ceil(steps * (1 - 1e-12))

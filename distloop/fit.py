@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
@@ -24,15 +22,18 @@ from distloop.actions.evaluate import Evaluate
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
 from distloop.actions.save import Save
+from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
+from distloop.data.passes import Passes
 from distloop.data.source import Data, Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
+from distloop.durations import Units
 from distloop.monitoring.console import Console, say
 from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
 from distloop.monitoring.json_writer import JsonWriter
@@ -41,7 +42,8 @@ from distloop.monitoring.records import read_metrics
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers.gradients import Clipping
-from distloop.training import overview
+from distloop.training import overview, run_length
+from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -59,7 +61,7 @@ class Fit:
         checkpoints: of the run.
         make_loop: returns the training loop; called once the weights are restored.
         source: the data to train on.
-        until: the global step to end with.
+        units: of the durations; `units.run` is the length of the run.
         evaluations: an action for each dataset to evaluate on.
         actions: the user's.
         writers: the user's; the chief's are used.
@@ -72,7 +74,7 @@ class Fit:
     checkpoints: RunCheckpoints
     make_loop: Callable[[], TrainLoop]
     source: Source
-    until: int
+    units: Units
     evaluations: Sequence[Evaluate]
     actions: Sequence[Action]
     writers: Sequence[Writer]
@@ -80,27 +82,36 @@ class Fit:
     clock: Clock
     _stop_reason: str | None = None  # why the run was over at the checkpoint it resumed from
     _loop: TrainLoop = dataclasses.field(init=False)
+    _plan: Plan = dataclasses.field(init=False)
     _window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
     _stop_requests: StopRequests | None = None
 
     def __post_init__(self) -> None:
         are_used = self._is_chief and not self.config.fast_dev_run
         self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
+        self._plan = Plan(self.units)
+        settings = [self.config.log_every, self.config.checkpoint_every, self.config.histograms_every]
+        for every in [*settings, *(action.every for action in [*self.evaluations, *self.actions])]:
+            if every is not None:
+                self._plan.period(every)  # a unit of unknown size is refused before the first step
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         self.checkpoints.resume()
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
-        self._stop_reason = self.checkpoints.stop_reason(self.until)
+        self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
+        if (histograms := self._loop.histograms) is not None:
+            histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
         self._attach()
         return self
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
-        return self._step >= self.until or bool(self._stop_reason)
+        secs = self.units.run.secs
+        return self._step >= self.units.run.last_step or bool(self._stop_reason) or 0 < secs <= self._loop.secs
 
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
@@ -149,10 +160,7 @@ class Fit:
 
     def _last_numbers(self) -> dict[str, float]:
         """Returns the numbers of the last report of a run that is over, and prints why nothing is done."""
-        if self._stop_reason:
-            why = f"Stopped at step {self._step} before ({self._stop_reason}): raise steps"
-        else:
-            why = f"Already at step {self._step} of {self.until}: raise steps"
+        why = run_length.why_over(self.units.run, self._step, self._loop.secs, self._stop_reason)
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
         self._restore_best()
         return self._loop.reported
@@ -170,11 +178,12 @@ class Fit:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], Report(0, 0, {}, self.state, time=time.time()), self.clock)
             actions = self._all_actions(write, profile)
-            secs = durations.parse(self.config.checkpoint_every).secs
+            secs = self._plan.period(self.config.checkpoint_every).secs
             metrics = self._loop.train(
                 self.source,
-                self.until,
+                self.units.run.last_step,
                 actions,
+                plan=self._plan,
                 window=self._window,
                 stop_requests=self._stop_requests,
                 clock=self.clock,
@@ -204,7 +213,8 @@ class Fit:
 
     def _attach(self) -> None:
         """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
-        self._window = self.checkpoints.attach(self.source, self._loop, [*self.actions, *self.evaluations], self.until)
+        actions = [*self.actions, *self.evaluations]
+        self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
 
     def _announce(self) -> None:
         """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
@@ -234,11 +244,12 @@ class Fit:
         if self._loop.histograms is not None:
             actions.append(self._loop.histograms)
         if self.actions and workers.num_workers(strategy) > 1:
-            actions.append(SyncStop(functools.partial(workers.gather, strategy), self.actions))
+            actions.append(SyncStop(functools.partial(workers.gather, strategy), self.actions, self._plan))
         saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None
         for action in actions:
             member(action, "set_saves")(saves)
-        return [*actions, write, *([Save(saves, durations.parse(self.config.checkpoint_every).steps)] if saves else [])]
+        save_every = self._plan.period(self.config.checkpoint_every).steps
+        return [*actions, write, *([Save(saves, save_every)] if saves else [])]
 
     def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         with self.checkpoints.disk_watch.over("saving"):
@@ -264,7 +275,9 @@ class Fit:
                     "in the way, or give another directory."
                 ) from error
         if self.config.console != "quiet":
-            console = Console(self.until, self._step, evals=evals, may_draw=self.config.console == "auto")
+            run, may_draw = self.units.run, self.config.console == "auto"
+            secs_left = max(0.0, run.secs - self._loop.secs)
+            console = Console(run.last_step, self._step, evals=evals, may_draw=may_draw, secs_left=secs_left)
             if workdir and self._step and evals:
                 console.remember(self._earlier_evaluations())  # the best value may have been before
             writers.append(console)
@@ -299,9 +312,11 @@ def check_arguments(evals: Any, actions: Sequence[Action], writers: Any) -> None
     for action in actions:
         if not callable(action) or not hasattr(action, "every"):
             raise ValueError(
-                f"The action {action!r} was given; an action is a callable with an attribute `every`, in steps: "
-                "set it, as in `action.every = 100`."
+                f"The action {action!r} was given; an action is a callable with an attribute `every`: set it, as in "
+                "`action.every = 100` for steps or `action.every = '1 epoch'`."
             )
+        if action.every is not None and durations.normalize(action.every) is None:
+            raise ValueError(f"The action {action!r} has every={action.every!r}: give {durations.ALLOWED}, or None.")
     if len(metrics := _metrics_to_restore(actions)) > 1:
         raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
     check_writers(writers)
@@ -313,30 +328,21 @@ def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
     return {metric for action in actions if (metric := member(action, "metric_to_restore"))}
 
 
-def last_step(config: Config, source: Source, steps: int | None, epochs: int | None) -> int:
-    """Returns the global step to end with.
-
-    Args:
-        config: its `steps` and `epochs` count if `fit` was given neither.
-        source: the data, for the batches of an epoch.
-        steps: what `fit` was given.
-        epochs: what `fit` was given.
+def make_evaluations(evals: Mapping[str, Data], config: Config, passes: Passes, eval_loop: EvalLoop) -> list[Evaluate]:
+    """Returns an action for each dataset to evaluate on.
 
     Raises:
-        ValueError: if not exactly one of them is given, or an epoch has no end.
+        ValueError: if a dataset breaks a rule.
     """
-    if steps is None and epochs is None:
-        steps, epochs = config.steps, config.epochs
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and not (is_whole and value >= 0):
-            raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
-    if bool(steps) == bool(epochs):
-        raise ValueError(
-            f"fit was given steps={steps} and epochs={epochs}; it needs exactly one of them: give fit(steps=...), "
-            "fit(epochs=...), or set one in the config."
+    limit = config.limit_eval_batches
+    return [
+        Evaluate(
+            name,
+            functools.partial(eval_loop.evaluate, passes.source(data, may_be_endless=limit > 0), limit),
+            config.eval_every,
         )
-    return int(steps) if steps else int(epochs or 0) * source.batches_per_epoch()
+        for name, data in evals.items()
+    ]
 
 
 def make_train_loop(state: TrainState, config: Config) -> TrainLoop:

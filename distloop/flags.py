@@ -260,7 +260,7 @@ def _describe(setting: Setting) -> str:
     return "\n".join([*head, *body])
 
 
-_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "N|TIME"}
+_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION"}
 
 
 def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:

@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from distloop.actions.action import Action
-from distloop.actions.evaluate import Evaluate
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.adapters import write_trained_weights
 from distloop.checkpoints.keras_file import write_keras_file
@@ -31,12 +30,13 @@ from distloop.diagnostics.audit import audit, print_and_exit
 from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
-from distloop.fit import Fit, check_arguments, last_step, make_train_loop, make_training_source
+from distloop.fit import Fit, check_arguments, make_evaluations, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.console import say
 from distloop.monitoring.deliveries import Writer
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
+from distloop.training import run_length
 from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
@@ -125,6 +125,7 @@ class Trainer:
         *,
         steps: int | None = None,
         epochs: int | None = None,
+        until: int | str | None = None,
         evals: Mapping[str, Data] | None = None,
         actions: Sequence[Action] = (),
         writers: Sequence[Writer] = (),
@@ -140,9 +141,10 @@ class Trainer:
                 that returns one worker's part, a `DistributedDataset`, a `PyDataset`, a generator, a `DataLoader`, or
                 NumPy arrays `[N, ...]`, alone or in a dict, tuple or list: batches of `Config.batch_size` examples,
                 shuffled with `Config.seed`; `evals` and other methods take them in order.
-            steps: the global step to end with; overrides the config's steps and epochs.
+            steps: the global step to end with; overrides the config's steps, epochs and until.
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
-            evals: name -> data to evaluate on every `eval_every` steps and at the end.
+            until: instead of `steps`: a duration, such as "2 h" of training or "1e6 examples".
+            evals: name -> data to evaluate on, every `eval_every` and at the end.
             actions: called in order after the evaluations; see `distloop.Action`.
             writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
 
@@ -166,8 +168,8 @@ class Trainer:
         if self._train_source is None or self._train_source.data is not train:
             self._train_source = make_training_source(train, self.state, self.config)
         source = self._train_source
-        until = self.step + 1 if self.config.fast_dev_run else last_step(self.config, source, steps, epochs)
-        eval_sources = {name: self._eval_source(data) for name, data in (evals or {}).items()}
+        length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)
+        evaluations = make_evaluations(evals or {}, self.config, self._passes, self._eval_loop)
         self._build(source)
         run = Fit(
             state=self.state,
@@ -175,11 +177,8 @@ class Trainer:
             checkpoints=self._checkpoints,
             make_loop=lambda: self._train_loop,
             source=source,
-            until=until,
-            evaluations=[
-                Evaluate(name, functools.partial(self._evaluate, eval_source), self.config.eval_every)
-                for name, eval_source in eval_sources.items()
-            ],
+            units=run_length.make_units(source, length),
+            evaluations=evaluations,
             actions=actions,
             writers=writers,
             forward_pass=self._forward_pass,

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import time
+import types
 
 import keras
 import numpy as np
@@ -68,6 +69,11 @@ def classifier(
         )
 
     return model_fn
+
+
+def seconds_of_one_loop():
+    """Stands in for the module `time` of `training/loop.py`: each loop seems to take a second."""
+    return types.SimpleNamespace(monotonic=itertools.count().__next__, time=time.time)
 
 
 def _array(value):

@@ -1,39 +1,115 @@
-"""Durations from numbers and texts."""
+"""Durations from numbers and texts, and what they are in steps or seconds."""
 
 import pytest
 
 import distloop
-from distloop.durations import Duration, parse
+from distloop.durations import Duration, Period, Units, parse
+
+UNITS = Units(lambda: 40, lambda: 64, Period(steps=1_000))
 
 
-@pytest.mark.parametrize("value", [500, "500", "500 steps", " 500steps ", "5e2 steps"])
+@pytest.mark.parametrize("value", [500, "500", "500 steps", " 500steps ", "5e2 steps", 500.0])
 def test_a_plain_number_is_a_number_of_steps(value):
-    assert parse(value) == Duration(steps=500)
+    assert parse(value) == Duration(500, "steps")
 
 
-def test_a_time_has_a_unit():
-    assert [parse(text).secs for text in ("90 s", "10 min", "1.5 h", "2min", "0 s")] == [
-        90.0,
-        600.0,
-        5400.0,
-        120.0,
-        0.0,
-    ]
-    assert parse("10 min").steps == 0
+def test_other_durations_have_a_unit():
+    texts = (
+        "90 s",
+        "10 min",
+        "1.5 h",
+        "2min",
+        "0 s",
+        "2 epochs",
+        "1 epoch",
+        "0.5 epochs",
+        "1e6 examples",
+        "25 %",
+        "5%",
+    )
+    durations = [parse(text) for text in texts]
+    assert [amount for amount, _ in durations] == [90, 600, 5400, 120, 0, 2, 1, 0.5, 1e6, 25, 5]
+    assert [unit for _, unit in durations] == ["secs"] * 5 + ["epochs"] * 3 + ["examples", "%", "%"]
 
 
-@pytest.mark.parametrize("value", ["", "ten", "-5", "10 m", "1.5 steps", "1.5", "10 min 5 s", "inf", "nan s", None])
+WRONG = [
+    "",
+    "ten",
+    "-5",
+    "10 m",
+    "1.5 steps",
+    "1.5",
+    "10 min 5 s",
+    "inf",
+    "nan s",
+    None,
+    "2 epoch s",
+    "3 hs",
+    "%",
+    "2 %s",
+]
+
+
+@pytest.mark.parametrize("value", WRONG)
 def test_anything_else_is_refused(value):
-    with pytest.raises(ValueError, match="give a number of steps, or a time such as '90 s', '10 min' or '2 h'"):
+    with pytest.raises(
+        ValueError, match="was given: give a number of steps, or a text with a unit, such as '500 steps'"
+    ):
         parse(value)
 
 
-def test_checkpoint_every_takes_steps_and_times():
-    assert distloop.Config().checkpoint_every == "10 min"
-    assert distloop.Config(checkpoint_every=500).checkpoint_every == 500
-    assert distloop.Config(checkpoint_every="500").checkpoint_every == 500
-    assert distloop.Config(checkpoint_every="500 steps").checkpoint_every == 500
-    assert distloop.Config(checkpoint_every="2 h").checkpoint_every == "2 h"
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        (7, 7),
+        ("2 epochs", 80),
+        ("0.5 epochs", 20),
+        ("0.3 epochs", 12),  # 0.3 * 40 is 12, although the nearest float is not
+        ("640 examples", 10),
+        ("641 examples", 11),
+        ("25 %", 250),
+        ("0.01 %", 1),
+        ("0 epochs", 0),
+    ],
+)
+def test_a_period_is_a_whole_number_of_steps_rounded_up(value, steps):
+    assert UNITS.period(value) == Period(steps=steps)
+
+
+def test_a_period_in_time_stays_in_time_and_so_does_a_share_of_a_run_that_ends_by_time():
+    assert UNITS.period("2 min") == Period(secs=120.0)
+    assert Units(run=Period(secs=60.0)).period("25 %") == Period(secs=15.0)
+
+
+def test_sizes_are_asked_for_once_and_only_if_a_duration_has_their_unit():
+    asked = []
+    units = Units(lambda: asked.append("epochs") or 5, lambda: asked.append("examples") or 5)
+    units.period(3), units.period("1 min")
+    assert asked == []
+    assert units.period("1 epoch") == units.period("1 epoch") == Period(steps=5) and asked == ["epochs"]
+
+
+@pytest.mark.parametrize("value", ["2 epochs", "9 examples", "5 %"])
+def test_a_unit_of_unknown_size_is_refused(value):
+    with pytest.raises(ValueError, match=f"The duration '{value}' was given where .* is .*known: give steps"):
+        Units().period(value)
+
+
+@pytest.mark.parametrize("name", ["checkpoint_every", "eval_every", "log_every", "histograms_every", "until"])
+def test_settings_take_steps_and_texts_with_a_unit(name):
+    def setting(value):
+        return getattr(distloop.Config(**{name: value}), name)
+
+    assert setting(500) == setting("500") == setting("500 steps") == 500
+    assert [setting(text) for text in ("2 h", "2 epochs", "1e6 examples")] == ["2 h", "2 epochs", "1e6 examples"]
     for wrong in ("10 m", -1, 1.5, True, None, float("nan")):
-        with pytest.raises(ValueError, match="^checkpoint_every=.* is not allowed: give a number of steps, or a time"):
-            distloop.Config(checkpoint_every=wrong)
+        with pytest.raises(
+            ValueError, match=f"^{name}=.* is not allowed: give a number of steps, or a text with a unit"
+        ):
+            setting(wrong)
+
+
+def test_durations_that_are_not_given_have_defaults_of_their_own():
+    config = distloop.Config()
+    assert (config.checkpoint_every, config.eval_every, config.log_every, config.until) == ("10 min", "auto", 100, "")
+    assert distloop.Config(eval_every="auto") == config

@@ -148,7 +148,7 @@ def test_a_flag_set_by_the_program_takes_precedence_over_defaults(fresh_flags):
     assert Config.from_flags() == Config(epochs=3)
 
 
-@pytest.mark.parametrize(("default", "argument"), [("steps", "epochs"), ("epochs", "steps")])
+@pytest.mark.parametrize(("default", "argument"), [("steps", "epochs"), ("epochs", "steps"), ("until", "steps")])
 def test_the_command_lines_length_replaces_the_default_one(fresh_flags, default, argument):
     flags.define_flags(**{default: 2_000})
     assert parse(fresh_flags, f"--{argument}=3") == Config(**{argument: 3})
@@ -221,7 +221,7 @@ def test_config_json_holds_every_field(tmp_path):
 def test_flags_txt_restores_every_field(fresh_flags, tmp_path):
     flags.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
-    excluded = {"epochs", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
+    excluded = {"epochs", "until", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
     excluded |= {"clip_variable_norm", "clip_value"}
     assert set(OTHER_VALUES) == set(NAMES) - excluded
     flags.write(given, str(tmp_path))

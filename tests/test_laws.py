@@ -662,7 +662,7 @@ def test_the_error_is_about_the_update_that_has_no_loss_scale():
 # boundaries -------------------------------------------------------------------------------------------------------
 
 CUTS = [
-    dict(log_every=1),
+    dict(log_every="2 s", eval_every="25 %", steps_per_loop=1),
     dict(log_every=7, eval_every=3),
     dict(log_every=5, steps_per_loop=2),
 ]
@@ -676,17 +676,18 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
         def action(report):
             trainer.predict(batches(16))
 
-        action.every = 3
+        action.every = "3 s"
         data = batches(16, shuffle=True)
         trainer.fit(data, steps=11, evals={"test": batches(16)}, actions=[action] if cut else [])
         trainer.fit(data, steps=23)
         return everything(trainer)
 
+    monkeypatch.setattr(loop, "time", problems.seconds_of_one_loop())
     expected = run()
     for cut in CUTS:
         assert_equal(run(**cut), expected)
     monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
-    assert_equal(run(workdir=str(tmp_path), checkpoint_every="0.001 s"), expected)
+    assert_equal(run(workdir=str(tmp_path), checkpoint_every="1 s"), expected)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # besides the last one: saved by the clock
 
 

@@ -1,6 +1,6 @@
 """The contract of an action: what it receives, what it returns, and how a list of actions runs at a boundary.
 
-An action is any callable with an attribute `every`, in steps. It receives a `Report` and returns new metrics or None.
+An action is any callable with an attribute `every`, a duration. It receives a `Report` and returns new metrics or None.
 The metrics join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. Media
 (`distloop.Images`, ...) are returned in the same way. This module does not know the training loop.
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from distloop.actions import schedule
+from distloop.actions.schedule import Plan
 from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.timing import Clock
@@ -28,7 +28,7 @@ class Report:
 
     Attributes:
         step: number of steps done.
-        until: the last step of the run.
+        until: the last step of the run; inf: not known yet, as the run ends by time.
         metrics: name -> number: training values are means since the last log, evaluations are called `test/accuracy`.
         state: everything that training changes, a `TrainState`.
         stop_reason: why an earlier action of this boundary ended the run; None: no action did.
@@ -38,7 +38,7 @@ class Report:
     """
 
     step: int
-    until: int
+    until: float
     metrics: Mapping[str, float]
     state: Any
     stop_reason: str | None = None
@@ -122,8 +122,9 @@ class Action(Protocol):
     All other members are optional, for plain functions too: a missing one has the value that it has here.
 
     Attributes:
-        every: period in steps; the action is also called at the end of the run. 0: only at the end. None: at each
-            boundary that the log or another action causes.
+        every: how often it is called: a number of steps, or a text such as "2 epochs", "10 min" or "25 %" (of the run);
+            it is also called at the end of the run. 0: only at the end. None: at each boundary that the log or another
+            action causes. What is due by time is called after the next step, on all workers at the same one.
         name: checkpoints keep the state under it; two actions with a state need different ones. Empty: the name of the
             class, or of the function.
         phase: the entry of the run's time summary that its time counts for.
@@ -133,7 +134,7 @@ class Action(Protocol):
         metric_to_restore: a metric whose best checkpoint is restored when the run has ended. Empty: none.
     """
 
-    every: int | None
+    every: int | str | None
     name: str = ""
     phase: str = "other"
     only_writes: bool = False
@@ -175,18 +176,16 @@ def member(action: Action, name: str) -> Any:
     return functools.partial(default, action) if callable(default) else default
 
 
-def is_due(action: Action, step: int, until: int) -> bool:
-    """Returns True if the action is to be called at the boundary `step` of a run that ends at `until`."""
-    return action.every is None or schedule.is_due(step, action.every, until)
-
-
-def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -> tuple[dict[str, float], str | None]:
+def run(
+    actions: Sequence[Action], report: Report, clock: Clock | None = None, plan: Plan | None = None
+) -> tuple[dict[str, float], str | None]:
     """Calls the actions that are due at a boundary, each with the metrics of the ones before, then ends it for each.
 
     Args:
         actions: in order.
         report: the report of the first action.
         clock: adds the time of each action to its phase; None: time is not counted.
+        plan: when actions are due; None: durations are in steps.
 
     Returns:
         All metrics, and the first reason to stop, if an action raised `StopTraining`. For the actions after that one
@@ -194,11 +193,11 @@ def run(actions: Sequence[Action], report: Report, clock: Clock | None = None) -
     """
     metrics = dict(report.metrics)
     reason = None
-    clock = clock or Clock()
+    clock, plan = clock or Clock(), plan or Plan()
     report = replace(report, is_complete=True)
     called = []
     for action in actions:
-        due = is_due(action, report.step, report.until)
+        due = plan.is_due(action.every, report.step, report.until)
         if not (due and member(action, "has_fixed_metrics")):
             report = replace(report, is_complete=False)  # for the actions after it
         if not due:

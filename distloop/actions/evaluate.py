@@ -12,13 +12,13 @@ class Evaluate(Action):
     phase = "evaluation"
     has_fixed_metrics = True
 
-    def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int):
+    def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int | str):
         """Stores the function.
 
         Args:
             name: name of the evaluation, such as "test".
             evaluate: returns the metrics by name.
-            every: steps.
+            every: how often, a duration.
         """
         self.name = name
         self.every = every

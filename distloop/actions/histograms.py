@@ -25,22 +25,22 @@ from distloop.variables import tensorflow_variable
 class WeightHistograms(Action):
     """Records the gradients of the last step, and reports histograms and norms."""
 
-    def __init__(self, variables: Mapping[str, Sequence[Any]], paths: Mapping[int, str], step: Any, every: int):
+    def __init__(self, variables: Mapping[str, Sequence[Any]], paths: Mapping[int, str], step: Any, every: int | str):
         """Reads the weights if the run is at a multiple of `every`.
 
         Args:
             variables: the variables that each update trains, by the update's name.
             paths: names of the variables, by identity.
             step: the counter of steps done.
-            every: steps, 1 or more.
+            every: how often; `Fit` puts steps in the place of epochs, examples and percents.
         """
-        self.every: int = every
+        self.every = every
         self._variables, self._paths = variables, paths
         self._packings: dict[str, Packing] = {}
         self._gradients: dict[str, list[tf.Variable]] = {}  # by update: packed segments, then their scale
         self._read_all = tf.function(self._weights_and_gradients, autograph=False)  # faster than many small reads
         self._previous: dict[str, list[np.ndarray]] | None = None  # the weights at the last multiple of `every`
-        if int(step) % every == 0:
+        if self._is_multiple(int(step)):
             self._previous = {update: [w.numpy() for w in weights] for update, weights in self._weights().items()}
 
     def allocate(self, update: str, packing: Packing) -> None:
@@ -74,7 +74,7 @@ class WeightHistograms(Action):
         result: dict[str, float | Media] = {}
         values: dict[str, Any] = {name: [t.numpy() for t in tensors] for name, tensors in self._read_all().items()}
         weights = {update: values[f"weights/{update}"] for update in self._variables}
-        is_multiple = report.step % self.every == 0
+        is_multiple = self._is_multiple(report.step)
         for update, variables in self._variables.items():
             prefix = f"{update}/" if update else ""
             if is_multiple and self._previous is not None:
@@ -89,6 +89,9 @@ class WeightHistograms(Action):
         if is_multiple:
             self._previous = weights
         return result
+
+    def _is_multiple(self, step: int) -> bool:
+        return isinstance(self.every, str) or step % self.every == 0
 
     def _weights(self) -> dict[str, list[tf.Tensor]]:
         return {

@@ -1,22 +1,82 @@
-"""Schedule: the steps at which something is due, in integers, without TensorFlow.
+"""Schedule: the steps at which something is due, without TensorFlow. It does not know what happens at a boundary.
 
-It does not know what happens at a boundary. Everything is due by steps, never by the clock, so that every worker
-computes the same boundaries without communication:
+Every worker computes the same boundaries without communication:
 
     step = 0
     while step < until:
         step = next_boundary(step, until, [100, 500])      # 100, 200, ..., 500, ...
+
+A `Plan` knows durations with other units, too. What is due by time is due at the end of the next step, on all workers,
+as they agree on the time between two loops.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+
+from distloop.durations import Period, Units
 
 
-def next_boundary(step: int, until: int, everys: Iterable[int | None], steps_per_loop: int = 0) -> int:
+class Plan:
+    """When the actions of a run are due, by steps or by the chief's clock.
+
+    Attributes:
+        units: of the run's durations.
+        due_secs: the periods in seconds that are due at the end of the next step.
+        is_over: whether the run is to end with the next step, because its time is over.
+    """
+
+    def __init__(self, units: Units | None = None):
+        """Stores the units; None: durations are in steps or in time."""
+        self.units = units or Units()
+        self.due_secs: set[float] = set()
+        self.is_over = False
+        self._periods: dict[int | str, Period] = {}
+
+    def period(self, every: int | str) -> Period:
+        """Returns a duration in steps or seconds.
+
+        Raises:
+            ValueError: as for `Units.period`.
+        """
+        if every not in self._periods:
+            self._periods[every] = self.units.period(every)
+        return self._periods[every]
+
+    def is_due(self, every: int | str | None, step: int, until: float) -> bool:
+        """Returns True if something is due at `step`, the end of a loop of a run that ends at `until`; None: always."""
+        if every is None:
+            return True
+        period = self.period(every)
+        return is_due(step, period.steps, until) or period.secs in self.due_secs
+
+    def next_boundary(
+        self, step: int, until: float, everys: Iterable[int | str | None], steps_per_loop: int = 0
+    ) -> float:
+        """Returns the next step at which a compiled loop has to end, as the function of the same name."""
+        if self.due_secs or self.is_over:
+            return step + 1
+        periods = [self.period(every).steps for every in everys if every is not None]
+        return next_boundary(step, until, periods, steps_per_loop)
+
+    def look_at_clock(self, before: float, now: float, everys: Sequence[int | str | None]) -> None:
+        """Notes what is due by time.
+
+        Args:
+            before: the seconds that the run had trained when this was called before, by the chief's clock.
+            now: the seconds that it has trained now.
+            everys: the durations that may be due.
+        """
+        periods = {self.period(every).secs for every in everys if every is not None} - {0.0}
+        self.due_secs = {secs for secs in periods if before // secs < now // secs}
+        self.is_over = now >= (self.units.run.secs or math.inf)
+
+
+def next_boundary(step: int, until: float, everys: Iterable[int | None], steps_per_loop: int = 0) -> float:
     """Returns the next step at which a compiled loop has to end: the smallest boundary after `step`, at most `until`.
 
     Args:
         step: number of steps done.
-        until: the last step of the run; `until > step`.
+        until: the last step of the run, inf if it is not known; `until > step`.
         everys: periods in steps; 0 and None cause no boundary.
         steps_per_loop: the most steps up to the boundary; 0: no limit.
     """
@@ -25,6 +85,6 @@ def next_boundary(step: int, until: int, everys: Iterable[int | None], steps_per
     return min(boundary, step + steps_per_loop) if steps_per_loop else boundary
 
 
-def is_due(step: int, every: int | None, until: int) -> bool:
+def is_due(step: int, every: int | None, until: float) -> bool:
     """Returns True if something with period `every` (steps) is due at `step`; at the end, `until`, everything is."""
     return step >= until or bool(every and step % every == 0)

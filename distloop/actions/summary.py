@@ -17,14 +17,14 @@ class Summary(Action):
     A name that begins with the name of an evaluation, as in `test/confusion`, is shown beside that evaluation's charts.
     """
 
-    def __init__(self, name: str, fn: Callable[[Any], Any], every: int = 0):
+    def __init__(self, name: str, fn: Callable[[Any], Any], every: int | str = 0):
         """Stores the function.
 
         Args:
             name: the name to show the result under.
             fn: takes the `TrainState`, and returns media, a number, or a dict of both by name. The model has the
                 weights that train; `with state.averaged():` puts the averages in their place. Every worker calls it.
-            every: steps; 0: at the end only.
+            every: how often, a duration; 0: at the end only.
         """
         self.name = name
         self.every = every

@@ -2,7 +2,7 @@
 
     checkpoints = RunCheckpoints(state, config)
     checkpoints.resume()                                          # from the newest one in the workdir, if there is any
-    window = checkpoints.attach(source, loop, actions, until)     # restores the parts
+    window = checkpoints.attach(source, loop, actions, run)       # restores the parts
     checkpoints.save(report, best_steps)                          # between two loops
 
 This module does not know how a part represents its state.
@@ -29,6 +29,7 @@ from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
+from distloop.durations import Period
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
 from distloop.monitoring.run_lock import WorkersLock
@@ -71,7 +72,7 @@ class RunCheckpoints:
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
-        self._until = 0
+        self._run = Period()
         self._actions: dict[str, Action] = {}  # that have a state, by name
         self._rollback = Rollback(config.max_rollbacks)
 
@@ -137,14 +138,14 @@ class RunCheckpoints:
         if self._saved is not None:
             self._restore(self._saved)
 
-    def attach(self, source: Source, loop: TrainLoop, actions: Sequence[Action], until: int) -> dict[str, Any] | None:
+    def attach(self, source: Source, loop: TrainLoop, actions: Sequence[Action], run: Period) -> dict[str, Any] | None:
         """Sets the parts that are saved, and restores them if a checkpoint was restored.
 
         Args:
             source: the data to train on.
             loop: the training loop.
             actions: the user's; their `get_state` is saved.
-            until: the last step of the run.
+            run: the length of the run.
 
         Returns:
             The log window to continue, from `TrainLoop.save_window`; None for a new one.
@@ -152,26 +153,26 @@ class RunCheckpoints:
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state.
         """
-        self._source, self._loop, self._until = source, loop, until
+        self._source, self._loop, self._run = source, loop, run
         if self._checkpoints is not None:
             self._actions = action_state.by_name(actions)
         window: dict[str, Any] = {"steps": 0}
         if (saved := self._saved) is not None:
             if source.save_position() != saved.notes["input"]:
-                if (num_batches := saved.notes["input"]["batches"]) and saved.step < until and not source.seeks:
+                if (num_batches := _num_to_skip(saved, source, run)) > 0:
                     self._say(f"Skipping the {num_batches:,} batches already seen.")
                 source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
             window = saved.notes["window"]
-            loop.reported = saved.notes.get("reported", {})
+            loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
         action_state.check(self._actions)
         self._saved, self.is_new = None, False
         return window if window["steps"] else None
 
-    def stop_reason(self, until: int) -> str | None:
-        """Returns why an action stopped the restored run, if it was on its way to the same step; else None."""
+    def stop_reason(self, run: Period) -> str | None:
+        """Returns why an action stopped the restored run, if it was on its way to the same end; else None."""
         notes = self._saved.notes if self._saved is not None else {}
-        return notes["stop_reason"] if notes.get("until") == until else None
+        return notes.get("stop_reason") if _has_length(notes, run) else None
 
     def save(self, report: Report | None = None, best_steps: Mapping[str, list[int]] | None = None) -> None:
         """Saves a checkpoint in the background.
@@ -195,7 +196,7 @@ class RunCheckpoints:
             "reported": {name: float(value) for name, value in reported.items()},
             "actions": action_state.states_of(self._actions),
             "stop_reason": report.stop_reason if report is not None else None,
-            "until": self._until,
+            **_length(self._run, report, self._loop),
         }
         if self._saved is not None:  # restored since: the parts get their state from it at the next fit
             notes = self._saved.notes
@@ -287,6 +288,24 @@ class RunCheckpoints:
     def _say(self, text: str, even_if_quiet: bool = False) -> None:
         if self._is_chief and (even_if_quiet or self._config.console != "quiet"):
             say(text)
+
+
+def _has_length(notes: Mapping[str, Any], run: Period) -> bool:
+    """Returns whether the run of a checkpoint was as long as this one is to be."""
+    return notes.get("until") == run.steps if run.steps else notes.get("until_secs") == run.secs
+
+
+def _num_to_skip(saved: Saved, source: Source, run: Period) -> int:
+    """Returns the number of batches to read before the run goes on; 0 if it is over."""
+    goes_on = saved.step < run.steps or saved.notes.get("secs", 0.0) < run.secs
+    return int(saved.notes["input"]["batches"]) if goes_on and not source.seeks else 0
+
+
+def _length(run: Period, report: Report | None, loop: TrainLoop) -> dict[str, Any]:
+    """Returns what a checkpoint notes of the length of its run; the last step may not be known yet."""
+    is_at_end = report is not None and report.step >= report.until and not report.stop_reason
+    until = run.steps or (report.step if report is not None and is_at_end else None)
+    return {"until": until, "until_secs": run.secs, "secs": loop.secs}
 
 
 def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:

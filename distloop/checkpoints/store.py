@@ -13,6 +13,7 @@ back, are renamed before. This module does not know what the values mean; see `c
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -353,4 +354,4 @@ def _is_complete(checkpoints: Checkpoints) -> bool:
         notes = read_manifest(os.path.join(checkpoints.directory, str(newest)))["notes"]
     except (IndexError, OSError, ValueError, KeyError):
         return False
-    return bool(notes["stop_reason"]) or newest >= notes["until"]
+    return bool(notes["stop_reason"]) or newest >= (notes["until"] or math.inf)

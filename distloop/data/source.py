@@ -167,6 +167,21 @@ class Source:
             )
         return int(num_batches)
 
+    def examples_per_step(self) -> int:
+        """Returns the number of examples in a whole batch, over all workers; all of them call it.
+
+        Raises:
+            ValueError: if it is not known before the data is read.
+        """
+        size = self.info.batch_size or 0
+        sizes = workers.gather(self._strategy, float(size)) if self.layout.is_sharded else [size]
+        if not all(sizes):
+            raise ValueError(
+                "A duration in examples was given, but the dataset's batch size is not known before it is read: call "
+                ".batch(batch_size) on the dataset last, or give steps."
+            )
+        return int(sum(sizes))
+
     def first_rows(self) -> Any:
         """Returns the first batch, to build a model from; if TensorFlow has split it, the first replica's part.
 

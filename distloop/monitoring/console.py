@@ -11,6 +11,7 @@ It is a writer, as `JsonWriter` is, and does not know where the metrics come fro
 """
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
@@ -52,23 +53,26 @@ class Console:
 
     def __init__(
         self,
-        steps: int,
+        steps: float,
         start: int = 0,
         stream: TextIO | None = None,
         *,
         evals: Sequence[str] = (),
         may_draw: bool = True,
+        secs_left: float = 0.0,
     ):
         """Starts the clock; prints nothing.
 
         Args:
-            steps: the global step at which the run ends.
+            steps: the global step at which the run ends; inf: it ends by time.
             start: the global step at which it starts.
             stream: the file to print to; None: standard output.
             evals: names of the evaluations.
             may_draw: False: print lines on a terminal, too.
+            secs_left: seconds until the end of a run that ends by time.
         """
         self._steps = steps
+        self._secs_left = secs_left
         self._start = self._step = start
         self._evals = frozenset(evals)
         self._opened_at = self._printed_at = time.monotonic()  # the console; the last line
@@ -106,7 +110,7 @@ class Console:
             when: not shown.
         """
         self._note(step, metrics)
-        about = [f"step {step}/{self._steps}"]
+        about = [_place(step, self._steps)]
         speed, left = self._speed(step, metrics.get("steps_per_sec"))
         is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
         cause, share = timing.bottleneck(metrics)
@@ -165,13 +169,13 @@ class Console:
         rows = self._closing_rows()
         left_out = f"and {len(rows) - _MAX_METRICS} more" if len(rows) > _MAX_METRICS else ""
         duration = f"{total:.0f} s" if total < 60 else timing.show_secs(total)
-        if self._step < self._steps:
+        if self._step < self._steps < math.inf:
             end = f"Ended at step {self._step} of {self._steps} after {duration}"
         else:
             resumed = f" from step {self._start}" if self._start else ""
             end = f"Finished {self._step - self._start} steps{resumed} in {duration}"
         if self._is_terminal:
-            self._show_tables(end, rows[:_MAX_METRICS], left_out, seconds)
+            _print_tables(self._console, end, rows[:_MAX_METRICS], left_out, seconds)
         else:
             lines = [end]
             lines += [f"{name} {last}{f', best {best} at step {at}' if best else ''}" for name, last, best, at in rows]
@@ -183,30 +187,6 @@ class Console:
             # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
             self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)
         self._console.file.flush()
-
-    def _show_tables(
-        self, end: str, rows: Sequence[tuple[str, ...]], left_out: str, seconds: Mapping[str, float]
-    ) -> None:
-        """Prints the closing metrics and times side by side, or one above the other on a narrow terminal."""
-        metrics = rich.table.Table("metric", "last", "best", "at step", box=rich.box.SIMPLE, caption=left_out or None)
-        for column in metrics.columns[1:]:
-            column.justify = "right"
-        for row in rows:
-            metrics.add_row(*map(rich.text.Text, row))
-        times = rich.table.Table("time", "secs", "share", box=rich.box.SIMPLE)
-        for column in times.columns[1:]:
-            column.justify = "right"
-        total = sum(seconds.values()) or 1.0
-        for name, secs in seconds.items():
-            times.add_row(name, f"{secs:.1f}", timing.show_share(secs / total))
-        width = sum(self._console.measure(table).maximum for table in (metrics, times))
-        print(f"distloop: {end}", file=self._console.file)
-        if width < self._console.width:
-            side_by_side = rich.table.Table.grid(padding=(0, 2))
-            side_by_side.add_row(metrics, times)
-            self._console.print(side_by_side)
-        else:
-            self._console.print(metrics, times, sep="")
 
     def _closing_rows(self) -> list[tuple[str, str, str, str]]:
         """Returns for each metric its name, last value, best value and the best value's step, as text.
@@ -222,8 +202,14 @@ class Console:
 
     def _progress(self, step: int) -> list[str]:
         """Returns the words about how far the run is; the share of its steps is for the display alone."""
-        shows_share = self._steps and self._live is not None
-        return [f"step {step}/{self._steps}", *([f"{100 * step // self._steps} %"] if shows_share else [])]
+        done, whole = self._share(step)
+        shows_share = whole and self._live is not None
+        return [_place(step, self._steps), *([f"{int(100 * done / whole)} %"] if shows_share else [])]
+
+    def _share(self, step: int) -> tuple[float, float]:
+        """Returns how much is done and the whole: steps, or seconds of a run that ends by time."""
+        secs = time.monotonic() - self._opened_at
+        return (step, self._steps) if self._steps < math.inf else (min(secs, self._secs_left), self._secs_left)
 
     def _print(self, words: Iterable[str]) -> None:
         self._printed_at = time.monotonic()
@@ -251,8 +237,9 @@ class Console:
         self._drawn_at = time.monotonic()
         about, metrics = ("  ".join(words) for words in self._shown)
         least, most = _BAR_WIDTHS
+        done, whole = self._share(self._step)
         width = max(least, min(most, self._console.width - len(about) - 3))
-        bar = rich.progress_bar.ProgressBar(self._steps or 1, self._step, width)
+        bar = rich.progress_bar.ProgressBar(whole or 1, done, width)
         first = rich.table.Table.grid(padding=(0, 1))
         first.add_column(width=width)
         first.add_column(no_wrap=True, overflow="ellipsis")
@@ -281,8 +268,43 @@ class Console:
             by_clock = reported or by_clock
         if by_clock is None:
             return [], []
-        left = [f"eta {timing.show_secs((self._steps - step) / by_clock)}"] if step < self._steps else []
+        done, whole = self._share(step)
+        secs = whole - done if math.isinf(self._steps) else (whole - done) / by_clock
+        left = [f"eta {timing.show_secs(secs)}"] if secs > 0 else []
         return [f"{show_number(reported or by_clock)} steps/s"], left
+
+
+def _print_tables(
+    console: rich.console.Console,
+    end: str,
+    rows: Sequence[tuple[str, ...]],
+    left_out: str,
+    seconds: Mapping[str, float],
+) -> None:
+    """Prints the closing metrics and times side by side, or one above the other on a narrow terminal."""
+    metrics = rich.table.Table("metric", "last", "best", "at step", box=rich.box.SIMPLE, caption=left_out or None)
+    for column in metrics.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        metrics.add_row(*map(rich.text.Text, row))
+    times = rich.table.Table("time", "secs", "share", box=rich.box.SIMPLE)
+    for column in times.columns[1:]:
+        column.justify = "right"
+    total = sum(seconds.values()) or 1.0
+    for name, secs in seconds.items():
+        times.add_row(name, f"{secs:.1f}", timing.show_share(secs / total))
+    width = sum(console.measure(table).maximum for table in (metrics, times))
+    print(f"distloop: {end}", file=console.file)
+    if width < console.width:
+        side_by_side = rich.table.Table.grid(padding=(0, 2))
+        side_by_side.add_row(metrics, times)
+        console.print(side_by_side)
+    else:
+        console.print(metrics, times, sep="")
+
+
+def _place(step: int, steps: float) -> str:
+    return f"step {step}/{steps}" if steps < math.inf else f"step {step}"
 
 
 def show_parts(parts: Mapping[str, int], most: int = 8) -> str:

@@ -265,7 +265,7 @@ def _load(path: str, name: str) -> Run:
     step, until, reason = rows[-1]["step"] if rows else 0, steps if steps and records.is_count(steps) else None, None
     if saved.get("step", -1) >= step:  # else the run may have another end since
         until, reason = saved["until"], saved["stop_reason"]
-    elif until is None and saved.get("until", 0) > step:  # a run given by `epochs`
+    elif until is None and (saved.get("until") or 0) > step:  # a run given by `epochs`
         until = saved["until"]
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(os.path.join(path, "metrics.jsonl"))
     return Run(name, path, rows, incidents, settings, until, reason, max(0.0, time.time() - since))
@@ -294,7 +294,8 @@ def _read_end(directory: str) -> dict[str, Any]:
         step, until, reason = manifest["step"], manifest["notes"]["until"], manifest["notes"]["stop_reason"]
     except (KeyError, TypeError):
         return {}
-    if not records.is_count(step) or not records.is_count(until) or not isinstance(reason, str | None):
+    are_counts = records.is_count(step) and (until is None or records.is_count(until))
+    if not are_counts or not isinstance(reason, str | None):
         return {}
     return {"step": step, "until": until, "stop_reason": reason}
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions import schedule
 from distloop.actions.action import Action, Report, member
 from distloop.actions.action import run as run_actions
+from distloop.actions.schedule import Plan
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import Interrupted, StopRequests
@@ -54,17 +54,25 @@ class TrainLoop:
 
     Attributes:
         reported: the numbers of the last report, by name; empty: there was none.
+        secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
+            set before `train`.
     """
 
     def __init__(
-        self, state: TrainState, step: TrainStep, *, log_every: int = 0, steps_per_loop: int = 0, eager: bool = False
+        self,
+        state: TrainState,
+        step: TrainStep,
+        *,
+        log_every: int | str = 0,
+        steps_per_loop: int = 0,
+        eager: bool = False,
     ):
         """Prepares; nothing is traced yet.
 
         Args:
             state: what is trained.
             step: one step of it.
-            log_every: the window of the reported means, in steps; 0: the whole run.
+            log_every: the window of the reported means, a duration; 0: the whole run.
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
         """
@@ -73,6 +81,7 @@ class TrainLoop:
         self._log_every = log_every
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
+        self.secs = 0.0
         self._compiled = CompiledLoop(state, step, eager=eager)
         self._traced_for: Source | None = None
         self._window = Window()
@@ -82,14 +91,15 @@ class TrainLoop:
         self._show_progress: Callable[[int, str], None] = _show_nothing
         self._is_alone = workers.num_workers(state.strategy) == 1
         self._most_steps = 1  # of the next loop
-        self._secs = 0.0  # by the chief's clock, since training began, of the last look at it
+        self._plan = Plan()
 
     def train(
         self,
         source: Source,
-        until: int,
+        until: float,
         actions: Sequence[Action],
         *,
+        plan: Plan | None = None,
         window: Mapping[str, Any] | None = None,
         stop_requests: StopRequests | None = None,
         clock: Clock | None = None,
@@ -102,8 +112,9 @@ class TrainLoop:
 
         Args:
             source: repeated data.
-            until: the global step to end with.
+            until: the global step to end with; inf: the run ends when the plan says so.
             actions: in order.
+            plan: when they are due; None: durations are in steps.
             window: what `save_window` returned, to go on with; None: a new window begins.
             stop_requests: asked after each loop whether to go on; None: nothing stops the run.
             clock: of the run; None: a new one.
@@ -111,7 +122,7 @@ class TrainLoop:
             executor: what runs the operations, as `strategies.choose_executor` returns it.
             show_progress: called after each loop with the step, and before tracing with what is being done, too.
             by_clock: seconds, and an action that is called alone after a loop whenever so many have passed by the
-                chief's clock, with the numbers of the last report: nothing else of a run depends on time.
+                chief's clock, with the numbers of the last report: it makes no row.
 
         Returns:
             The numbers of the last report.
@@ -124,7 +135,7 @@ class TrainLoop:
         self._clock, self._profile, self._executor = clock or Clock(), profile, executor
         self._show_progress = show_progress or _show_nothing
         self._most_steps = _MOST_STEPS if self._is_alone else 1
-        self._started_at, self._secs = time.monotonic(), 0.0
+        self._plan, self._started_at = plan or Plan(), time.monotonic() - self.secs
         if window is None:
             self._open_window()
         else:
@@ -139,15 +150,19 @@ class TrainLoop:
                     raise self._explain_failure(source, step, row.diagnosis)
                 if not self._is_boundary(step, until, actions):
                     continue
-                self.reported, stop_reason = run_actions(actions, self._report(step, until, row.end), self._clock)
+                report = self._report(step, until, row.end)
+                self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
                 if stop_reason:
                     log.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
                     return self.reported
             self._show_progress(step, "")
             if step < until:
-                before = self._secs
+                before = self.secs
                 self._agree_on_next_loop(stop_requests, step)
-                if by_clock is not None and before // by_clock[0] < self._secs // by_clock[0]:
+                self._plan.look_at_clock(before, self.secs, [self._log_every, *(action.every for action in actions)])
+                if self._plan.is_over:
+                    until = step + 1
+                elif by_clock is not None and before // by_clock[0] < self.secs // by_clock[0]:
                     self._call_by_clock(by_clock[1], step, until)
         return self.reported
 
@@ -160,11 +175,11 @@ class TrainLoop:
         """Returns the sums since the last log, as JSON can hold them."""
         return self._window.save()
 
-    def _run_to_boundary(self, source: Source, step: int, until: int, actions: Sequence[Action]) -> list[Row]:
+    def _run_to_boundary(self, source: Source, step: int, until: float, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
         count = min(self._next_boundary(step, until, actions) - step, self._most_steps)
-        count = count if most_steps is None else min(count, most_steps)
+        count = int(count if most_steps is None else min(count, most_steps))
         try:
             if self._traced_for is not source:
                 workers.report_phase(self._state.strategy, "tracing the step")
@@ -177,7 +192,12 @@ class TrainLoop:
             with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
                 secs = _LOOP_SECS if self._is_alone else np.inf  # each worker would end with another step
                 rows = self._compiled.run(
-                    source, count, self._log_every, executor=self._executor, is_single=is_single, secs=secs
+                    source,
+                    count,
+                    self._plan.period(self._log_every).steps,
+                    executor=self._executor,
+                    is_single=is_single,
+                    secs=secs,
                 )
         except tf.errors.OpError as error:
             explained = as_user_error(error) or explain_compile_error(self._step, error)
@@ -193,7 +213,7 @@ class TrainLoop:
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
 
-    def _next_boundary(self, step: int, until: int, actions: Sequence[Action]) -> int:
+    def _next_boundary(self, step: int, until: float, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.
 
         Logs that only writers consume need no boundary: the compiled loop returns a row for each.
@@ -201,18 +221,18 @@ class TrainLoop:
         everys = [action.every for action in actions]
         if self._state.keras_metrics or any(a.every is None and not member(a, "only_writes") for a in actions):
             everys.append(self._log_every)
-        boundary = schedule.next_boundary(step, until, everys, self._steps_per_loop)
-        return boundary if self._profile is None else int(min(boundary, self._profile.next_boundary(step)))
+        boundary = self._plan.next_boundary(step, until, everys, self._steps_per_loop)
+        return boundary if self._profile is None else min(boundary, self._profile.next_boundary(step))
 
-    def _is_boundary(self, step: int, until: int, actions: Sequence[Action]) -> bool:
+    def _is_boundary(self, step: int, until: float, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
         everys = [self._log_every, *(action.every for action in actions if action.every is not None)]
-        return any(schedule.is_due(step, every, until) for every in everys)
+        return any(self._plan.is_due(every, step, until) for every in everys)
 
-    def _report(self, step: int, until: int, end: float) -> Report:
+    def _report(self, step: int, until: float, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
         report = Report(step, until, self._window.metrics(self._step.names), self._state, time=end)
-        if schedule.is_due(step, self._log_every, until):
+        if self._plan.is_due(self._log_every, step, until):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window
         return report
 
@@ -237,9 +257,9 @@ class TrainLoop:
         most_steps = answers[:, 0]
         if not most_steps.all():
             raise Interrupted(f"Interrupted {reason or f'by worker {most_steps.argmin()}'} at step {step}")
-        self._most_steps, self._secs = int(answers[0, 0]), float(answers[0, 1])
+        self._most_steps, self.secs = int(answers[0, 0]), float(answers[0, 1])
 
-    def _call_by_clock(self, action: Action, step: int, until: int) -> None:
+    def _call_by_clock(self, action: Action, step: int, until: float) -> None:
         with self._clock.phase(member(action, "phase")):
             action(Report(step, until, self.reported, self._state, time=time.time()))
 

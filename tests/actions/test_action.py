@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from distloop.actions.action import Action, Report, Saves, StopTraining, is_due, member, run
+from distloop.actions.action import Action, Report, Saves, StopTraining, member, run
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly
@@ -162,8 +162,10 @@ def test_a_boundary_ends_after_all_actions_and_for_those_that_were_due_alone():
 
 @pytest.mark.parametrize(("every", "due"), [(5, True), (3, False), (0, False), (None, True)])
 def test_an_action_is_due_at_multiples_of_its_period_or_at_each_boundary(every, due):
-    assert is_due(action(every), 10, 100) is due
-    assert is_due(action(every), 100, 100)
+    for step, is_called in ((10, due), (100, True)):
+        seen = []
+        run([action(every, seen=seen)], report(step))
+        assert bool(seen) is is_called
 
 
 def test_a_boundary_is_saved_once_with_the_best_steps_of_all_metrics():

@@ -3,6 +3,7 @@
 import pytest
 
 from distloop.actions import schedule
+from distloop.durations import Period, Units
 
 
 def boundaries(until, everys, steps_per_loop=0, start=0):
@@ -76,3 +77,42 @@ def test_every_due_step_is_a_boundary():
     everys, until = [3, 5, 0, None], 31
     due = {step for step in range(1, until + 1) if any(schedule.is_due(step, every, until) for every in everys)}
     assert due == set(boundaries(until, everys))
+
+
+# Durations with units.
+
+
+def plan(run=Period(steps=100)):  # noqa: B008 - immutable
+    return schedule.Plan(Units(lambda: 8, lambda: 4, run))
+
+
+def test_epochs_examples_and_shares_of_the_run_are_due_by_steps():
+    due = {
+        every: [step for step in range(1, 40) if plan().is_due(every, step, 100)] for every in ("1 epoch", "20 %", 16)
+    }
+    assert due == {"1 epoch": [8, 16, 24, 32], "20 %": [20], 16: [16, 32]}
+    assert plan().next_boundary(17, 100, ["2 epochs", "80 examples", None, 0]) == 20
+
+
+def test_what_is_due_by_time_is_due_after_the_next_step_once_in_each_period():
+    run_plan, due = plan(), []
+    for before, now in [(0, 9), (9, 11), (11, 19), (19, 21), (21, 45)]:  # a loop of 24 s makes one call, not two
+        run_plan.look_at_clock(before, now, ["10 s", 50, None, "1 h"])
+        due.append(run_plan.is_due("10 s", 7, 100))
+        assert run_plan.next_boundary(7, 100, [50]) == (8 if due[-1] else 50)
+    assert due == [False, True, False, True, True]
+    assert not run_plan.is_due("1 h", 7, 100) and run_plan.is_due("1 h", 100, 100)
+
+
+def test_a_run_that_ends_by_time_ends_with_the_step_after():
+    run_plan = plan(Period(secs=60.0))
+    run_plan.look_at_clock(0, 59, [0])
+    assert not run_plan.is_over and run_plan.next_boundary(7, float("inf"), [0]) == float("inf")
+    run_plan.look_at_clock(59, 61, [0])
+    assert run_plan.is_over and run_plan.next_boundary(7, float("inf"), [0]) == 8
+
+
+def test_a_plan_without_a_dataset_knows_steps_and_times_alone():
+    assert schedule.Plan().period("5 s") == Period(secs=5.0)
+    with pytest.raises(ValueError, match="'2 epochs' was given where no dataset is known"):
+        schedule.Plan().period("2 epochs")

@@ -1,6 +1,7 @@
 """Ending a run on all workers when an action ends it on one; tests/test_workers.py does so with processes."""
 
 from distloop.actions.action import Report, StopTraining, run
+from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 
 
@@ -21,7 +22,7 @@ def reason_to_stop(actions, stops):
         sent.append(value)
         return stops
 
-    return run([*actions, SyncStop(gather, actions)], Report(10, 100, {}, None))[1], sent
+    return run([*actions, SyncStop(gather, actions, Plan())], Report(10, 100, {}, None))[1], sent
 
 
 def test_a_stop_on_another_worker_ends_the_run_here():

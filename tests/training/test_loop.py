@@ -5,8 +5,10 @@ import types
 import numpy as np
 import pytest
 
+import distloop
 from distloop.distributed.preemption import Interrupted
 from distloop.training.loop import TrainLoop
+from tests.problems import classification, classifier, on, seconds_of_one_loop
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def answer(monkeypatch, *values):
 def test_all_workers_run_as_many_steps_as_the_chief_has_time_for(loop, monkeypatch):
     sent = answer(monkeypatch, [3.0, 50.0], [8.0, 70.0])
     loop._agree_on_next_loop(None, 100)
-    assert sent == [[8, 20.0]] and loop._most_steps == 3 and loop._secs == 50.0  # the chief's time
+    assert sent == [[8, 20.0]] and loop._most_steps == 3 and loop.secs == 50.0  # the chief's time
 
 
 def test_every_worker_leaves_when_one_is_to_stop(loop, monkeypatch):
@@ -44,3 +46,31 @@ def test_a_worker_that_is_to_stop_says_why(loop, monkeypatch):
     with pytest.raises(Interrupted, match="^Interrupted by SIGTERM at step 100$"):
         loop._agree_on_next_loop(types.SimpleNamespace(reason="by SIGTERM"), 100)
     assert sent == [[0, 20.0]]
+
+
+def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_gets_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("distloop.training.loop.time", seconds_of_one_loop())
+    reports = []
+
+    def look(report):
+        reports.append((report.step, report.until, sorted({"loss", "test/loss"} & report.metrics.keys())))
+
+    look.every = None
+
+    def fit(until):
+        config = on(1, workdir=str(tmp_path), log_every="2 s", eval_every="1 epoch", steps_per_loop=1, until=until)
+        trainer = distloop.Trainer(classifier(), config)
+        data = distloop.make_dataset(classification(64), 16)
+        numbers = trainer.fit(data, evals={"test": data}, actions=[look])
+        return trainer.step, numbers["test/loss"]
+
+    end, loss = fit("5 s")
+    both, never = ["loss", "test/loss"], float("inf")
+    assert reports == [(3, never, ["loss"]), (4, never, both), (5, never, ["loss"]), (6, 6, both)] and end == 6
+    output = capsys.readouterr().out
+    assert "step 3  loss" in output and "Finished 6 steps" in output
+    assert fit("5 s") == (6, loss) and len(reports) == 4
+    output = capsys.readouterr().out
+    assert "Already at step 6, after 0:00:05 of 0:00:05: raise until or use another workdir." in output
+    assert "already seen" not in output
+    assert fit("8 s")[0] == 10 and [step for step, *_ in reports[4:]] == [8, 10]

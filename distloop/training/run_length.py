@@ -1,0 +1,82 @@
+"""Run length: when a run is to end, and what the units of its durations are.
+
+    length = chosen(config, 0, steps=None, epochs=3, until=None)     # "3 epochs"
+    units = make_units(source, length)                            # units.run: Period(steps=120)
+
+It does not know who acts at the end.
+"""
+
+import numpy as np
+
+from distloop import durations
+from distloop.config import Config
+from distloop.data.source import Source
+from distloop.durations import Period, Units, parse
+from distloop.monitoring.timing import show_secs
+
+
+def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:
+    """Returns the length of a run as a duration; a dry run ends with the next step.
+
+    Args:
+        config: its `steps`, `epochs` and `until` count if `fit` was given none of them.
+        step: number of steps done.
+        steps: what `fit` was given.
+        epochs: what `fit` was given.
+        until: what `fit` was given.
+
+    Raises:
+        ValueError: if not exactly one of them is given, or it is no length.
+    """
+    if config.fast_dev_run:
+        return step + 1
+    if steps is None and epochs is None and until is None:
+        steps, epochs, until = config.steps, config.epochs, config.until
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if value is not None and not (is_whole and value >= 0):
+            raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
+    length = durations.normalize(until) if until else 0
+    if length is None or str(length).strip().endswith("%"):
+        raise ValueError(
+            f"fit was given until={until!r}; it takes a duration, such as '2 h', '3 epochs' or '1e6 examples'."
+        )
+    if sum(map(bool, (steps, epochs, length))) != 1:
+        also = f" and until={until!r}" if until else ""
+        raise ValueError(
+            f"fit was given steps={steps} and epochs={epochs}{also}; it needs exactly one of them: give "
+            "fit(steps=...), fit(epochs=...), fit(until=...), or set one in the config."
+        )
+    return f"{int(epochs)} epochs" if epochs else int(steps) if steps else length
+
+
+def make_units(source: Source, length: int | str) -> Units:
+    """Returns the units of a run's durations.
+
+    Args:
+        source: the data to train on.
+        length: of the run, as `chosen` returns it.
+
+    Raises:
+        ValueError: if the length is in epochs that have no end, or in examples and the batch size is not known.
+    """
+    units = Units(source.batches_per_epoch, source.examples_per_step)
+    return Units(source.batches_per_epoch, source.examples_per_step, units.period(length), parse(length).unit)
+
+
+def why_over(run: Period, step: int, secs: float, stop_reason: str | None) -> str:
+    """Returns a sentence, without its end, about a run in which nothing is left to train.
+
+    Args:
+        run: its length.
+        step: number of steps done.
+        secs: for which it has trained.
+        stop_reason: why an action ended it; None: no action did.
+    """
+    if stop_reason:
+        place = f"Stopped at step {step} before ({stop_reason})"
+    elif run.secs:
+        place = f"Already at step {step}, after {show_secs(secs)} of {show_secs(run.secs)}"
+    else:
+        place = f"Already at step {step} of {run.steps}"
+    return f"{place}: raise {'until' if run.secs else 'steps'}"

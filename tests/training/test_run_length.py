@@ -1,0 +1,81 @@
+"""When a run ends, and what an epoch, an example and a percent of it are in steps."""
+
+import types
+
+import numpy as np
+import pytest
+
+import distloop
+from distloop.durations import Period
+from distloop.training import run_length
+
+SOURCE = types.SimpleNamespace(batches_per_epoch=lambda: 7, examples_per_step=lambda: 64)
+
+
+def chosen(config=None, steps=None, epochs=None, until=None):
+    return run_length.chosen(config or distloop.Config(), 3, steps=steps, epochs=epochs, until=until)
+
+
+def end(**length):
+    return run_length.make_units(SOURCE, chosen(**length)).run
+
+
+def test_a_run_ends_with_the_steps_that_fit_was_given():
+    assert end(steps=5) == end(steps=np.int64(5)) == end(until=5) == end(until="5 steps") == Period(steps=5)
+
+
+def test_epochs_are_passes_over_the_data():
+    assert end(epochs=3) == end(until="3 epochs") == Period(steps=21)
+
+
+def test_a_run_may_end_after_so_many_examples_or_seconds():
+    assert end(until="1e3 examples") == Period(steps=16) and end(until="2 min") == Period(secs=120.0)
+
+
+def test_without_arguments_the_config_says_when():
+    lengths = [{"steps": 4}, {"epochs": 2}, {"until": "1 h"}]
+    assert [chosen(distloop.Config(**length)) for length in lengths] == [4, "2 epochs", "1 h"]
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"until": "1 h"}, {"steps": 9}])
+def test_what_fit_was_given_goes_before_the_config(length):
+    assert chosen(distloop.Config(**length), steps=5) == 5
+    assert chosen(distloop.Config(**length), until="2 h") == "2 h"
+
+
+@pytest.mark.parametrize(
+    "steps, epochs, until",
+    [(None, None, None), (5, 2, None), (0, 0, None), (5, None, "2 h"), (None, 2, 7), (0, 0, "0 s")],
+)
+def test_exactly_one_of_steps_epochs_and_until_is_needed(steps, epochs, until):
+    with pytest.raises(ValueError, match=r"exactly one of them: give fit\(steps=...\), fit\(epochs=...\), fit\(until="):
+        chosen(None, steps, epochs, until)
+
+
+@pytest.mark.parametrize("steps", [1.5, -1, True, "10"])
+def test_steps_are_whole_numbers(steps):
+    with pytest.raises(ValueError, match=r"it takes a whole number, 1 or more"):
+        chosen(steps=steps)
+
+
+@pytest.mark.parametrize("until", ["5 m", "25 %", -3, True])
+def test_until_is_a_duration_and_no_share_of_the_run(until):
+    with pytest.raises(ValueError, match="fit was given until=.*; it takes a duration, such as '2 h', '3 epochs' or"):
+        chosen(until=until)
+
+
+@pytest.mark.parametrize(
+    "length, every", [({"steps": 100}, 0), ({"epochs": 3}, 7), ({"until": "3 epochs"}, 7), ({"until": "2 h"}, 0)]
+)
+def test_a_run_of_epochs_is_evaluated_after_each_and_another_at_its_end(length, every):
+    assert run_length.make_units(SOURCE, chosen(**length)).period(distloop.Config().eval_every) == Period(steps=every)
+
+
+def test_a_dry_run_ends_with_the_next_step():
+    assert chosen(distloop.Config(fast_dev_run=True)) == 4
+
+
+def test_a_run_that_is_over_says_what_to_raise():
+    assert run_length.why_over(Period(steps=9), 9, 5.0, None) == "Already at step 9 of 9: raise steps"
+    assert run_length.why_over(Period(secs=60.0), 9, 61.0, None).endswith("after 0:01:01 of 0:01:00: raise until")
+    assert run_length.why_over(Period(steps=9), 4, 5.0, "enough") == "Stopped at step 4 before (enough): raise steps"
