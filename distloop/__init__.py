@@ -39,6 +39,7 @@ _MODULES = {
     "Update": "training.spec",
     "WandbWriter": "monitoring.trackers",
     "Writer": "monitoring.deliveries",
+    "WorstExamples": "actions.worst_examples",
     "autotune_batch": "diagnostics.tuning",
     "define_flags": "flags",
     "find_learning_rate": "diagnostics.tuning",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.stop_early import StopEarly as StopEarly
     from distloop.actions.summary import Summary as Summary
+    from distloop.actions.worst_examples import WorstExamples as WorstExamples
     from distloop.config import Config as Config
     from distloop.data.arrays import make_dataset as make_dataset
     from distloop.diagnostics.tuning import BatchTest as BatchTest

@@ -228,15 +228,18 @@ class ConfusionMatrix(Media):
     def encode(self) -> Encoded:
         """Returns a PNG for the image plugin: a row per label, a column per prediction; darker: more of the row.
 
-        Up to 30 classes, a cell shows its share of the row in percent, and below it the count.
+        Up to 30 classes, a cell shows its percentage of the row, and below it the count. TensorBoard shows the picture
+        smaller than it is, so the letters are large.
         """
         counts = self.counts()
         names = list(self.names) if self.names is not None else [str(i) for i in range(len(counts))]
         shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
         side = 80 if len(names) <= 30 else 24  # pixels per cell; numbers fit into large cells only
-        font, small = ImageFont.load_default(min(side - 4, 22)), ImageFont.load_default(15)
-        margin = 2 * _LINE + max(round(font.getlength(name)) for name in names)
-        picture = Image.new("RGB", (margin + side * len(names) + 8,) * 2, "white")
+        font, small = ImageFont.load_default(32 if side == 80 else 20), ImageFont.load_default(20)
+        title = "predicted, in % of a label"
+        margin = 3 * _LINE + max(round(font.getlength(name)) for name in names)
+        end = margin + side * len(names) + 8
+        picture = Image.new("RGB", (max(end, margin + round(font.getlength(title)) + 4), end), "white")
         draw = ImageDraw.Draw(picture)
         for i, name in enumerate(names):
             middle = margin + side * i + side // 2
@@ -248,9 +251,9 @@ class ConfusionMatrix(Media):
                 draw.rectangle((left, top, left + side - 2, top + side - 2), shade, "#dddddd")
                 if side == 80 and counts[i, j]:
                     ink, x = "white" if share > 0.5 else "black", left + side // 2 - 1
-                    draw.text((x, top + 32), f"{100 * share:.0f} %", ink, font, anchor="mm")
-                    draw.text((x, top + 58), str(counts[i, j]), ink, small, anchor="mm")
-        draw.text((margin, 4), "predicted", "black", font)
+                    draw.text((x, top + 30), f"{100 * share:.0f}", ink, font, anchor="mm")
+                    draw.text((x, top + 61), str(counts[i, j]), ink, small, anchor="mm")
+        draw.text((margin, 4), title, "black", font)
         draw.text((4, margin - 8), "label", "black", font, anchor="ls")
         return _encode_image(picture)
 
@@ -356,10 +359,11 @@ def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Ima
 
 def _draw_upright(picture: Image.Image, bottom: tuple[int, int], text: str, font: Any) -> None:
     """Draws a text that reads from below, centered above a point."""
-    strip = Image.new("RGB", (round(font.getlength(text)) + 2, _LINE), "white")
-    ImageDraw.Draw(strip).text((0, _LINE // 2), text, "black", font, anchor="lm")
+    height = round(1.3 * font.size)
+    strip = Image.new("RGB", (round(font.getlength(text)) + 2, height), "white")
+    ImageDraw.Draw(strip).text((0, height // 2), text, "black", font, anchor="lm")
     x, y = bottom
-    picture.paste(strip.rotate(90, expand=True), (x - _LINE // 2, y - strip.width))
+    picture.paste(strip.rotate(90, expand=True), (x - height // 2, y - strip.width))
 
 
 def _encode_image(picture: Image.Image) -> Encoded:

@@ -1,0 +1,44 @@
+"""The rows of an evaluation with the largest loss."""
+
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.actions.action import Report
+
+
+def show(action, loss_fn, model="model"):
+    spec = types.SimpleNamespace(updates=[types.SimpleNamespace(loss_fn=loss_fn)])
+    state = types.SimpleNamespace(spec=spec, model=model, averaged=lambda: tf.name_scope("averaged"))
+    ((name, media),) = action(Report(1, 1, {}, state)).items()
+    return name, media
+
+
+def test_the_rows_with_the_largest_loss_are_shown_with_their_numbers():
+    images = np.arange(5, dtype=np.float32).reshape(5, 1, 1, 1) * np.ones([1, 4, 4, 1], np.float32)
+    data = {"image": images, "label": np.array([0, 10, 20, 30, 40])}
+    action = distloop.WorstExamples("test", data, most=2, batch_size=3)
+
+    def loss_fn(batch, training):
+        losses = tf.constant([1.0, 5.0, 2.0, 7.0, 0.0])
+        values = tf.gather(losses, batch["label"] // 10)[:, None] * [1.0, 100.0]  # [B, 2]
+        return {"loss": distloop.weighted(values, tf.ones_like(values) * [1.0, 0.0])}
+
+    name, media = show(action, loss_fn)
+    assert name == "test/worst_examples" and np.array_equal(media.array[:, 0, 0, 0], [3, 1])
+    assert media.captions == ["loss 7  label 30", "loss 5  label 10"]
+
+
+def test_texts_are_a_table():
+    data = tf.data.Dataset.from_tensors((["a|b", "longest", "c"], [0, 1, 1]))
+    action = distloop.WorstExamples("test", data, most=2)
+    _, media = show(action, lambda batch, training: {"loss": tf.strings.length(batch[0])})
+    assert media.text.splitlines()[2:] == ["7 | longest | 1 1", "3 | a\\|b | 1 0"]
+
+
+def test_data_that_cannot_be_read_twice_is_refused():
+    with pytest.raises(ValueError, match="WorstExamples was given .* as its data; it takes a tf.data.Dataset"):
+        distloop.WorstExamples("test", iter([1]))
