@@ -30,6 +30,7 @@ _MODULES = {
     "PRCurve": "monitoring.media",
     "RateTest": "diagnostics.tuning",
     "Report": "actions.action",
+    "Evaluation": "actions.evaluate",
     "SaveBest": "actions.save",
     "StopEarly": "actions.stop_early",
     "StopTraining": "actions.action",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import Action as Action
     from distloop.actions.action import Report as Report
     from distloop.actions.action import StopTraining as StopTraining
+    from distloop.actions.evaluate import Evaluation as Evaluation
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.stop_early import StopEarly as StopEarly

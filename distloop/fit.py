@@ -18,7 +18,7 @@ from typing import Any
 from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
-from distloop.actions.evaluate import Evaluate
+from distloop.actions.evaluate import Evaluate, Evaluation
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
 from distloop.actions.save import Save
@@ -328,21 +328,24 @@ def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
     return {metric for action in actions if (metric := member(action, "metric_to_restore"))}
 
 
-def make_evaluations(evals: Mapping[str, Data], config: Config, passes: Passes, eval_loop: EvalLoop) -> list[Evaluate]:
+def make_evaluations(
+    evals: Mapping[str, Data | Evaluation], config: Config, passes: Passes, eval_loop: EvalLoop
+) -> list[Evaluate]:
     """Returns an action for each dataset to evaluate on.
 
     Raises:
         ValueError: if a dataset breaks a rule.
     """
-    limit = config.limit_eval_batches
-    return [
-        Evaluate(
-            name,
-            functools.partial(eval_loop.evaluate, passes.source(data, may_be_endless=limit > 0), limit),
-            config.eval_every,
-        )
-        for name, data in evals.items()
-    ]
+    evaluations = []
+    for name, data in evals.items():
+        evaluation = data if isinstance(data, Evaluation) else Evaluation(data)
+        limits = [limit for limit in (evaluation.batches, config.limit_eval_batches) if limit]
+        source = passes.source(evaluation.dataset, may_be_endless=bool(limits))
+        loop = eval_loop.with_values(evaluation.loss_fn, evaluation.metrics)
+        evaluate = functools.partial(loop.evaluate, source, min(limits, default=0))
+        every = config.eval_every if evaluation.every is None else evaluation.every
+        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset))
+    return evaluations
 
 
 def make_train_loop(state: TrainState, config: Config) -> TrainLoop:

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from distloop.actions.action import Action
+from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.adapters import write_trained_weights
 from distloop.checkpoints.keras_file import write_keras_file
@@ -126,7 +127,7 @@ class Trainer:
         steps: int | None = None,
         epochs: int | None = None,
         until: int | str | None = None,
-        evals: Mapping[str, Data] | None = None,
+        evals: Mapping[str, Data | Evaluation] | None = None,
         actions: Sequence[Action] = (),
         writers: Sequence[Writer] = (),
     ) -> dict[str, float]:
@@ -144,7 +145,7 @@ class Trainer:
             steps: the global step to end with; overrides the config's steps, epochs and until.
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
             until: instead of `steps`: a duration, such as "2 h" of training or "1e6 examples".
-            evals: name -> data to evaluate on, every `eval_every` and at the end.
+            evals: name -> data to evaluate on, every `eval_every` and at the end, or `distloop.Evaluation`.
             actions: called in order after the evaluations; see `distloop.Action`.
             writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
 
@@ -188,7 +189,7 @@ class Trainer:
             metrics = run.train()
         if self.config.fast_dev_run:
             another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
-            for line in dry_run.check(self, [source.data, *(evals or {}).values()], another_step):
+            for line in dry_run.check(self, [source.data, *(action.data for action in evaluations)], another_step):
                 self._say(f"fast_dev_run: {line}")
         return metrics
 
@@ -252,7 +253,7 @@ class Trainer:
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        return self._evaluate(self._build(self._eval_source(dataset)))
+        return self._evaluation(dataset)()
 
     def evaluate_checkpoints(
         self, dataset: Data, *, name: str = "test", poll_secs: float = 5.0, timeout_secs: float = 0.0
@@ -277,7 +278,7 @@ class Trainer:
             TimeoutError: if there was no new checkpoint for so long.
         """
         sidecar.check(self.config, self.strategy)
-        evaluate = functools.partial(self._evaluate, self._build(self._eval_source(dataset)))
+        evaluate = self._evaluation(dataset)
         return sidecar.evaluate_checkpoints(
             self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
         )
@@ -366,11 +367,10 @@ class Trainer:
                 self._eval_loop.build_metrics(source)
         return source
 
-    def _eval_source(self, data: Data) -> Source:
-        return self._passes.source(data, may_be_endless=self.config.limit_eval_batches > 0)
-
-    def _evaluate(self, source: Source) -> dict[str, float]:
-        return self._eval_loop.evaluate(source, self.config.limit_eval_batches)
+    def _evaluation(self, data: Data) -> Callable[[], dict[str, float]]:
+        limit = self.config.limit_eval_batches
+        source = self._build(self._passes.source(data, may_be_endless=limit > 0))
+        return functools.partial(self._eval_loop.evaluate, source, limit)
 
     def _say(self, text: str) -> None:
         if self.workers.is_chief and self.config.console != "quiet":

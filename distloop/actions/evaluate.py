@@ -1,9 +1,54 @@
-"""`Evaluate`: the action that evaluates on a dataset."""
+"""`Evaluation`: a dataset to evaluate on, with its own schedule and values; `Evaluate`: the action that does so."""
 
+import dataclasses
+import numbers
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import keras
+
+from distloop import durations
 from distloop.actions.action import Action, Report
+from distloop.data.source import Data
 from distloop.monitoring.run_files import Series
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A dataset to evaluate on, where it differs from the others.
+
+        evals={"test": test, "hard": distloop.Evaluation(hard, every="1 epoch", batches=100)}
+
+    Attributes:
+        dataset: as for `fit`; finite, unless `batches` is given.
+        every: how often to evaluate, a duration; 0: at the end only; None: as `Config.eval_every` says.
+        batches: the number of batches to evaluate on; 0: as `Config.limit_eval_batches` says.
+        loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`, in place of the values of ModelSpec's.
+            Its `batch_fn` is called before.
+        metrics: name -> `keras.metrics.Metric`, whose arguments this `loss_fn` returns, as for `ModelSpec`.
+
+    Raises:
+        ValueError: if an argument is none of these.
+    """
+
+    dataset: Data
+    every: int | str | None = dataclasses.field(default=None, kw_only=True)
+    batches: int = dataclasses.field(default=0, kw_only=True)
+    loss_fn: Callable[[Any, bool], Mapping[str, Any]] | None = dataclasses.field(default=None, kw_only=True)
+    metrics: Mapping[str, keras.metrics.Metric] | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.every is not None and durations.normalize(self.every) is None:
+            raise ValueError(f"Evaluation was given every={self.every!r}: give {durations.ALLOWED}, or None.")
+        batches: Any = self.batches
+        if isinstance(batches, bool) or not isinstance(batches, numbers.Integral) or batches < 0:
+            raise ValueError(f"Evaluation was given batches={self.batches!r}; give a whole number, 0 for all.")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
+        if self.metrics and self.loss_fn is None:
+            raise ValueError(
+                "Evaluation was given metrics without the loss_fn that returns their arguments: give both."
+            )
 
 
 class Evaluate(Action):
@@ -12,16 +57,18 @@ class Evaluate(Action):
     phase = "evaluation"
     has_fixed_metrics = True
 
-    def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int | str):
+    def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int | str, data: Any = None):
         """Stores the function.
 
         Args:
             name: name of the evaluation, such as "test".
             evaluate: returns the metrics by name.
             every: how often, a duration.
+            data: the dataset.
         """
         self.name = name
         self.every = every
+        self.data = data
         self._evaluate = evaluate
         self.rows: list[dict[str, float]] = []  # `step`, and one metric: the best and the last value of each
 

@@ -5,8 +5,10 @@ a run evaluates, or what is done with the numbers.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from distloop.data import shards
@@ -18,19 +20,35 @@ from distloop.errors import as_user_error
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
-from distloop.training.metric_state import check_arguments
+from distloop.training.metric_state import KerasMetrics, check_arguments
+from distloop.training.spec import LossFn
 from distloop.training.state import TrainState
+from distloop.training.variable_creation import refusing_new_variables
 from distloop.training.variable_writes import restored_writes
 
 
 class EvalStep:
     """One step of evaluation: computes the tallies of a batch and updates Keras metrics; nothing else changes."""
 
-    def __init__(self, state: TrainState):
-        """Prepares; nothing is traced yet."""
+    def __init__(
+        self,
+        state: TrainState,
+        loss_fn: LossFn | None = None,
+        metrics: Mapping[str, keras.metrics.Metric] | None = None,
+    ):
+        """Prepares; nothing is traced yet. `loss_fn` and `metrics` are as for `EvalLoop`."""
         self._state = state
         self._strategy = state.strategy
+        self._loss_fn = loss_fn
+        self.keras_metrics = state.keras_metrics if loss_fn is None else _copied(metrics or {}, state.strategy)
         self.names: list[str] = []
+
+    @property
+    def loss_fns(self) -> dict[str, LossFn]:
+        """The functions that return values, by name of the update."""
+        if self._loss_fn is not None:
+            return {"": refusing_new_variables(self._state.spec.prepared(self._loss_fn))}
+        return {update.name: update.loss_fn for update in self._state.spec.updates}
 
     def __call__(self, batch: Batch, layout: Layout) -> tf.Tensor:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
@@ -49,17 +67,17 @@ class EvalStep:
         named: dict[str, metrics.Tally] = {}
         with restored_writes(state):
             fed: set[str] = set()
-            for update in state.spec.updates:
-                prefix = f"{update.name}/" if update.name else ""
+            for update, loss_fn in self.loss_fns.items():
+                prefix = f"{update}/" if update else ""
                 with gathering.shard(row_weights):
-                    outputs = update.loss_fn(rows, False)
-                tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
-                broadcasts.refuse_pairs(outputs, update.loss_fn, rows, False)
+                    outputs = loss_fn(rows, False)
+                tallies, metric_rows = tally_outputs(outputs, rows, row_weights, self.keras_metrics)
+                broadcasts.refuse_pairs(outputs, loss_fn, rows, False)
                 arguments = metric_rows.join(metric_rows.tensors)
-                state.keras_metrics.update_gathered(*state.keras_metrics.add(arguments, row_weights))
+                self.keras_metrics.update_gathered(*self.keras_metrics.add(arguments, row_weights))
                 named.update({prefix + name: tally for name, tally in tallies.items()})
                 fed.update(outputs)
-        metrics.check_fed(state.keras_metrics, fed)
+        metrics.check_fed(self.keras_metrics, fed)
         self.names = list(named)
         return metrics.flatten(named.values())
 
@@ -67,14 +85,12 @@ class EvalStep:
         """Returns the arguments that each update's `loss_fn` returns for Keras metrics, by its name; on a replica."""
         rows, row_weights = shards.take_shard(batch, layout)
         fed = {}
-        for update in self._state.spec.updates:
+        for update, loss_fn in self.loss_fns.items():
             with gathering.shard(row_weights):
-                outputs = update.loss_fn(rows, False)
-            metrics.check_names(outputs, self._state.keras_metrics)
-            fed[update.name] = {
-                name: check_arguments(name, value)
-                for name, value in outputs.items()
-                if name in self._state.keras_metrics
+                outputs = loss_fn(rows, False)
+            metrics.check_names(outputs, self.keras_metrics)
+            fed[update] = {
+                name: check_arguments(name, value) for name, value in outputs.items() if name in self.keras_metrics
             }
         return fed
 
@@ -82,12 +98,33 @@ class EvalStep:
 class EvalLoop:
     """Evaluates datasets; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, *, eager: bool = False):
-        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        eager: bool = False,
+        loss_fn: LossFn | None = None,
+        metrics: Mapping[str, keras.metrics.Metric] | None = None,
+    ):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: the model, and what `loss_fn` and metrics it is evaluated with.
+            eager: as for `TrainLoop`.
+            loss_fn: used in place of the state's; None: those of the state.
+            metrics: of this `loss_fn`, copied into the strategy's scope.
+
+        Raises:
+            ValueError: if a metric cannot be copied.
+        """
         self._state = state
         self._eager = eager
-        self._step = EvalStep(state)
+        self._step = EvalStep(state, loss_fn, metrics)
         self._run = compiled(self._pass, eager)
+
+    def with_values(self, loss_fn: LossFn | None, metrics: Mapping[str, keras.metrics.Metric] | None) -> "EvalLoop":
+        """Returns a loop that evaluates the model with another `loss_fn`; None: this one."""
+        return self if loss_fn is None else EvalLoop(self._state, eager=self._eager, loss_fn=loss_fn, metrics=metrics)
 
     def build_metrics(self, source: Source) -> None:
         """Builds the Keras metrics that are not built yet, from a trace of each `loss_fn`, which runs nothing.
@@ -98,7 +135,7 @@ class EvalLoop:
         Raises:
             ValueError: if `loss_fn` or a metric breaks a rule.
         """
-        if self._state.keras_metrics.is_built:
+        if self._step.keras_metrics.is_built:
             return
         fed: dict[str, Any] = {}
 
@@ -114,7 +151,7 @@ class EvalLoop:
             trace(source.first_rows())
         else:
             tf.function(trace, autograph=False).get_concrete_function(source.info.element_spec)
-        self._state.keras_metrics.build(fed, eager=self._eager)
+        self._step.keras_metrics.build(fed, eager=self._eager)
 
     def evaluate(self, source: Source, limit: int = 0) -> dict[str, float]:
         """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.
@@ -130,8 +167,9 @@ class EvalLoop:
             ValueError: if the data is empty.
         """
         workers.report_phase(self._state.strategy, "evaluating")
+        self.build_metrics(source)
         state = self._state
-        with state.averaged(), state.random_streams.preserved(), state.keras_metrics.preserved():
+        with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
             try:
                 max_batches = tf.constant(limit or tf.int64.max, tf.int64)
                 result = self._run(source.new_iterator(), source.layout, max_batches)
@@ -171,4 +209,23 @@ class EvalLoop:
             )
         if workers.num_workers(self._state.strategy) > 1:  # one sum over workers for the whole pass
             tallies = workers.sum_over_workers(self._state.strategy, tallies)
-        return {"batches": batches, "tallies": tallies, "keras_metrics": self._state.keras_metrics.results()}
+        return {"batches": batches, "tallies": tallies, "keras_metrics": self._step.keras_metrics.results()}
+
+
+def _copied(metrics: Mapping[str, keras.metrics.Metric], strategy: tf.distribute.Strategy) -> KerasMetrics:
+    """Returns copies of metrics, which were made anywhere, on all replicas.
+
+    Raises:
+        ValueError: if a metric does not say how it is made.
+    """
+    copies = {}
+    with strategy.scope():
+        for name, metric in metrics.items():
+            try:
+                copies[name] = type(metric).from_config(metric.get_config())
+            except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f'The metric under "{name}" of an Evaluation cannot be copied to the replicas ({error}): give it '
+                    "a get_config that returns the arguments of its constructor, or put it into ModelSpec(metrics=...)."
+                ) from error
+    return KerasMetrics(copies, strategy)

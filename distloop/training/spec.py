@@ -234,6 +234,10 @@ class ModelSpec:
             object.__setattr__(spec, "predict_fn", change(self.predict_fn))
         return spec
 
+    def prepared(self, loss_fn: LossFn) -> LossFn:
+        """Returns another `loss_fn` that gets its batches as this spec's do."""
+        return loss_fn if self.batch_fn is None else _after_batch_fn(self.batch_fn, loss_fn)
+
     def _single_update(self) -> Update:
         if self.optimizer is None or self.loss_fn is None:
             raise ValueError(

@@ -1,5 +1,8 @@
 """Evaluations as actions."""
 
+import pytest
+
+import distloop
 from distloop.actions import action_state
 from distloop.actions.action import Report
 from distloop.actions.evaluate import Evaluate
@@ -26,3 +29,18 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
     ]
     again(Report(5, 9, {}, None))
     assert again.rows == [{"step": 5, "test/loss": 0.125}, {"step": 5, "test/other": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": "5 m"}, "every='5 m': give a number of steps, or a text with a unit"),
+        ({"batches": -1}, "batches=-1; give a whole number"),
+        ({"batches": 1.5}, "batches=1.5; give a whole number"),
+        ({"loss_fn": 3}, "loss_fn=3; give a function"),
+        ({"metrics": {"auc": object()}}, "metrics without the loss_fn"),
+    ],
+)
+def test_an_evaluation_refuses_what_it_cannot_use(wrong, message):
+    with pytest.raises(ValueError, match=f"Evaluation was given {message}"):
+        distloop.Evaluation([], **wrong)

@@ -45,3 +45,54 @@ def test_statistics_that_the_forward_pass_writes_are_restored():
     before = weights(trainer)
     trainer.evaluate(dataset())
     assert_equal(weights(trainer), before)
+
+
+def test_each_dataset_has_its_schedule_limit_and_values():
+    def model_fn():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+
+        def loss_fn(batch, training):
+            return {"loss": tf.square(model(batch["x"], training=training)[:, 0]), "x": batch["x"][:, 0]}
+
+        return distloop.ModelSpec(
+            model, keras.optimizers.SGD(0.0), loss_fn, batch_fn=lambda rows, _: {"x": 2 * rows["x"]}
+        )
+
+    def values(batch, training):
+        return {"loss": batch["x"][:, 0] + 1.0, "total": (batch["x"],), "auc": (batch["x"] > 5, batch["x"] / 10)}
+
+    seen = []
+
+    def look(report):
+        seen.append((report.step, {k: v for k, v in report.metrics.items() if k.startswith(("all", "few", "own"))}))
+
+    look.every = None
+    trainer = distloop.Trainer(model_fn, on(2))
+    evals = {
+        "all": dataset(),
+        "few": distloop.Evaluation(dataset().repeat(), every="1 epoch", batches=2),
+        "own": distloop.Evaluation(
+            dataset(), every=4, loss_fn=values, metrics={"total": keras.metrics.Sum(), "auc": keras.metrics.AUC()}
+        ),
+    }
+    trainer.fit(dataset(), steps=7, evals=evals, actions=[look])
+    assert [(step, sorted(numbers)) for step, numbers in seen] == [
+        (3, ["few/loss", "few/x"]),
+        (4, ["own/auc", "own/loss", "own/total"]),
+        (6, ["few/loss", "few/x"]),
+        (7, ["all/loss", "all/x", "few/loss", "few/x", "own/auc", "own/loss", "own/total"]),
+    ]
+    _, numbers = seen[-1]
+    assert (numbers["all/x"], numbers["few/x"]) == (6.0, 5.0)  # of 1 to 5, and of 1 to 4, doubled
+    assert (numbers["own/loss"], numbers["own/total"], numbers["own/auc"]) == (7.0, 30.0, 1.0)
+    trainer.fit(dataset(), steps=8, evals=evals)  # the metrics start anew
+
+
+def test_a_metric_that_cannot_be_copied_is_refused():
+    class Secret(keras.metrics.Mean):
+        def __init__(self, weight):
+            super().__init__()
+
+    evaluation = distloop.Evaluation(dataset(), loss_fn=lambda batch, _: {}, metrics={"secret": Secret(2)})
+    with pytest.raises(ValueError, match='under "secret" of an Evaluation cannot be copied .*: give it a get_config'):
+        make_trainer().fit(dataset(), steps=1, evals={"test": evaluation})
