@@ -8,9 +8,12 @@ It does not know what a setting does, nor its flag; `flags.py` defines those.
 
 import dataclasses
 import difflib
+import functools
+import itertools
 import math
 import numbers
 import os
+import textwrap
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -266,6 +269,14 @@ class Config:
         return cls(**values)
 
 
+def _describe_fields() -> str:
+    """Returns the section of `Config`'s docstring with each field, for `help(distloop.Config)`."""
+    described = (f"{name} ({field.default!r}): {field.metadata['help']}" for name, field in fields().items())
+    wrap = functools.partial(textwrap.wrap, width=100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    lines = ["", "    Attributes, with their defaults:", *itertools.chain(*map(wrap, described)), "    "]
+    return "\n".join(lines)
+
+
 def profile_window(text: str) -> tuple[int, int]:
     """Returns the steps done when the profile of `Config.profile` begins and when it ends; 0 and 0: there is none.
 
@@ -342,3 +353,6 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     minimum, below = field.metadata["minimum"], field.metadata["below"]
     words = f"a {'whole ' if field.type is int else ''}number, {minimum} or more"
     return words if below == math.inf else f"{words} and below {below}"
+
+
+Config.__doc__ = f"{Config.__doc__}{_describe_fields()}"

@@ -178,4 +178,6 @@ def _is_users(entry: TracebackType) -> bool:
 
 
 def _filename(entry: TracebackType) -> str:
-    return entry.tb_frame.f_code.co_filename
+    """Returns the file of an entry's code; of code that a dataclass of distloop generated, distloop's directory."""
+    is_generated = str(entry.tb_frame.f_globals.get("__name__")).startswith("distloop.")
+    return _DISTLOOP if is_generated else entry.tb_frame.f_code.co_filename

@@ -2,7 +2,7 @@
 
     flags.define_flags(steps=2_000, batch_size=64)     # when a module is imported: flags, and this program's defaults
     config = Config.from_flags()                       # in main
-    flags.write(config, config.workdir)                # config.json, and flags.txt for --flagfile
+    flags.write(config, config.workdir)                # config.json for --config, and flags.txt for --flagfile
     TOKEN = flags.secret_flag(absl.flags.DEFINE_string("token", None, "..."))       # shown nowhere
 
 It does not know what a setting does; `config.py` has the help texts.
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
+from distloop import config_file
 from distloop.atomic_files import replacing
-from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, Config, check_names, fields
+from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
 
 HIDDEN = "***"  # in place of a secret value
 _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
@@ -88,6 +89,7 @@ def define_flags(**new_defaults: Any) -> None:
             flags.FLAGS.set_default(name, _default(field, defaults))
         else:
             _define_flag(field, _default(field, defaults))
+    config_file.define(HIDDEN)
     # absl sorts flags by name and has no setting for it; an attribute of the instance takes precedence over the method.
     flags.FLAGS.__dict__["main_module_help"] = help_text
 
@@ -123,7 +125,8 @@ def secret_names() -> set[str]:
 def help_text() -> str:
     """Returns the text of `--help`: the program's own flags, then distloop's settings by group."""
     settings = fields()
-    own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in settings]
+    ours = {*settings, config_file.NAME}
+    own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in ours]
     own_settings = [
         Setting(flag.name, _type_of(flag), _default_of(flag), tuple(getattr(flag.parser, "enum_values", ())), flag.help)
         for flag in sorted(own, key=lambda flag: flag.name)
@@ -131,16 +134,17 @@ def help_text() -> str:
     sections = {"This program": own_settings}
     for heading, group in groups().items():
         sections[heading] = [item._replace(default=_default_of(flags.FLAGS[item.name])) for item in group]
+    sections[RUN] += [Setting(config_file.NAME, str, "", (), config_file.HELP)]
     return "\n".join(
         f"\n{heading}:\n" + "\n".join(map(_describe, section)) for heading, section in sections.items() if section
     )
 
 
 def write(config: Config, workdir: str) -> None:
-    """Writes `config.json` (every field) and `flags.txt` (for `--flagfile`), each file whole or not at all.
+    """Writes `config.json` (for `--config`) and `flags.txt` (for `--flagfile`), each file whole or not at all.
 
-    `flags.txt` holds the fields' values, every flag of the command line, and the flags of the main module and its
-    package. If no command line was parsed, it holds the fields alone.
+    Both hold the fields' values, every flag of the command line, and the flags of the main module and its package. If
+    no command line was parsed, they hold the fields alone.
 
     Args:
         config: the settings of the run; they take precedence over the flags' values.
@@ -153,7 +157,7 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        config_json = json.dumps(shown_settings(config), indent=2) + "\n"
+        config_json = json.dumps(shown_settings(config) | _own_values(config), indent=2) + "\n"
         flags_txt = "".join(line + "\n" for line in _flag_lines(config))
         for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
             with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
@@ -271,16 +275,34 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
     lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}", hidden)]
     if not is_parsed:
         return lines
-    # Flags of other modules are written only if the command line has them: a module that is imported later in the run
-    # would make its flags unknown to the command that reads this file.
-    package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
-    for module, module_flags in sorted(flags.FLAGS.flags_by_module_dict().items()):
-        is_own = module == sys.argv[0] or bool(package) and module.partition(".")[0] == package
-        for flag in module_flags:
-            if flag.name not in values and flag.value is not None and (is_own or flag.present):
-                text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
-                lines += _lines(flag.name, text, hidden)
+    for flag in _own_flags(config):
+        text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
+        lines += _lines(flag.name, text, hidden)
     return lines
+
+
+def _own_flags(config: Config) -> list[flags.Flag[Any]]:
+    """Returns the flags with a value that are no setting: those of the program's modules, and of the command line."""
+    # Flags of other modules count only if the command line has them: a module that is imported later in the run would
+    # make its flags unknown to the command that reads the files.
+    ours = {*dataclasses.asdict(config), config_file.NAME}
+    package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
+    return [
+        flag
+        for module, module_flags in sorted(flags.FLAGS.flags_by_module_dict().items())
+        for flag in module_flags
+        if flag.name not in ours
+        and flag.value is not None
+        and (flag.present or module == sys.argv[0] or bool(package) and module.partition(".")[0] == package)
+    ]
+
+
+def _own_values(config: Config) -> dict[str, Any]:
+    """Returns the values of the program's flags by name, as JSON holds them; texts for types that it does not know."""
+    if not flags.FLAGS.is_parsed():
+        return {}
+    values = {flag.name: HIDDEN if _is_secret(flag.name) else flag.value for flag in _own_flags(config)}
+    return json.loads(json.dumps(values, default=str))
 
 
 def _lines(name: str, text: str, hidden: Collection[str]) -> list[str]:

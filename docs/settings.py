@@ -15,8 +15,19 @@ HEAD = """\
 Written by `make docs` from the help texts in the code; do not edit.
 
 Every setting is a field of `distloop.Config` and, after `distloop.define_flags()`, a flag of the same name. In order of
-precedence: what `fit` is given, then the command line, then the program's defaults in `define_flags(...)`, then the
-defaults on this page. `config.json` in the workdir holds the values of a run.
+precedence: what `fit` is given, then the command line, then the file of `--config`, then the program's defaults in
+`define_flags(...)`, then the defaults on this page.
+
+`--config=run.yaml` reads flags by name from a YAML file (`pip install "distloop[yaml]"`) or a JSON file, the program's
+own flags included:
+
+    workdir: runs/digits
+    steps: 2000
+    checkpoint_every: 10 min
+    learning_rate: 1e-3
+
+`config.json` of a run is such a file. `--config=runs/digits/config.json --workdir=runs/other` repeats the
+run elsewhere.
 """
 
 

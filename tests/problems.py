@@ -137,14 +137,13 @@ def assert_equal(found, expected):
     assert not different
 
 
-def write_run(path, rows, settings=None, flags=(), *, saved=None, incidents=(), age_secs=3600):
+def write_run(path, rows, settings=None, *, saved=None, incidents=(), age_secs=3600):
     """Writes what a run leaves behind, as far as the report reads it; a second a row, the last one `age_secs` ago.
 
     Args:
         path: the workdir, a `pathlib.Path`.
         rows: name -> number or None, each with its `step`.
         settings: of config.json; None: there is none.
-        flags: lines of flags.txt.
         saved: `step`, `until` and `stop_reason` of the only checkpoint; None: there is none.
         incidents: rows of incidents.jsonl.
         age_secs: how old the last row is.
@@ -155,8 +154,6 @@ def write_run(path, rows, settings=None, flags=(), *, saved=None, incidents=(), 
     (path / "metrics.jsonl").write_text("".join(lines))
     if settings is not None:
         (path / "config.json").write_text(json.dumps({"workdir": str(path), **settings}))
-    if flags:
-        (path / "flags.txt").write_text("".join(line + "\n" for line in flags))
     if saved:
         checkpoint = path / "checkpoints" / str(saved["step"])
         checkpoint.mkdir(parents=True)

@@ -6,9 +6,16 @@ import pathlib
 import numpy as np
 import pytest
 
-from distloop.config import Config
+from distloop.config import Config, fields
 
 # What a Config takes.
+
+
+def test_help_describes_every_field():
+    assert all(
+        f"\n        {name} ({field.default!r}): {field.metadata['help'][:20]}" in Config.__doc__
+        for name, field in fields().items()
+    )
 
 
 def test_every_field_has_a_help_and_a_default():

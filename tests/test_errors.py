@@ -157,3 +157,12 @@ def test_an_error_in_loss_fn_shows_the_line_of_loss_fn():
     trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=2, steps=1))
     error = caught(lambda: trainer.fit({"x": np.zeros([4, 1], np.float32)}), KeyError)
     assert functions(error) == ["call", "loss_fn"]
+
+
+def test_code_that_a_dataclass_generated_is_no_frame_of_the_user():
+    def make():
+        return distloop.ModelSpec(keras.Sequential([keras.layers.Dense(1)]), None, lambda batch, training: {})
+
+    with pytest.raises(ValueError, match="optimizer") as caught:
+        distloop.Trainer(make)
+    assert {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}.isdisjoint({"__init__"})

@@ -86,7 +86,8 @@ def test_the_help_shows_the_programs_flags_and_every_setting_once_under_its_head
     headings = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["This program", *flags.groups()]
     shown = re.findall(r"^  --(?:\[no\])?(\w+)", text, re.M)
-    assert shown == ["learning_rate", *NAMES]
+    assert [name for name in shown if name != "config"] == ["learning_rate", *NAMES]
+    assert text.index("  --config=TEXT") < text.index("\nDevices and workers:")
     assert "  --learning_rate=X  (default: 0.001)\n      Step size." in text
     assert "  --batch_size=N  (default: 64)" in text
     assert max(map(len, text.splitlines())) <= 80

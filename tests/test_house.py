@@ -33,6 +33,7 @@ ORDER = [
     [
         "flags",
         "config",
+        "config_file",
         "contradictions",
         "durations",
         "variables",

@@ -25,10 +25,10 @@ def sweep(tmp_path):
     """Two runs: one complete, one interrupted after a rollback."""
     speed = {"steps_per_sec": 50.0, "examples_per_sec": 3200.0, "learning_rate": 0.1}
     rows = [{"step": 100 * i, "loss": 2.0 / i, "test/accuracy": 0.25 * i, "size": float(i), **speed} for i in (1, 2, 3)]
-    write_run(tmp_path / "a", rows, {"steps": 300, "seed": 0}, ["--hidden=16"])
+    write_run(tmp_path / "a", rows, {"steps": 300, "seed": 0, "hidden": 16})
     incident = {"step": 150, "batch": 149, "reason": "The loss jumped.", "action": "rollback", "checkpoint": 100}
     rows = [{**row, "loss": None if row["step"] == 200 else row["loss"] / 4} for row in rows[:2]]
-    write_run(tmp_path / "b", rows, {"steps": 300, "seed": 0}, ["--hidden=64"], incidents=[incident])
+    write_run(tmp_path / "b", rows, {"steps": 300, "seed": 0, "hidden": 64}, incidents=[incident])
     return tmp_path
 
 
@@ -107,7 +107,7 @@ def test_incidents_are_listed(sweep, capsys):
 
 
 def test_settings_that_differ_are_shown_side_by_side(sweep, capsys):
-    write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": ""}, ["--hidden=16"])
+    write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": "", "hidden": 16})
     report.main([str(sweep / name) for name in "ab"])
     assert capsys.readouterr().out.endswith("\n\nrun  hidden\na    16\nb    64\n\n")
     report.main([str(sweep)])
@@ -238,7 +238,7 @@ def test_json_holds_what_the_tables_show(sweep, capsys):
     }
     assert first["metrics"]["size"]["better"] is None and first["metrics"]["size"]["best_step"] is None
     assert second["incidents"][0]["reason"] == "The loss jumped."
-    assert second["settings"] == {"steps": 300, "seed": 0, "hidden": "64"}
+    assert second["settings"] == {"steps": 300, "seed": 0, "hidden": 64}
 
 
 # What cannot be done.
@@ -285,7 +285,6 @@ ODD = {
     + ['{"step": 1, "steps_per_sec": 1e999}\n', '{"step": 1, "steps_per_sec": 1e-320, "loss": NaN}\n'],
     "incidents.jsonl": ['{"step": 1, "action": "raise", "time": "x"}\n', '{"step": 1, "action": {}, "reason": NaN}\n'],
     "config.json": ['{"steps": "many", "a": NaN}', '{"steps": [1]}', "[" * 100_000, "\xff"],
-    "flags.txt": ["--a\n--=\n=\n"],
     "checkpoints/9/manifest.json": ['{"step": "9", "notes": {"until": 9, "stop_reason": null}}', '{"notes": 3}']
     + ['{"step": 9, "notes": {"until": null, "stop_reason": {}}}', '{"step": 9, "notes": [1]}'],
     "checkpoints/²": [""],

@@ -88,7 +88,7 @@ class Run:
         path: the workdir.
         rows: the rows of `metrics.jsonl`, as `read_metrics` returns them.
         incidents: the rows of `incidents.jsonl`.
-        settings: the values in `config.json`, and the program's own flags in `flags.txt`; without `workdir`.
+        settings: the values in `config.json`, without `workdir`.
         until: the step at which it ends; None: unknown.
         stop_reason: why an action ended it early; None: no action did.
         silent_secs: age of the last row.
@@ -260,7 +260,8 @@ def _load(path: str, name: str) -> Run:
     rows = records.read_metrics(path)
     incidents_path = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
-    settings, saved = _read_settings(path), _read_end(os.path.join(path, "checkpoints"))
+    settings, saved = _read_json(os.path.join(path, "config.json")), _read_end(os.path.join(path, "checkpoints"))
+    settings.pop("workdir", None)
     steps = settings.get("steps")
     step, until, reason = rows[-1]["step"] if rows else 0, steps if steps and records.is_count(steps) else None, None
     if saved.get("step", -1) >= step:  # else the run may have another end since
@@ -269,20 +270,6 @@ def _load(path: str, name: str) -> Run:
         until = saved["until"]
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(os.path.join(path, "metrics.jsonl"))
     return Run(name, path, rows, incidents, settings, until, reason, max(0.0, time.time() - since))
-
-
-def _read_settings(path: str) -> dict[str, Any]:
-    settings = _read_json(os.path.join(path, "config.json"))
-    own: dict[str, str] = {}
-    try:
-        with open(os.path.join(path, "flags.txt"), encoding="utf-8") as file:
-            lines = [line.rstrip("\n").partition("=") for line in file if line.startswith("--")]
-    except (OSError, ValueError):
-        lines = []
-    for flag, _, value in lines:
-        if (name := flag[2:]) not in settings:
-            own[name] = f"{own[name]},{value}" if name in own else value  # a flag that may be repeated
-    return {name: value for name, value in {**settings, **own}.items() if name != "workdir"}
 
 
 def _read_end(directory: str) -> dict[str, Any]:

@@ -93,6 +93,10 @@ class Twin:
             weighted_metrics=settings["weighted_metrics"],
             run_eagerly=True,
         )
+        # Slots start from the weights (ScheduleFreeAdamW): before the forward pass writes any, as in distloop. Keras's
+        # compiled fit leaves those slots at 0.
+        if model.built:
+            model.optimizer.build(model.trainable_variables)
         self._apply = model.optimizer.apply
         model.optimizer.apply = self._apply_dense
         self._compute_loss = model.compute_loss

@@ -76,7 +76,7 @@ def test_a_run_that_raised_has_diverged_unless_it_resumed(tmp_path):
     assert load(write_run(tmp_path / "d", steps(90), {"steps": 90}, incidents=[back])).status == "complete"
 
 
-@pytest.mark.parametrize("name", ["config.json", "flags.txt", "checkpoints/7/manifest.json", "incidents.jsonl"])
+@pytest.mark.parametrize("name", ["config.json", "checkpoints/7/manifest.json", "incidents.jsonl"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"step": 7}'])
 def test_damaged_files_count_as_missing(tmp_path, name, content):
     write_run(tmp_path / "a", steps(5, loss=1.0))
@@ -168,17 +168,16 @@ def test_each_metric_lists_its_best_run_first(tmp_path):
 # Settings.
 
 
-def test_settings_include_the_config_and_the_programs_own_flags(tmp_path):
-    flags = ["--workdir=x", "--steps=5", "--rate=0.1", "--tag=a", "--tag=b=c", "# --note holds a line break"]
-    run = load(write_run(tmp_path / "a", steps(5), {"steps": 5, "resume": True}, flags))
-    assert run.settings == {"steps": 5, "resume": True, "rate": "0.1", "tag": "a,b=c"}
+def test_settings_are_those_of_the_config_without_the_workdir(tmp_path):
+    run = load(write_run(tmp_path / "a", steps(5), {"workdir": "x", "steps": 5, "rate": 0.1}))
+    assert run.settings == {"steps": 5, "rate": 0.1}
 
 
 def test_only_settings_that_differ_are_listed(tmp_path):
-    write_run(tmp_path / "a", steps(5), {"steps": 5, "seed": 0}, ["--rate=0.1"])
-    write_run(tmp_path / "b", steps(5), {"steps": 5, "seed": 1}, ["--rate=0.1", "--hidden=16"])
+    write_run(tmp_path / "a", steps(5), {"steps": 5, "seed": 0, "rate": 0.1})
+    write_run(tmp_path / "b", steps(5), {"steps": 5, "seed": 1, "rate": 0.1, "hidden": 16})
     found = load_all([str(tmp_path)])
-    assert different_settings(found) == {"seed": [0, 1], "hidden": [None, "16"]}
+    assert different_settings(found) == {"seed": [0, 1], "hidden": [None, 16]}
     assert different_settings(found[:1]) == {}
 
 

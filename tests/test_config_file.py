@@ -1,0 +1,82 @@
+"""`--config`: the values of a YAML or JSON file as flags."""
+
+import json
+
+import pytest
+from absl import flags as absl_flags
+
+from distloop import flags
+from distloop.config import Config
+from tests.test_flags import fresh_flags, parse  # noqa: F401 - a fixture
+
+DEFINE_FLAG = absl_flags.DEFINE_flag
+
+
+@pytest.fixture
+def program(fresh_flags):  # noqa: F811
+    """A program's flags: distloop's and its own."""
+    flags.define_flags(batch_size=64)
+    absl_flags.DEFINE_float("learning_rate", 1e-3, "Step size.")
+    DEFINE_FLAG(absl_flags.MultiFlag(absl_flags.ArgumentParser(), None, "layer", [], "Layers."), fresh_flags)
+    return fresh_flags
+
+
+def test_a_yaml_file_sets_flags_and_the_command_line_takes_precedence_wherever_it_stands(program, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "workdir: runs/a\nsteps: 2000\nlearning_rate: 1e-2\ncheckpoint_every: 10 min\ndeterministic: true\n"
+        "seed: 3\nbatch_size: 32\nlayer: [a, b]\nclip_norm: null\n"
+    )
+    config = parse(program, "--seed=1", f"--config={path}", "--batch_size=16", "--learning_rate=0.1")
+    assert config == Config(
+        workdir="runs/a", steps=2000, checkpoint_every="10 min", deterministic=True, seed=1, batch_size=16
+    )
+    assert (program.learning_rate, program.layer) == (0.1, ["a", "b"])
+
+
+def test_the_config_json_of_a_run_is_read_back_with_the_programs_own_flags(program, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["program"])
+    first = parse(program, "--steps=7", "--learning_rate=0.5", f"--workdir={tmp_path}", "--layer=x")
+    flags.write(first, str(tmp_path))
+    program.unparse_flags()
+    for name in program:
+        program[name].unparse()
+    assert parse(program, f"--config={tmp_path}/config.json") == first
+    assert (program.learning_rate, program.layer) == (0.5, ["x"])
+    assert "--config" not in (tmp_path / "flags.txt").read_text()
+
+
+def test_a_secret_that_a_file_hides_keeps_its_default(program, tmp_path):
+    flags.secret_flag(absl_flags.DEFINE_string("token", "from the environment", "Of a host."))
+    (tmp_path / "config.json").write_text(json.dumps({"token": "***", "steps": 5}))
+    assert parse(program, f"--config={tmp_path}/config.json").steps == 5
+    assert program.token == "from the environment"
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("stepz: 5", "'stepz', which is no flag of this program: did you mean 'steps'?"),
+        ("- 5", "values by name"),
+        ("model: {layers: 2}", "values by name"),
+        ("steps: many", "invalid literal for int"),
+        ("steps: [", "no YAML or JSON"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_a_sentence(program, tmp_path, text, sentence):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(absl_flags.IllegalFlagValueError) as error:
+        parse(program, f"--config={tmp_path}/run.yaml")
+    assert sentence in str(error.value) and str(tmp_path / "run.yaml") in str(error.value)
+
+
+def test_a_missing_file_is_refused(program):
+    with pytest.raises(absl_flags.IllegalFlagValueError, match="run.yaml cannot be read .No such file"):
+        parse(program, "--config=run.yaml")
+
+
+def test_a_programs_own_flag_of_that_name_stays(fresh_flags):  # noqa: F811
+    absl_flags.DEFINE_string("config", "small", "Name of an architecture.")
+    flags.define_flags()
+    parse(fresh_flags, "--config=large")
+    assert fresh_flags.config == "large"
