@@ -127,7 +127,12 @@ class Differentiation:
 
 
 def tally_outputs(
-    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: KerasMetrics
+    outputs: Any,
+    rows: Any,
+    row_weights: tf.Tensor | None,
+    keras_metrics: KerasMetrics,
+    *,
+    needs_loss: bool = True,
 ) -> tuple[dict[str, metrics.Tally], Rows]:
     """Returns the weighted sums of what `loss_fn` returned, by name, and the arguments of Keras metrics.
 
@@ -136,6 +141,7 @@ def tally_outputs(
         rows: its batch.
         row_weights: `[b]`, 0 for padding; None: all rows count.
         keras_metrics: those that `loss_fn` may return arguments for.
+        needs_loss: whether `loss_fn` must return "loss".
 
     Returns:
         Name -> sums, and the rows for Keras metrics, with padding.
@@ -143,7 +149,7 @@ def tally_outputs(
     Raises:
         ValueError: if `loss_fn` returned a value that is not per example.
     """
-    metrics.check_names(outputs, keras_metrics)
+    metrics.check_names(outputs, keras_metrics, needs_loss=needs_loss)
     size = shards.batch_size(rows)
     tallies, fed = {}, {}
     for name, value in outputs.items():
@@ -154,7 +160,8 @@ def tally_outputs(
     if checks := [check for tally in tallies.values() for check in tally.checks]:
         # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
         failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
-        tallies["loss"] = tallies["loss"]._replace(total=tallies["loss"].total + failed)
+        name = "loss" if needs_loss else next(iter(tallies))
+        tallies[name] = tallies[name]._replace(total=tallies[name].total + failed)
     return tallies, take_rows(fed)
 
 

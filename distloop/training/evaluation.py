@@ -40,6 +40,7 @@ class EvalStep:
         self._state = state
         self._strategy = state.strategy
         self._loss_fn = loss_fn
+        self._needs_loss = loss_fn is None
         self.keras_metrics = state.keras_metrics if loss_fn is None else _copied(metrics or {}, state.strategy)
         self.names: list[str] = []
 
@@ -71,7 +72,9 @@ class EvalStep:
                 prefix = f"{update}/" if update else ""
                 with gathering.shard(row_weights):
                     outputs = loss_fn(rows, False)
-                tallies, metric_rows = tally_outputs(outputs, rows, row_weights, self.keras_metrics)
+                tallies, metric_rows = tally_outputs(
+                    outputs, rows, row_weights, self.keras_metrics, needs_loss=self._needs_loss
+                )
                 broadcasts.refuse_pairs(outputs, loss_fn, rows, False)
                 arguments = metric_rows.join(metric_rows.tensors)
                 self.keras_metrics.update_gathered(*self.keras_metrics.add(arguments, row_weights))
@@ -88,7 +91,7 @@ class EvalStep:
         for update, loss_fn in self.loss_fns.items():
             with gathering.shard(row_weights):
                 outputs = loss_fn(rows, False)
-            metrics.check_names(outputs, self.keras_metrics)
+            metrics.check_names(outputs, self.keras_metrics, needs_loss=self._needs_loss)
             fed[update] = {
                 name: check_arguments(name, value) for name, value in outputs.items() if name in self.keras_metrics
             }

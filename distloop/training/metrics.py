@@ -118,8 +118,13 @@ def flatten_results(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
+def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: bool = True) -> None:
     """Checks the result of `loss_fn` before anything is summed.
+
+    Args:
+        outputs: the result.
+        keras_metrics: by name, the metrics whose arguments it may hold.
+        needs_loss: whether it must hold "loss", as it must for training.
 
     Raises:
         ValueError: if it is no dict, lacks "loss", or feeds a Keras metric that was not declared.
@@ -129,7 +134,7 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any]) -> None:
             f"loss_fn returned a {type(outputs).__name__}; distloop needs a dict of values per example: "
             'return {"loss": values}.'
         )
-    if "loss" not in outputs:
+    if needs_loss and "loss" not in outputs:
         raise ValueError(
             f'loss_fn returned {sorted(map(str, outputs))} without "loss"; distloop minimizes the value of that name: '
             'return {"loss": values, ...}.'
