@@ -15,13 +15,14 @@ import numbers
 import os
 import textwrap
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from absl import flags
 
 from distloop import contradictions, durations
 
 T = TypeVar("T", str, int, float, bool)
+CountOrAuto: TypeAlias = int | Literal["auto"]
 
 _LENGTHS = ("steps", "epochs", "until")  # of which a run has one
 
@@ -103,8 +104,11 @@ class Config:
         DEVICES, 0, "Threads within one operation; 0: one per core, divided among virtual CPUs."
     )
 
-    microbatches: int = setting(
-        OPTIMIZATION, 1, "Parts in which each replica computes its batch, to save memory.", minimum=1
+    microbatches: CountOrAuto = setting(
+        OPTIMIZATION,
+        1,
+        "Parts in which each replica computes its batch, to save memory; auto: twice as many whenever memory ends.",
+        minimum=1,
     )
     clip_norm: float = setting(OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: none.")
     clip_variable_norm: float = setting(
@@ -245,6 +249,11 @@ class Config:
         profile_window(self.profile)
         contradictions.check(self)
 
+    @property
+    def first_microbatches(self) -> int:
+        """The microbatches that a run begins with."""
+        return 1 if self.microbatches == "auto" else self.microbatches
+
     @classmethod
     def from_flags(cls, **overrides: Any) -> "Config":
         """Returns the settings from the flags: `define_flags`' defaults, then the command line, then `overrides`.
@@ -318,7 +327,8 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
         return value  # "auto", or empty
     converted = _converted(field.type, value)
     choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
-    is_outside = field.type in (int, float) and converted is not None and not minimum <= converted < below
+    is_number = field.type in (int, float, CountOrAuto) and isinstance(converted, int | float)
+    is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
         raise ValueError(
             f"{field.name}={value!r} is not allowed: give {_allowed(field)}, or leave it out for the default, "
@@ -331,21 +341,25 @@ def _converted(kind: Any, value: Any) -> Any:
     """Returns `value` as a `kind`, or None if the conversion would be a guess."""
     if kind == int | str:
         return durations.normalize(value)
+    if kind == CountOrAuto and isinstance(value, str):
+        return "auto" if value == "auto" else int(value) if value.isdecimal() else None
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is str:
         return os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         return None
-    if kind is int and value != math.floor(value):
+    if kind in (int, CountOrAuto) and value != math.floor(value):
         return None
-    return kind(value)
+    return float(value) if kind is float else int(float(value))
 
 
 def _allowed(field: dataclasses.Field[Any]) -> str:
     """Returns the allowed values of a field, in words."""
     if field.metadata["choices"]:
         return "one of " + ", ".join(field.metadata["choices"])
+    if field.type == CountOrAuto:
+        return f"a whole number, {field.metadata['minimum']} or more, or auto"
     if field.type == int | str and durations.normalize(field.default) is None:
         return f"{durations.ALLOWED}, or {field.default or 'nothing'}"
     if field.type not in (int, float):

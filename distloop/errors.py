@@ -146,7 +146,9 @@ def _shorten(error: BaseException) -> None:
     is_from_users = any(_is_users(entry) for entry in _entries(error.__traceback__))
     if not keras.config.is_traceback_filtering_enabled() or not (is_from_users or isinstance(error, _FOR_USERS)):
         return
-    if (isinstance(error, ValueError) or error in _carried) and isinstance(error.__cause__, tf.errors.OpError):
+    if (isinstance(error, ValueError | tf.errors.ResourceExhaustedError) or error in _carried) and isinstance(
+        error.__cause__, tf.errors.OpError
+    ):
         error.__cause__ = None  # the sentence says it; the operation's error stays as the context
     link: BaseException | None = error
     while link is not None:

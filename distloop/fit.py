@@ -355,7 +355,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, config.histograms_every)
     step = TrainStep(
         state,
-        microbatches=config.microbatches,
+        microbatches=config.first_microbatches,
         clipping=Clipping.from_settings(config),
         skip_nonfinite=config.on_nonfinite == "skip",
         jit_compile=config.jit_compile,
@@ -363,7 +363,14 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
         histograms=histograms,
     )
-    return TrainLoop(state, step, log_every=config.log_every, steps_per_loop=config.steps_per_loop, eager=config.eager)
+    return TrainLoop(
+        state,
+        step,
+        log_every=config.log_every,
+        steps_per_loop=config.steps_per_loop,
+        eager=config.eager,
+        may_halve=config.microbatches == "auto",
+    )
 
 
 def make_training_source(data: Data, state: TrainState, config: Config) -> Source:
@@ -377,11 +384,11 @@ def make_training_source(data: Data, state: TrainState, config: Config) -> Sourc
         state.strategy,
         batch_size=config.batch_size,
         shuffle_seed=config.seed,
-        microbatches=config.microbatches,
-        may_go_back=config.on_divergence == "rollback",
+        microbatches=config.first_microbatches,
+        may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),
     )
     if source.info.batch_size is not None:
-        state.placement.check_microbatches(config.microbatches, source.info.batch_size)
+        state.placement.check_microbatches(config.first_microbatches, source.info.batch_size)
     return source

@@ -20,7 +20,7 @@ from absl import flags
 
 from distloop import config_file
 from distloop.atomic_files import replacing
-from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
+from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, CountOrAuto, check_names, fields
 
 HIDDEN = "***"  # in place of a secret value
 _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
@@ -216,7 +216,8 @@ def _flag_type(field: dataclasses.Field[Any]) -> str:
     """Returns absl's name for the type of the field's flag."""
     if field.metadata["choices"]:
         return "string enum"
-    return {str: "string", int | str: "string", int: "int", float: "float", bool: "bool"}[field.type]  # type: ignore[index]
+    types: dict[Any, str] = {int: "int", float: "float", bool: "bool"}
+    return types.get(field.type, "string")
 
 
 def _type_of(flag: flags.Flag[Any]) -> type:
@@ -264,7 +265,7 @@ def _describe(setting: Setting) -> str:
     return "\n".join([*head, *body])
 
 
-_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION"}
+_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION", CountOrAuto: "N|auto"}
 
 
 def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:

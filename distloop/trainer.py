@@ -239,7 +239,7 @@ class Trainer:
         dataset = as_dataset(dataset, self.config.batch_size, self.config.seed)
         source = Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
         self._build(source)
-        return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.microbatches)
+        return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.first_microbatches)
 
     def evaluate(self, dataset: Data) -> dict[str, float]:
         """Evaluates on one pass over a dataset, with the averaged weights if there are any; changes nothing.

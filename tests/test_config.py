@@ -59,6 +59,8 @@ def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
         ({"steps": None}, "steps=None is not allowed"),
         ({"steps": -1}, "steps=-1 is not allowed"),
         ({"steps": float("inf")}, "steps=inf is not allowed"),
+        ({"microbatches": "some"}, "microbatches='some' is not allowed: give a whole number, 1 or more, or auto"),
+        ({"microbatches": 0}, "microbatches=0 is not allowed: give a whole number, 1 or more, or auto"),
         ({"batch_size": 0}, "batch_size=0 is not allowed: give a whole number, 1 or more"),
         ({"clip_norm": float("nan")}, "clip_norm=nan is not allowed"),
         ({"clip_norm": False}, "clip_norm=False is not allowed: give a number, 0 or more"),

@@ -85,16 +85,14 @@ class Source:
         self.skipped_batches: set[int] = set()
         self._strategy = strategy
         self._repeat = repeat
-        self._iterator: Any = None
-        self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
         data = as_dataset(data, batch_size, shuffle_seed)
         num_workers, worker = workers.num_workers(strategy), workers.worker_index(strategy)
         dataset, feed, takes_context = open_data(data, num_workers, worker, repeat=repeat, shuffle_seed=shuffle_seed)
         if feed is not None and may_go_back and not feed.restarts:
             raise ValueError(
                 "The data given is an iterator, which cannot be read again from an earlier batch (as "
-                "on_divergence=rollback and find_learning_rate have to): give the function that makes it, without "
-                "calling it."
+                "on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the function that "
+                "makes it, without calling it."
             )
         is_sharded = takes_context and num_workers > 1
         is_split = isinstance(dataset, tf.distribute.DistributedDataset)
@@ -108,18 +106,20 @@ class Source:
             dataset = dataset.take(limit)
         self._dataset = dataset.cache() if is_cached else dataset
         self._may_go_back = may_go_back and not is_split
-        self.info = inspect(
-            self._dataset,
-            strategy,
-            microbatches=microbatches,
-            is_sharded=is_sharded,
-            batch_size=None if feed is None else feed.batch_size,
-        )
+        rows = None if feed is None else feed.batch_size
+        self._inspect = functools.partial(inspect, self._dataset, strategy, is_sharded=is_sharded, batch_size=rows)
+        self.set_microbatches(microbatches)
         self._feed = feed
         self._begins_anywhere = feed is not None and not (limit or is_cached or self.info.num_missing_batches)
         if feed is not None:
             feed.oldest_place = lambda: self.batches_taken
+
+    def set_microbatches(self, microbatches: int) -> None:
+        """Sets the parts in which a replica computes its rows; the next iterator begins with the first batch."""
+        self.info = self._inspect(microbatches=microbatches)
         self.layout = self.info.layout
+        self._iterator: Any = None
+        self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
 
     def describe(self) -> str:
         """Returns a sentence about what this worker reads and which part of it its replicas take."""
@@ -205,9 +205,7 @@ class Source:
         if self.layout.is_split:
             return iterate(self._dataset)
         with tf.device(HOST):
-            if (
-                self._whole_pipeline is None or self._may_go_back
-            ):  # tracing its functions takes longer than a short pass
+            if self._whole_pipeline is None or self._may_go_back:  # tracing it takes longer than a short pass
                 self._whole_pipeline = self._pipeline()
             return iterate(self._whole_pipeline)
 

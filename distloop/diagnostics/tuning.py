@@ -118,7 +118,7 @@ def find_learning_rate(
     factor = (highest / lowest) ** (1 / (steps - 1))
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
     dataset = as_dataset(dataset, settings.batch_size, settings.seed)
-    source = Source(dataset, state.strategy, microbatches=settings.microbatches, may_go_back=True)
+    source = Source(dataset, state.strategy, microbatches=settings.first_microbatches, may_go_back=True)
     with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
         with contextlib.suppress(_Exploded, Diverged):
             make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
@@ -237,7 +237,7 @@ def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainL
     """Returns a new loop, so that the run's loop keeps its traces."""
     step = TrainStep(
         state,
-        microbatches=settings.microbatches,
+        microbatches=settings.first_microbatches,
         clipping=Clipping.from_settings(settings),
         jit_compile=settings.jit_compile,
     )
@@ -325,7 +325,7 @@ class _Meter:
         with tf.device(HOST):
             batch = tf.nest.map_structure(lambda t: tf.gather(t, places), self._rows)
         dataset = tf.data.Dataset.from_tensors(batch)
-        source = Source(dataset, self._state.strategy, microbatches=self._settings.microbatches)
+        source = Source(dataset, self._state.strategy, microbatches=self._settings.first_microbatches)
         loop = make_loop(self._state, self._settings)
 
         def train(steps: int) -> dict[str, float]:

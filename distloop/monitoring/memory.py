@@ -30,6 +30,15 @@ def device_peak_gb(device: str) -> float:
     return float(tf.config.experimental.get_memory_info(device)["peak"]) / 1e9
 
 
+def describe_use(device: str) -> str:
+    """Returns the memory in use on a GPU or TPU for a sentence: ` (70.1 GB in use, 78.9 at most)`; empty for others."""
+    try:
+        info = tf.config.experimental.get_memory_info(device)
+    except (ValueError, tf.errors.OpError):  # CPUs keep no account
+        return ""
+    return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
+
+
 def available_gb() -> float:
     """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
 

@@ -24,6 +24,7 @@ from distloop.errors import as_user_error
 from distloop.log import log
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
+from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
 from distloop.training.state import TrainState
@@ -66,6 +67,7 @@ class TrainLoop:
         log_every: int | str = 0,
         steps_per_loop: int = 0,
         eager: bool = False,
+        may_halve: bool = False,
     ):
         """Prepares; nothing is traced yet.
 
@@ -75,6 +77,7 @@ class TrainLoop:
             log_every: the window of the reported means, a duration; 0: the whole run.
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
+            may_halve: whether steps are taken again with smaller microbatches where memory ends.
         """
         self._state = state
         self._step = step
@@ -82,7 +85,9 @@ class TrainLoop:
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
         self.secs = 0.0
+        self._eager = eager
         self._compiled = CompiledLoop(state, step, eager=eager)
+        self._halving = out_of_memory.Halving(state, step) if may_halve else None
         self._traced_for: Source | None = None
         self._window = Window()
         self._clock = Clock()
@@ -180,6 +185,8 @@ class TrainLoop:
         most_steps = source.start_loop()
         count = min(self._next_boundary(step, until, actions) - step, self._most_steps)
         count = int(count if most_steps is None else min(count, most_steps))
+        if self._halving is not None and self._halving.keep(source):
+            self._trace_again()
         try:
             if self._traced_for is not source:
                 workers.report_phase(self._state.strategy, "tracing the step")
@@ -200,6 +207,11 @@ class TrainLoop:
                     secs=secs,
                 )
         except tf.errors.OpError as error:
+            if isinstance(error, tf.errors.ResourceExhaustedError):
+                if self._halving is not None and self._halving.halve(source):
+                    self._trace_again()
+                    return self._run_to_boundary(source, step, until, actions)
+                raise out_of_memory.explain(error, self._state, step + 1, self._step.microbatches) from error
             explained = as_user_error(error) or explain_compile_error(self._step, error)
             if explained is None:
                 raise
@@ -212,6 +224,11 @@ class TrainLoop:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
+
+    def _trace_again(self) -> None:
+        """Has the step traced anew, for other microbatches."""
+        self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
+        self._traced_for = None
 
     def _next_boundary(self, step: int, until: float, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.

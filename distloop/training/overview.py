@@ -310,7 +310,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         on_each = " on each worker" if source.layout.is_sharded else ""
         lines.append(f"batch {batch_size}{on_each}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
     lines += state.placement.describe()
-    if settings.microbatches > 1:
+    if settings.microbatches != 1:
         lines.append(f"microbatches {settings.microbatches}")
     if settings.workdir and not settings.fast_dev_run:
         if source.resume:

@@ -119,7 +119,6 @@ class TrainStep:
             histograms: records the gradients of each step; None: nothing does.
         """
         self.state = state
-        self.microbatches = microbatches
         self.skip_nonfinite = skip_nonfinite
         self.jit_compile = jit_compile
         self.locate_nonfinite = locate_nonfinite
@@ -127,16 +126,21 @@ class TrainStep:
         self.histograms = histograms
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
-        self.updates = [
-            ForwardBackward(state, update, microbatches=microbatches, jit_compile=jit_compile)
-            for update in state.spec.updates
-        ]
+        self.set_microbatches(microbatches)
         self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
         self._strategy = state.strategy
         self._clipping = clipping
         if histograms is not None:
             for update in self.updates:
                 histograms.allocate(update.name, update.packing)
+
+    def set_microbatches(self, microbatches: int) -> None:
+        """Sets the number of parts that each replica's shard is cut into; the step has to be traced again."""
+        self.microbatches = microbatches
+        self.updates = [
+            ForwardBackward(self.state, update, microbatches=microbatches, jit_compile=self.jit_compile)
+            for update in self.state.spec.updates
+        ]
 
     @property
     def names(self) -> list[str]:

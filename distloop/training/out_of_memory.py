@@ -1,0 +1,155 @@
+"""Out of memory: what took the memory, in one sentence, and the same steps again with smaller microbatches.
+
+    halving = Halving(state, step)                     # microbatches="auto"
+    halving.keep(source)                               # before a loop
+    except tf.errors.ResourceExhaustedError as error:
+        if not halving.halve(source):                  # everything is as before the loop, and microbatches are halved
+            raise explain(error, state, 12, microbatches=1) from error
+
+It does not know how a step or a loop goes.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.shards import Batch
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.log import log
+from distloop.monitoring import memory
+from distloop.training.compiled_loop import compiled
+from distloop.training.saved_state import SavedState
+from distloop.training.state import TrainState
+from distloop.training.step import TrainStep
+from distloop.variables import tensorflow_variable
+
+_TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)")
+_DEVICE = re.compile(r"device:((?:GPU|TPU|CPU):\d+)")
+_MOST_MICROBATCHES = 4096  # where the batch size is unknown
+
+
+def explain(
+    error: tf.errors.OpError, state: TrainState, step: int, microbatches: int
+) -> tf.errors.ResourceExhaustedError:
+    """Returns the error with one sentence: what was in memory, and the settings to try.
+
+    Args:
+        error: of TensorFlow.
+        state: what is trained.
+        step: the number of the step that failed, or of the one that its loop began with.
+        microbatches: the parts in which each replica computes its batch.
+    """
+    message = error.message or ""
+    device = match[1] if (match := _DEVICE.search(message)) else "the device"
+    tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
+    slots = [v for o in state.plain_optimizers.values() for v in o.variables]
+    sizes: dict[str, Sequence[Any]] = {"weights": state.model_variables(), "optimizer slots": slots}
+    if state.average is not None:
+        sizes["averages of weights"] = state.average.variables
+    held = ", ".join(f"{name} take {_bytes(variables) / 1e9:.2g} GB" for name, variables in sizes.items())
+    is_half = any("float16" in layer.compute_dtype for layers in state.layers_of_update.values() for layer in layers)
+    precision = "" if is_half else "precision=mixed_bfloat16, "
+    return tf.errors.ResourceExhaustedError(
+        None,
+        None,
+        f"Memory ended on {device} in step {step} or soon after{memory.describe_use(device)}{tensor}; {held}, "
+        f"activations and gradients the rest: try microbatches={2 * microbatches} or more (it is {microbatches}; auto "
+        f"searches), {precision}a smaller batch, or optimizers with fewer slots.",
+    )
+
+
+class Halving:
+    """Takes steps again with microbatches of half the size where memory ends; every result is the same."""
+
+    def __init__(self, state: TrainState, step: TrainStep):
+        """Prepares.
+
+        Args:
+            state: what is trained.
+            step: whose `microbatches` it raises.
+        """
+        self._saved_state = SavedState(state)
+        self._strategy = state.strategy
+        self._step = step
+        self._before: tuple[dict[str, tf.Tensor], dict[str, Any]] | None = None
+        self._is_alone = workers.num_workers(state.strategy) == 1
+        self._is_proven = False  # whether the step before had the memory that all steps need
+
+    def keep(self, source: Source) -> bool:
+        """Copies everything that training changes to the host, before a loop; several workers try the first batch.
+
+        A worker without memory leaves the others waiting in a reduction. So several workers try forward and backward
+        pass of the first batch, without a reduction, and agree on what fits on all. On one, batches of the same shape
+        need no copy after the first loop.
+
+        Returns:
+            Whether the microbatches changed.
+        """
+        if self._is_proven:
+            self._before = None
+            return False
+        before = self._saved_state.snapshot()
+        if self._is_alone:
+            self._before = before, source.save_position()
+            specs = tf.nest.flatten(source.info.element_spec)
+            self._is_proven = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)
+            return False
+        self._is_proven, first = True, self._step.microbatches
+        position = source.save_position()
+        while not bool(workers.gather(self._strategy, self._fits(source)).all()) and self._can_halve(source):
+            self._saved_state.restore(before)
+            self._double(source)
+        self._saved_state.restore(before)
+        if self._step.microbatches == first:
+            return False
+        source.restore_position(position)
+        return True
+
+    def halve(self, source: Source) -> bool:
+        """Restores what `keep` copied and halves the microbatches; returns whether that was possible."""
+        if self._before is None or not self._can_halve(source):
+            return False
+        values, position = self._before
+        self._is_proven = False
+        self._saved_state.restore(values)
+        self._double(source)
+        source.restore_position(position)
+        return True
+
+    def _can_halve(self, source: Source) -> bool:
+        rows = source.info.batch_size
+        most = _MOST_MICROBATCHES if rows is None else rows // self._strategy.num_replicas_in_sync
+        return 2 * self._step.microbatches <= most
+
+    def _double(self, source: Source) -> None:
+        microbatches = 2 * self._step.microbatches
+        self._step.set_microbatches(microbatches)
+        source.set_microbatches(microbatches)
+        log.warning("Memory ended: each replica computes its batch in %d microbatches.", microbatches)
+
+    def _fits(self, source: Source) -> bool:
+        """Returns whether this worker has memory for the forward and backward pass of the first batch."""
+
+        def compute(batch: Batch) -> Any:
+            local = [update(batch, source.layout, tf.constant(1.0)).segments for update in self._step.updates]
+            return [tf.reduce_sum(segment) for segments in local for segment in segments]
+
+        def run() -> Any:
+            return self._strategy.run(compute, args=(shards.next_batch(iterator, source.layout),))
+
+        iterator = source.new_iterator()
+        try:
+            compiled(run)()
+        except tf.errors.ResourceExhaustedError:
+            return False
+        return True
+
+
+def _bytes(variables: Any) -> int:
+    """Returns the memory of variables on one replica."""
+    tensors = [tensorflow_variable(variable) for variable in variables]
+    return sum(int(t.shape.num_elements() or 0) * tf.as_dtype(t.dtype).size for t in tensors)

@@ -1,0 +1,116 @@
+"""Out of memory: the sentence, and steps taken again with smaller microbatches."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.training import out_of_memory
+from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.out_of_memory import Halving
+from distloop.training.state import TrainState
+from distloop.training.step import TrainStep
+from tests.problems import assert_equal, classification, classifier, everything, on
+
+OOM = (
+    "OOM when allocating tensor with shape[4096,1024] and type float on "
+    "/job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc [Op:MatMul]"
+)
+
+
+def exhausted(message=OOM):
+    return tf.errors.ResourceExhaustedError(None, None, message)
+
+
+def fail(monkeypatch, fits=lambda microbatches: False, *, after=0, runs=True):
+    """Makes loops fail unless `fits`, as one whose last step finds no memory; returns the microbatches of each loop."""
+    run = CompiledLoop.run
+    tried = []
+
+    def failing(self, *args, **kwargs):
+        rows = run(self, *args, **kwargs) if runs else None
+        tried.append(self._step.microbatches)
+        if len(tried) > after and not fits(self._step.microbatches):
+            raise exhausted()
+        return rows
+
+    monkeypatch.setattr(CompiledLoop, "run", failing)
+    if not runs:
+        monkeypatch.setattr(CompiledLoop, "trace", lambda *args: None)
+    return tried
+
+
+def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
+    used = {"current": 70_120_000_000, "peak": 78_900_000_000}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: {"GPU:1": used}[device])
+    state = TrainState.make(classifier(), tf.distribute.get_strategy())
+    text = str(out_of_memory.explain(exhausted(), state, 12, microbatches=2))
+    assert text.startswith(
+        "Memory ended on GPU:1 in step 12 or soon after (70.1 GB in use, 78.9 at most), for a tensor of shape "
+        "[4096,1024] and type float; weights take "
+    )
+    for part in (
+        "optimizer slots take",
+        "microbatches=4 or more (it is 2",
+        "precision=mixed_bfloat16",
+        "a smaller batch",
+    ):
+        assert part in text
+
+
+def test_a_step_without_memory_ends_the_run_in_one_sentence(monkeypatch):
+    fail(monkeypatch, runs=False)
+    trainer = distloop.Trainer(classifier(), on(1))
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="try microbatches=2 or more .it is 1") as raised:
+        trainer.fit(distloop.make_dataset(classification(16), 8), steps=2)
+    assert raised.value.__cause__ is None  # TensorFlow's own message, of many lines
+
+
+@pytest.mark.slow
+def test_auto_halves_the_microbatch_and_takes_the_steps_again_from_the_same_state(monkeypatch):
+    model_fn = classifier(dropout=0.5, batch_norm="local")
+    settings = dict(average_decay=0.9, log_every=2)
+    rows = distloop.make_dataset(classification(35), 16, shuffle=True)
+    expected = distloop.Trainer(model_fn, on(2, microbatches=2, **settings))
+    numbers = expected.fit(rows, steps=4)
+    tried = fail(monkeypatch, lambda microbatches: microbatches >= 2)
+    trainer = distloop.Trainer(model_fn, on(2, microbatches="auto", **settings))
+    reported = trainer.fit(rows, steps=4)
+    assert tried[:2] == [1, 2]
+    assert_equal(everything(trainer), everything(expected))
+    assert reported["loss"] == numbers["loss"]
+
+
+def test_auto_ends_where_a_microbatch_has_one_row(monkeypatch):
+    tried = fail(monkeypatch, runs=False)
+    trainer = distloop.Trainer(classifier(), on(2, microbatches="auto"))
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="it is 4"):
+        trainer.fit(distloop.make_dataset(classification(16), 8), steps=1)
+    assert tried == [1, 2, 4]
+
+
+def test_once_batches_of_one_shape_have_fit_nothing_is_copied(monkeypatch):
+    trainer = distloop.Trainer(classifier(), on(1, microbatches="auto"))
+    data = tf.data.Dataset.from_tensor_slices(classification(16)).batch(8, drop_remainder=True)
+    fail(monkeypatch, after=1)
+    trainer.fit(data, steps=1)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="it is 1"):
+        trainer.fit(data, steps=2)
+
+
+def test_several_workers_agree_on_what_fits_on_all(monkeypatch):
+    strategy = tf.distribute.get_strategy()
+    state = TrainState.make(classifier(batch_norm="local"), strategy)
+    step, source = (
+        TrainStep(state),
+        distloop.data.source.Source(distloop.make_dataset(classification(16), 8), strategy, may_go_back=True),
+    )
+    monkeypatch.setattr(out_of_memory.workers, "num_workers", lambda strategy: 2)
+    halving = Halving(state, step)
+    monkeypatch.undo()
+    others = iter([False, True])
+    monkeypatch.setattr(out_of_memory.workers, "gather", lambda strategy, fits: np.array([fits, next(others)]))
+    before = [v.numpy() for v in state.model_variables()]
+    assert halving.keep(source) and (step.microbatches, source.info.min_rows) == (2, 2)
+    assert all(np.array_equal(v.numpy(), value) for v, value in zip(state.model_variables(), before, strict=True))
+    assert not halving.keep(source)  # once
