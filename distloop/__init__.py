@@ -23,6 +23,7 @@ _MODULES = {
     "ConfusionMatrix": "monitoring.media",
     "GradientStep": "training.gradient_step",
     "Histogram": "monitoring.media",
+    "History": "monitoring.history",
     "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
     "MLflowWriter": "monitoring.trackers",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
     from distloop.monitoring.deliveries import Writer as Writer
+    from distloop.monitoring.history import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
     from distloop.monitoring.media import Histogram as Histogram

@@ -36,6 +36,7 @@ from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.durations import Units
 from distloop.monitoring.console import Console, say
 from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
+from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.records import read_metrics
@@ -85,6 +86,7 @@ class Fit:
     _plan: Plan = dataclasses.field(init=False)
     _window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
     _stop_requests: StopRequests | None = None
+    _recorder: Recorder = dataclasses.field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
         are_used = self._is_chief and not self.config.fast_dev_run
@@ -135,11 +137,11 @@ class Fit:
                     say(f"{interrupted}, checkpoint saved. Run the same command to resume.")
                 raise SystemExit(EXIT_CODE) from None
 
-    def train(self) -> dict[str, float]:
+    def train(self) -> History:
         """Trains until the run is over and its last checkpoint is complete; does nothing if it is over already.
 
         Returns:
-            The numbers of the last report.
+            The numbers of the last report, and all rows of this call.
 
         Raises:
             Interrupted: if the run is to be saved and left.
@@ -156,14 +158,14 @@ class Fit:
             except Diverged as diverged:
                 self._go_back(diverged)
         self._restore_best()
-        return metrics
+        return self._recorder.result(metrics)
 
-    def _last_numbers(self) -> dict[str, float]:
+    def _last_numbers(self) -> History:
         """Returns the numbers of the last report of a run that is over, and prints why nothing is done."""
         why = run_length.why_over(self.units.run, self._step, self._loop.secs, self._stop_reason)
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
         self._restore_best()
-        return self._loop.reported
+        return History(self._loop.reported)
 
     def _restore_best(self) -> None:
         """Restores the best checkpoint, if an action asks for it when the run has ended."""
@@ -257,9 +259,9 @@ class Fit:
             self.checkpoints.save(report, best_steps)
 
     def _open_writers(self) -> list[Any]:
+        writers: list[Any] = [self._recorder, *([self._deliveries] if self._is_chief and self.writers else [])]
         if not self._is_chief:
-            return []
-        writers: list[Any] = [self._deliveries] if self.writers else []
+            return writers
         workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:

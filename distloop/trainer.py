@@ -35,6 +35,7 @@ from distloop.fit import Fit, check_arguments, make_evaluations, make_train_loop
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.console import say
 from distloop.monitoring.deliveries import Writer
+from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.training import run_length
@@ -105,6 +106,9 @@ class Trainer:
         self._forward_pass = ForwardPass(self.state, config)
         self._element_spec: Any = None
 
+    def __repr__(self) -> str:
+        return f"Trainer(step {self.step}, {strategies.describe(self.strategy)})"
+
     @property
     def step(self) -> int:
         """The number of calls of the train step, skipped steps included."""
@@ -130,7 +134,7 @@ class Trainer:
         evals: Mapping[str, Data | Evaluation] | None = None,
         actions: Sequence[Action] = (),
         writers: Sequence[Writer] = (),
-    ) -> dict[str, float]:
+    ) -> History:
         """Trains until a global step; says so and does nothing if the run is there already.
 
         A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
@@ -138,10 +142,9 @@ class Trainer:
         at the end. After SIGTERM, Ctrl-C or `max_secs` it saves after the current step, and exits with code 75.
 
         Args:
-            train: a dataset of global batches, a function that returns one, a function of `tf.distribute.InputContext`
-                that returns one worker's part, a `DistributedDataset`, a `PyDataset`, a generator, a `DataLoader`, or
-                NumPy arrays `[N, ...]`, alone or in a dict, tuple or list: batches of `Config.batch_size` examples,
-                shuffled with `Config.seed`; `evals` and other methods take them in order.
+            train: a dataset of global batches, a function that returns one, or one worker's part for a
+                `tf.distribute.InputContext`, a `DistributedDataset`, `PyDataset`, generator, `DataLoader`, or arrays
+                `[N, ...]`: batches of `Config.batch_size`, shuffled with `Config.seed`; `evals` take them in order.
             steps: the global step to end with; overrides the config's steps, epochs and until.
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
             until: instead of `steps`: a duration, such as "2 h" of training or "1e6 examples".
@@ -150,14 +153,13 @@ class Trainer:
             writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
 
         Returns:
-            The last metrics, those of evaluations as `"test/accuracy"`; of a run that was there already, too.
+            The last metrics, also of a run that was there already; those of evaluations as `"test/accuracy"`.
 
         Raises:
             ValueError: if the data, the loss or an argument breaks a rule, or another process writes to the workdir.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
-            SystemExit: with code 75 after an interruption; before training, with `audit=True`, with code 1 if there are
-                findings, else 0, and with `autotune_batch=True`, with code 0.
+            SystemExit: with code 75 after an interruption; in place of training with `audit` or `autotune_batch`.
         """
         clock = Clock()
         if self.config.audit:
@@ -222,8 +224,7 @@ class Trainer:
     def audit(self, dataset: Data) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.
 
-        `distloop.diagnostics.audit` lists the checks. One device is enough. Weights, optimizer, random streams and the
-        place in the data stay as they are; a model that is not built yet is built.
+        `distloop.diagnostics.audit` lists the checks. One device is enough. A model that is not built yet is built.
 
         Args:
             dataset: as for `fit`; its first batches are read.

@@ -10,7 +10,7 @@ The trainer's own model trains, with its settings, on a pass of its own over the
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -59,14 +59,16 @@ class RateTest(NamedTuple):
         rates: learning rates, ascending, `[N]`.
         losses: the loss of each rate's step, `[N]`, computed before the step changed the weights.
         smoothed: the exponential moving average of `losses` without its bias towards 0, `[N]`.
-        suggestion: the rate at which the smoothed loss began to fall most, over a tenth of the steps; None if it never
-            fell by more than its noise.
+        suggestion: where the smoothed loss began to fall most; None if it never fell by more than its noise.
     """
 
     rates: np.ndarray
     losses: np.ndarray
     smoothed: np.ndarray
     suggestion: float | None
+
+    def __repr__(self) -> str:
+        return f"RateTest(suggestion={self.suggestion and float(f'{self.suggestion:.2g}')}, {len(self.rates)} rates)"
 
 
 def find_learning_rate(
@@ -159,6 +161,9 @@ class BatchTest(NamedTuple):
     trials: tuple[BatchTrial, ...]
     suggestion: int
     reason: str
+
+    def __repr__(self) -> str:
+        return f"BatchTest(suggestion={self.suggestion}, {len(self.trials)} trials, {self.reason})"
 
 
 def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
@@ -388,10 +393,8 @@ def _report(result: RateTest, settings: Config) -> None:
         _say(settings, "learning rate: the loss never fell by more than its noise, so there is no suggestion.")
     else:
         _say(settings, f"learning rate: the loss falls fastest from {result.suggestion:.2g} on; try that.")
-    if not settings.workdir:
-        return
-    writer = SummaryWriter(settings.workdir, ["learning_rate"])
-    for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
-        numbers: Mapping[str, float] = {"learning_rate/loss": loss, "learning_rate/smoothed_loss": smoothed}
-        writer.write(round(100 * math.log10(rate)), numbers)
-    writer.close()
+    if settings.workdir:
+        with contextlib.closing(SummaryWriter(settings.workdir, ["learning_rate"])) as writer:
+            for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
+                numbers = {"learning_rate/loss": float(loss), "learning_rate/smoothed_loss": float(smoothed)}
+                writer.write(round(100 * math.log10(rate)), numbers)
