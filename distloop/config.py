@@ -216,6 +216,9 @@ class Config:
         "With on_divergence=rollback: a loss jumps if it exceeds its mean over the last 100 steps by this many times "
         "(standard deviation + absolute mean).",
     )
+    check_replicas_every: int | str = setting(
+        FAILURES, 0, "Duration between comparisons of all variables over all replicas and workers; 0: none."
+    )
     max_rollbacks: int = setting(FAILURES, 3, "Rollbacks without progress before the run fails.", minimum=1)
     start_timeout: float = setting(FAILURES, 300.0, "Seconds that workers wait for each other at the start.", minimum=1)
     hang_timeout: float = setting(

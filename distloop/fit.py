@@ -10,6 +10,7 @@ It puts the parts of a run together and knows their order, and not how any of th
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
+from distloop.actions.check_replicas import CheckReplicas
 from distloop.actions.evaluate import Evaluate, Evaluation
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
@@ -49,6 +51,7 @@ from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
+_periods = operator.attrgetter("log_every", "checkpoint_every", "histograms_every", "check_replicas_every")
 _SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
 
@@ -92,8 +95,7 @@ class Fit:
         are_used = self._is_chief and not self.config.fast_dev_run
         self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
         self._plan = Plan(self.units)
-        settings = [self.config.log_every, self.config.checkpoint_every, self.config.histograms_every]
-        for every in [*settings, *(action.every for action in [*self.evaluations, *self.actions])]:
+        for every in [*_periods(self.config), *(action.every for action in [*self.evaluations, *self.actions])]:
             if every is not None:
                 self._plan.period(every)  # a unit of unknown size is refused before the first step
 
@@ -242,6 +244,8 @@ class Fit:
         strategy = self.state.strategy
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
         actions.append(PipelineUsage(self.state.placement.devices, profile))
+        if self.config.check_replicas_every:
+            actions.append(CheckReplicas(self.config.check_replicas_every))
         actions += [*self.evaluations, *self.actions]
         if self._loop.histograms is not None:
             actions.append(self._loop.histograms)

@@ -34,6 +34,7 @@ OTHER_VALUES = {
     "on_divergence": "rollback",
     "loss_jump": 2.5,
     "max_rollbacks": 2,
+    "check_replicas_every": 13,
     "jit_compile": True,
     "steps_per_loop": 5,
     "log_every": 6,
