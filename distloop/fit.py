@@ -244,9 +244,8 @@ class Fit:
         strategy = self.state.strategy
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
         actions.append(PipelineUsage(self.state.placement.devices, profile))
-        if self.config.check_replicas_every:
-            actions.append(CheckReplicas(self.config.check_replicas_every))
-        actions += [*self.evaluations, *self.actions]
+        checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
+        actions += [*checks, *self.evaluations, *self.actions]
         if self._loop.histograms is not None:
             actions.append(self._loop.histograms)
         if self.actions and workers.num_workers(strategy) > 1:
