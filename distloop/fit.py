@@ -36,6 +36,7 @@ from distloop.data.source import Data, Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.durations import Units
+from distloop.keras_models.fit_arguments import FitData
 from distloop.monitoring.console import Console, say
 from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
 from distloop.monitoring.history import History, Recorder
@@ -308,8 +309,8 @@ class Fit:
             say(text)
 
 
-def check_arguments(evals: Any, actions: Sequence[Action], writers: Any) -> None:
-    """Checks what `fit` was given as evaluations, actions and writers.
+def check_arguments(actions: Sequence[Action], writers: Any) -> None:
+    """Checks what `fit` was given as actions and writers.
 
     Raises:
         ValueError: if they are something else.
@@ -325,8 +326,6 @@ def check_arguments(evals: Any, actions: Sequence[Action], writers: Any) -> None
     if len(metrics := _metrics_to_restore(actions)) > 1:
         raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
     check_writers(writers)
-    if not isinstance(evals or {}, Mapping):
-        raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
 
 
 def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
@@ -378,21 +377,23 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     )
 
 
-def make_training_source(data: Data, state: TrainState, config: Config) -> Source:
-    """Builds the source of the data to train on.
+def make_training_source(data: FitData, state: TrainState, config: Config, latest: Source | None = None) -> Source:
+    """Returns the source of the data to train on: the latest one if it is asked for again.
 
     Raises:
         ValueError: if the data breaks a rule, or a pipeline gets more microbatches than a batch has rows.
     """
+    if latest is not None and data.is_asked_for(latest.asked_for):
+        return latest
     source = Source(
-        data,
+        data.train,
         state.strategy,
-        batch_size=config.batch_size,
         shuffle_seed=config.seed,
         microbatches=config.first_microbatches,
         may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),
+        **data.source_settings(config.batch_size),
     )
     if source.info.batch_size is not None:
         state.placement.check_microbatches(config.first_microbatches, source.info.batch_size)

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import Unpack
 
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluation
@@ -33,6 +34,7 @@ from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
 from distloop.fit import Fit, check_arguments, make_evaluations, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
+from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.monitoring.console import say
 from distloop.monitoring.deliveries import Writer
 from distloop.monitoring.history import History
@@ -134,6 +136,7 @@ class Trainer:
         evals: Mapping[str, Data | Evaluation] | None = None,
         actions: Sequence[Action] = (),
         writers: Sequence[Writer] = (),
+        **keras_arguments: Unpack[KerasArguments],
     ) -> History:
         """Trains until a global step; says so and does nothing if the run is there already.
 
@@ -151,6 +154,7 @@ class Trainer:
             evals: name -> data to evaluate on, every `eval_every` and at the end, or `distloop.Evaluation`.
             actions: called in order after the evaluations; see `distloop.Action`.
             writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
+            **keras_arguments: `batch_size`, `steps_per_epoch`, `class_weight`, `validation_data`, `validation_split`.
 
         Returns:
             The last metrics, also of a run that was there already; those of evaluations as `"test/accuracy"`.
@@ -161,18 +165,16 @@ class Trainer:
             OSError: if the last checkpoint could not be written.
             SystemExit: with code 75 after an interruption; in place of training with `audit` or `autotune_batch`.
         """
-        clock = Clock()
+        clock, data = Clock(), read_arguments(train, evals, keras_arguments)
         if self.config.audit:
             print_and_exit(self.audit(train))
         if self.config.autotune_batch:
             tuning.autotune_batch(self, train)
             raise SystemExit(0)
-        check_arguments(evals, actions, writers)
-        if self._train_source is None or self._train_source.data is not train:
-            self._train_source = make_training_source(train, self.state, self.config)
-        source = self._train_source
+        check_arguments(actions, writers)
+        source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
         length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)
-        evaluations = make_evaluations(evals or {}, self.config, self._passes, self._eval_loop)
+        evaluations = make_evaluations(data.evals, self.config, self._passes, self._eval_loop)
         self._build(source)
         run = Fit(
             state=self.state,

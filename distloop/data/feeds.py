@@ -25,20 +25,20 @@ class Feed:
     """Batches that Python makes, as a dataset that begins at any of them.
 
     Attributes:
-        element_spec: of a batch; an axis in which the first two batches differ is free.
+        element_spec: of a batch before `map_batch`; an axis in which the first two batches differ is free.
         batch_size: rows of a batch, if the first two batches agree; else None.
         resume: a sentence: how a run that is resumed gets to its place.
         seeks: whether it does so without reading what comes before.
-        restarts: whether the data can be read more than once.
         oldest_place: returns the first batch whose state may still be asked for.
     """
 
-    def __init__(self, reader: Reader, *, repeat: bool):
+    def __init__(self, reader: Reader, *, repeat: bool, map_batch: Callable[..., Any] | None = None):
         """Reads the first two batches.
 
         Args:
             reader: of the data.
             repeat: whether the dataset starts again at the end of the data.
+            map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
 
         Raises:
             ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
@@ -49,12 +49,12 @@ class Feed:
         batches = [as_arrays(batch) for batch, _ in peeked]
         self._reader = reader
         self._repeat = repeat
+        self._map_batch = map_batch
         self._first_batch = batches[0]
         self.element_spec = _element_spec(batches)
         sizes = {array.shape[0] if array.ndim else None for batch in batches for array in tf.nest.flatten(batch)}
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
         self.resume = reader.resume
-        self.restarts = reader.restarts
         self._has_states = peeked[0][1] is not None
         self.seeks = reader.seeks or self._has_states
         if self._has_states:
@@ -63,9 +63,19 @@ class Feed:
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0
 
+    def require_restart(self) -> None:
+        """Raises a ValueError if the data can be read only once."""
+        if not self._reader.restarts:
+            raise ValueError(
+                "The data given is an iterator, which cannot be read again from an earlier batch (as "
+                "on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the function that "
+                "makes it, without calling it."
+            )
+
     def first_rows(self) -> Any:
         """Returns the first batch."""
-        return tf.nest.map_structure(tf.convert_to_tensor, self._first_batch)
+        rows = tf.nest.map_structure(tf.convert_to_tensor, self._first_batch)
+        return rows if self._map_batch is None else self._map_batch(rows)
 
     def one_pass(self, *, is_endless_if_unknown: bool = False) -> tf.data.Dataset:
         """Returns a dataset of one pass over the data, which knows its length if the data does.
@@ -113,11 +123,17 @@ class Feed:
             except Exception as error:  # of the user's code: TensorFlow would pass on its text alone
                 raise carry(error) from error
 
-        return tf.data.Dataset.from_generator(generate, output_signature=self.element_spec)
+        dataset = tf.data.Dataset.from_generator(generate, output_signature=self.element_spec)
+        return dataset if self._map_batch is None else dataset.map(self._map_batch)
 
 
 def make_feed(
-    data: Any, *, repeat: bool, shuffle_seed: int | None = None, make_again: Callable[[], Any] | None = None
+    data: Any,
+    *,
+    repeat: bool,
+    shuffle_seed: int | None = None,
+    make_again: Callable[[], Any] | None = None,
+    map_batch: Callable[..., Any] | None = None,
 ) -> Feed | None:
     """Returns a feed of batches that Python makes.
 
@@ -126,6 +142,7 @@ def make_feed(
         repeat: whether the feed starts again at the end of the data.
         shuffle_seed: of the order of a `PyDataset`'s batches, another one each epoch; None: by their numbers.
         make_again: returns the data anew, if a function has made it.
+        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
 
     Returns:
         The feed; None: the data is something else, such as a `tf.data.Dataset`.
@@ -145,7 +162,7 @@ def make_feed(
         reader = reader_of_passes(lambda epoch, repeat: next(passes), None)
     else:
         reader = read_once(data)
-    return Feed(reader, repeat=repeat)
+    return Feed(reader, repeat=repeat, map_batch=map_batch)
 
 
 def as_arrays(batch: Any) -> Any:

@@ -47,6 +47,9 @@ class Source:
         layout: what tracing needs to know about the batches.
         batches_taken: how many batches the iterator has given since the first one.
         skipped_batches: the numbers, from 0, of batches to leave out of training.
+        asked_for: the arguments of `fit` that it serves, to recognize them.
+        resume: how a resumed run gets to its place in batches that Python makes; empty for other data.
+        seeks: whether it does so without reading the batches before its place.
     """
 
     def __init__(
@@ -61,6 +64,9 @@ class Source:
         is_cached: bool = False,
         batch_size: int = 1,
         shuffle_seed: int | None = None,
+        steps_per_epoch: int | None = None,
+        map_batch: Callable[..., Any] | None = None,
+        asked_for: tuple[Any, ...] = (),
     ):
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
@@ -76,6 +82,9 @@ class Source:
             is_cached: whether each pass repeats the batches of the first one.
             batch_size: of arrays, the examples in a global batch.
             shuffle_seed: of arrays, the seed of the order, which changes each epoch; None: the order given.
+            steps_per_epoch: the batches of an epoch; None: those of a pass.
+            map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+            asked_for: the arguments of `fit` that it serves, to recognize them.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
@@ -83,17 +92,16 @@ class Source:
         self.data = data
         self.batches_taken = 0
         self.skipped_batches: set[int] = set()
+        self.asked_for = asked_for
         self._strategy = strategy
         self._repeat = repeat
-        data = as_dataset(data, batch_size, shuffle_seed)
-        num_workers, worker = workers.num_workers(strategy), workers.worker_index(strategy)
-        dataset, feed, takes_context = open_data(data, num_workers, worker, repeat=repeat, shuffle_seed=shuffle_seed)
-        if feed is not None and may_go_back and not feed.restarts:
-            raise ValueError(
-                "The data given is an iterator, which cannot be read again from an earlier batch (as "
-                "on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the function that "
-                "makes it, without calling it."
-            )
+        self._steps_per_epoch = steps_per_epoch
+        num_workers = workers.num_workers(strategy)
+        dataset = as_dataset(data, batch_size, shuffle_seed)
+        reading: dict[str, Any] = {"repeat": repeat, "shuffle_seed": shuffle_seed, "map_batch": map_batch}
+        dataset, feed, takes_context = open_data(dataset, num_workers, workers.worker_index(strategy), **reading)
+        if feed is not None and may_go_back:
+            feed.require_restart()
         is_sharded = takes_context and num_workers > 1
         is_split = isinstance(dataset, tf.distribute.DistributedDataset)
         if limit and is_split:
@@ -111,6 +119,8 @@ class Source:
         self.set_microbatches(microbatches)
         self._feed = feed
         self._begins_anywhere = feed is not None and not (limit or is_cached or self.info.num_missing_batches)
+        self.seeks = self._begins_anywhere and feed is not None and feed.seeks
+        self.resume = "" if feed is None else feed.resume if self._begins_anywhere else READ_AGAIN
         if feed is not None:
             feed.oldest_place = lambda: self.batches_taken
 
@@ -137,24 +147,14 @@ class Source:
         replicas = self._strategy.num_replicas_in_sync
         return f"{worker} reads every batch and trains on {shards} of {replicas} of its rows."
 
-    @property
-    def resume(self) -> str:
-        """How a resumed run gets to its place in batches that Python makes; empty for other data."""
-        if self._feed is None:
-            return ""
-        return self._feed.resume if self._begins_anywhere else READ_AGAIN
-
-    @property
-    def seeks(self) -> bool:
-        """Whether a place is reached without reading the batches before it."""
-        return self._begins_anywhere and self._feed is not None and self._feed.seeks
-
     def batches_per_epoch(self) -> int:
         """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length to count them.
 
         Raises:
             ValueError: if the data is endless or empty.
         """
+        if self._steps_per_epoch is not None:
+            return self._steps_per_epoch
         num_batches = self.info.num_batches
         if num_batches is None and not self.layout.is_split and self._feed is None:  # a generator may never end
             num_batches = count_batches(self._dataset)
@@ -163,7 +163,7 @@ class Source:
         if num_batches is None or self.info.is_endless:
             raise ValueError(
                 "epochs were given, but the dataset is endless or of unknown length, so an epoch has no end: "
-                "give steps instead."
+                "give steps instead, or steps_per_epoch."
             )
         return int(num_batches)
 
@@ -322,7 +322,13 @@ class OpenedData(NamedTuple):
 
 
 def open_data(
-    data: Any, num_workers: int, worker: int, *, repeat: bool = False, shuffle_seed: int | None = None
+    data: Any,
+    num_workers: int,
+    worker: int,
+    *,
+    repeat: bool = False,
+    shuffle_seed: int | None = None,
+    map_batch: Callable[..., Any] | None = None,
 ) -> OpenedData:
     """Opens a dataset, or batches that Python makes, which a function may make for a worker.
 
@@ -332,6 +338,7 @@ def open_data(
         worker: the index of this one.
         repeat: whether a feed starts again at the end of the data.
         shuffle_seed: of the order of a `PyDataset`'s batches; None: by their numbers.
+        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
 
     Raises:
         ValueError: if it is neither.
@@ -341,7 +348,9 @@ def open_data(
         takes_context = _takes_argument(data)
         make = functools.partial(data, WorkerContext(num_workers, worker)) if takes_context else data
         data = make()
-    if (feed := make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make)) is not None:
+    map_batch = map_batch and tf.autograph.experimental.do_not_convert(map_batch)
+    feed = make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
+    if feed is not None:
         one_pass = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
         return OpenedData(one_pass, feed, takes_context)
     if not isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
@@ -351,7 +360,7 @@ def open_data(
             "tuple or list, or batches from a PyDataset, a generator, a Grain dataset or a DataLoader: turn lists of "
             "numbers into arrays with np.asarray, or make a dataset with distloop.make_dataset(arrays, batch_size)."
         )
-    return OpenedData(data, None, takes_context)
+    return OpenedData(data if map_batch is None else data.map(map_batch), None, takes_context)
 
 
 def _takes_argument(fn: Callable[..., Any]) -> bool:

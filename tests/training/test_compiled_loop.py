@@ -5,6 +5,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.fit import make_training_source
+from distloop.keras_models.fit_arguments import read_arguments
 from distloop.training.compiled_loop import CompiledLoop, compiled
 from distloop.training.step import TrainStep
 from tests.problems import classification, classifier, on
@@ -15,7 +16,7 @@ def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
     data = distloop.make_dataset(classification(64), 16)
     trainer.build(data)
     loop = CompiledLoop(trainer.state, step := TrainStep(trainer.state))
-    source = make_training_source(data, trainer.state, trainer.config)
+    source = make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config)
     loop.trace(source, executor="")
     first = loop.run(source, 5, 2, executor="", is_single=False)
     assert [row.steps for row in first] == [2, 2, 1]
@@ -38,7 +39,13 @@ def test_a_single_step_is_run_without_a_tensorflow_loop():
     data = distloop.make_dataset(classification(64), 16)
     trainer.build(data)
     loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
-    (row,) = loop.run(make_training_source(data, trainer.state, trainer.config), 1, 0, executor="", is_single=True)
+    (row,) = loop.run(
+        make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config),
+        1,
+        0,
+        executor="",
+        is_single=True,
+    )
     assert row.steps == 1 and row.examples == 16 and trainer.step == 1
 
 

@@ -1,0 +1,224 @@
+"""Arguments of Keras's `fit` in distloop's: what they ask for, and sentences about those that distloop has elsewhere.
+
+    data = read_arguments(train, evals, {"validation_split": 0.1, "class_weight": {0: 1.0, 1: 5.0}})
+    data.train, data.evals, data.map_batch
+
+It does not know how data is read.
+"""
+
+import dataclasses
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.arrays import are_arrays, make_dataset
+from distloop.data.source import Data
+
+EVALUATION = "val"  # the name of the evaluation on Keras's validation data
+
+_OF_FIT = ("steps", "epochs", "until", "evals", "actions", "writers")
+
+# Other arguments of Keras's fit, and names that people try: what to give instead.
+_INSTEAD = {
+    "x": "give the data first, as in fit((x, y), epochs=2)",
+    "y": "give one tuple, as in fit((x, y), epochs=2)",
+    "sample_weight": "give one tuple, as in fit((x, y, sample_weight), epochs=2)",
+    "callbacks": "give actions=[distloop.from_callback(callback)]",
+    "verbose": "set Config(console='quiet'), or 'lines'",
+    "shuffle": "fit shuffles arrays by Config(seed=...); for another order give distloop.make_dataset(arrays, size)",
+    "initial_epoch": "with Config(workdir=...) a run resumes by itself",
+    "validation_steps": "set Config(limit_eval_batches=...)",
+    "validation_batch_size": "give evals={'val': distloop.make_dataset(arrays, batch_size)}",
+    "validation_freq": "set Config(eval_every=...)",
+    "steps_per_execution": "distloop runs many steps at once; Config(steps_per_loop=...) bounds their number",
+    "workers": "set it in the PyDataset",
+    "use_multiprocessing": "set it in the PyDataset",
+    "max_queue_size": "set it in the PyDataset",
+}
+_EVALS = "did you mean evals, as in evals={'val': dataset}"
+_INSTEAD |= dict.fromkeys(("eval", "validation", "val", "val_data", "valid", "test", "test_data", "eval_data"), _EVALS)
+
+
+class KerasArguments(TypedDict, total=False):
+    """Arguments of Keras's `fit` that `Trainer.fit` takes.
+
+    Attributes:
+        batch_size: examples of a global batch, of arrays; overrides `Config.batch_size`.
+        steps_per_epoch: the batches of an epoch, for data without an end or an epoch of another length.
+        class_weight: class -> weight of its examples, times their sample weight if they have one; others count 1. For
+            batches `(x, y)` or `(x, y, sample_weight)` with labels `[B]`, `[B, 1]`, or one-hot `[B, C]`.
+        validation_data: evaluated as `evals={"val": validation_data}`.
+        validation_split: the part of the arrays, from their end, that is not trained on, but evaluated as "val".
+    """
+
+    batch_size: int | None
+    steps_per_epoch: int | None
+    class_weight: Mapping[int, float] | None
+    validation_data: Any
+    validation_split: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FitData:
+    """What a call of `fit` trains and evaluates on.
+
+    Attributes:
+        train: the data to train on.
+        evals: name -> data to evaluate on, or an `Evaluation`.
+        batch_size: of arrays; None: the config's.
+        steps_per_epoch: None: those of a pass over the data.
+        map_batch: adds class weights to a batch; None: there are none.
+        asked_for: the arguments that it was made from: equal ones ask for the same data to train on.
+    """
+
+    train: Data
+    evals: dict[str, Any]
+    batch_size: int | None
+    steps_per_epoch: int | None
+    map_batch: Callable[..., Any] | None
+    asked_for: tuple[Any, ...]
+
+    def source_settings(self, batch_size: int) -> dict[str, Any]:
+        """Returns arguments of `Source` for the data to train on, with a batch size if none was given."""
+        return {
+            "batch_size": self.batch_size or batch_size,
+            "steps_per_epoch": self.steps_per_epoch,
+            "map_batch": self.map_batch,
+            "asked_for": self.asked_for,
+        }
+
+    def is_asked_for(self, asked_for: tuple[Any, ...]) -> bool:
+        """Returns whether these arguments ask for this data to train on."""
+        return bool(asked_for) and asked_for[0] is self.asked_for[0] and asked_for[1:] == self.asked_for[1:]
+
+
+def read_arguments(train: Data, evals: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> FitData:
+    """Returns the data that `fit` was asked to train and evaluate on.
+
+    Args:
+        train: the data.
+        evals: by name, as `fit` takes them.
+        arguments: the others, by name: `KerasArguments`.
+
+    Raises:
+        ValueError: if an argument is unknown or not possible with this data.
+    """
+    if not isinstance(evals or {}, Mapping):
+        raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
+    for name in arguments:
+        if name not in KerasArguments.__annotations__:
+            raise ValueError(f"fit was given {name}=..., which it does not have: {_hint(name)}.")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    steps_per_epoch, batch_size = _whole(given, "steps_per_epoch"), _whole(given, "batch_size")
+    if batch_size and not are_arrays(train) and not callable(train):
+        raise ValueError(
+            f"fit was given batch_size={batch_size} and a {type(train).__name__}, which has batches of its own: leave "
+            "batch_size out."
+        )
+    class_weight, split = given.get("class_weight"), given.get("validation_split", 0.0)
+    map_batch = None if class_weight is None else _class_weigher(class_weight, train)
+    asked_for = (train, batch_size, steps_per_epoch, class_weight, split)
+    validation = given.get("validation_data")
+    if split and validation is None:  # which takes precedence in Keras
+        train, validation = _split(train, split)
+    if validation is not None:
+        if EVALUATION in (evals or {}):
+            raise ValueError(
+                f"fit was given validation data and evals with the name {EVALUATION!r}, which it is reported under: "
+                "give either, or another name."
+            )
+        if isinstance(validation, (list, tuple)):
+            validation = tuple(np.asarray(part) if isinstance(part, list) else part for part in validation)
+        if batch_size and are_arrays(validation):
+            validation = make_dataset(validation, batch_size)
+        evals = {**(evals or {}), EVALUATION: validation}
+    return FitData(train, dict(evals or {}), batch_size, steps_per_epoch, map_batch, asked_for)
+
+
+def _hint(name: str) -> str:
+    if name in _INSTEAD:
+        return _INSTEAD[name]
+    known = [*_OF_FIT, *KerasArguments.__annotations__]
+    close = difflib.get_close_matches(name, known)
+    return f"did you mean {' or '.join(close)}" if close else f"it takes {', '.join(known)}"
+
+
+def _whole(arguments: Mapping[str, Any], name: str) -> int | None:
+    """Returns an argument that is a whole number, 1 or more; None: it was not given."""
+    value = arguments.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
+    return int(value)
+
+
+def _split(train: Data, part: float) -> tuple[Any, Any]:
+    """Returns arrays without their last part, and that part.
+
+    Source: `train_validation_split` in keras/src/trainers/data_adapters/array_slicing.py.
+    """
+    if not are_arrays(train):
+        raise ValueError(
+            f"fit was given validation_split={part} and a {type(train).__name__}; only arrays can be split: give "
+            "evals={'val': dataset}."
+        )
+    num_rows = len(tf.nest.flatten(train)[0])
+    num_trained = math.floor(num_rows * (1 - part))
+    if not 0 < num_trained < num_rows:
+        raise ValueError(
+            f"fit was given validation_split={part!r} and {num_rows} rows; it is a part between 0 and 1 that leaves "
+            "rows for both: give another."
+        )
+    train = tuple(train) if isinstance(train, list) else train
+    first = tf.nest.map_structure(lambda array: array[:num_trained], train)
+    return first, tf.nest.map_structure(lambda array: array[num_trained:], train)
+
+
+def _class_weigher(class_weight: Any, train: Any) -> Callable[..., Any]:
+    """Returns a function that multiplies the sample weights of a batch `(x, y)` or `(x, y, sample_weight)`.
+
+    Source: `class_weight_to_sample_weights` in keras/src/trainers/data_adapters/data_adapter_utils.py.
+    """
+    if not isinstance(class_weight, Mapping) or not all(isinstance(n, numbers.Integral) for n in class_weight):
+        raise ValueError(f"fit was given class_weight={class_weight!r}; it takes a dict, class -> weight: {{0: 1.0}}.")
+    if isinstance(train, tf.distribute.DistributedDataset):
+        raise ValueError(
+            "fit was given class_weight and a DistributedDataset, which TensorFlow has split already: give the plain "
+            "dataset."
+        )
+    classes = np.array(list(class_weight), np.int64)  # [K]
+    values = np.array(list(class_weight.values()), np.float32)
+
+    def weigh(*batch: Any) -> Any:
+        entries = batch[0] if len(batch) == 1 else batch
+        if not isinstance(entries, tuple) or not 2 <= len(entries) <= 3 or not tf.is_tensor(entries[1]):
+            raise ValueError(
+                "fit was given class_weight and batches that are no (x, y) or (x, y, sample_weight) with one tensor y: "
+                "weigh the loss by the label in loss_fn, with distloop.weighted, or give sample weights."
+            )
+        x, y, *sample_weight = entries
+        labels = y
+        if labels.shape.rank not in (1, 2):
+            raise ValueError(
+                f"fit was given class_weight and labels of shape {labels.shape}; they are [B], [B, 1], or one-hot "
+                "[B, C]: give sample weights."
+            )
+        if labels.shape.rank == 2:
+            labels = labels[:, 0] if labels.shape[1] == 1 else tf.argmax(labels, -1)
+        if labels.dtype.is_floating:
+            labels = tf.round(labels)
+        is_class = tf.cast(labels, tf.int64)[:, None] == classes  # [B, K]
+        weights = tf.where(tf.reduce_any(is_class, 1), tf.linalg.matvec(tf.cast(is_class, tf.float32), values), 1.0)
+        if sample_weight:
+            rank = sample_weight[0].shape.rank or 1
+            shape = tf.concat([tf.shape(weights), tf.ones([rank - 1], tf.int32)], 0)
+            weights = tf.cast(sample_weight[0], tf.float32) * tf.reshape(weights, shape)
+        return x, y, weights
+
+    return weigh

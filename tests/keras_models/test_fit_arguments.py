@@ -1,0 +1,157 @@
+"""Arguments of Keras's `fit`: what they ask for, the numbers that Keras gets with them, and sentences about others."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.data.source import Source
+from distloop.keras_models.fit_arguments import read_arguments
+from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, assert_same_weights, batches, compiled, copy_of, net
+from tests.problems import on, refused
+from tests.python_batches import ONE, endless, taken, three
+
+ARRAYS = (X, LABEL)
+CLASS_WEIGHT = {0: 0.25, 2: 4.0}
+
+
+def weights_of(*batch, class_weight=CLASS_WEIGHT):
+    weigh = read_arguments(batch, None, {"class_weight": class_weight}).map_batch
+    return weigh(*map(tf.constant, batch))[2].numpy()
+
+
+def test_without_them_the_data_is_as_it_was_given():
+    data, evals = batches(*ARRAYS), {"test": ARRAYS}
+    read = read_arguments(data, evals, {})
+    assert read.train is data and read.evals == evals and read.map_batch is None
+    assert read_arguments(data, None, {"class_weight": None, "batch_size": None, "validation_data": None}).evals == {}
+
+
+def test_the_same_arguments_ask_for_the_same_data():
+    asked_for = read_arguments(ARRAYS, None, {"batch_size": 8, "validation_split": 0.5}).asked_for
+    assert read_arguments(ARRAYS, None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
+    assert not read_arguments(ARRAYS, None, {"batch_size": 4, "validation_split": 0.5}).is_asked_for(asked_for)
+    assert not read_arguments((X, LABEL), None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
+    assert not read_arguments(ARRAYS, None, {}).is_asked_for(())
+
+
+@pytest.mark.parametrize("part", [0.25, 0.3, 0.5])
+def test_the_last_part_of_arrays_validates(part):
+    read = read_arguments([X, LABEL], None, {"validation_split": part})
+    expected = int(np.floor(32 * (1 - part)))
+    assert len(read.train[0]) == len(read.train[1]) == expected
+    np.testing.assert_array_equal(read.evals["val"][1], LABEL[expected:])
+
+
+def test_validation_data_goes_before_a_split_as_in_keras():
+    read = read_arguments(ARRAYS, None, {"validation_split": 0.5, "validation_data": (X[:4], LABEL[:4].tolist())})
+    assert len(read.train[0]) == 32 and len(read.evals["val"][1]) == 4
+
+
+def test_class_weights_are_those_of_keras():
+    expected = [CLASS_WEIGHT.get(label, 1.0) for label in LABEL]
+    np.testing.assert_array_equal(weights_of(X, LABEL), expected)
+    np.testing.assert_array_equal(weights_of(X, LABEL[:, None].astype(np.float32)), expected)
+    np.testing.assert_array_equal(weights_of(X, ONE_HOT), expected)
+    np.testing.assert_allclose(weights_of(X, LABEL, SAMPLE_WEIGHT), SAMPLE_WEIGHT * expected)
+    columns = weights_of(X, LABEL, np.ones([32, 3], np.float32))
+    np.testing.assert_array_equal(columns, np.array(expected)[:, None] * np.ones([1, 3]))
+
+
+@pytest.mark.slow
+def test_an_epoch_with_class_weights_trains_as_keras_does():
+    # Keras divides by the number of rows, unless the loss divides by the sum of the weights, as distloop does.
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    model = compiled(net(3), loss)
+    twin = copy_of(model)
+    twin.fit(*ARRAYS, batch_size=8, class_weight=CLASS_WEIGHT, shuffle=False, verbose=0)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer.fit(batches(*ARRAYS), epochs=1, class_weight=CLASS_WEIGHT)
+    assert_same_weights(trainer.model, twin)
+
+
+@pytest.mark.slow
+def test_fit_takes_them_together():
+    model = compiled(net(3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    arguments = {"batch_size": 6, "validation_split": 0.25, "class_weight": CLASS_WEIGHT}
+    numbers = trainer.fit(ARRAYS, epochs=2, **arguments)
+    assert trainer.step == 8 and "val/loss" in numbers
+    assert numbers["val/loss"] == pytest.approx(trainer.evaluate((X[24:], LABEL[24:]))["loss"])
+    trainer.fit(ARRAYS, epochs=3, **arguments)  # goes on in the same data
+    assert trainer.step == 12
+
+
+def test_an_epoch_has_the_steps_that_it_is_given():
+    source = Source(endless, ONE, steps_per_epoch=3, map_batch=lambda batch: {"x": batch["x"] + 5})
+    assert source.batches_per_epoch() == 3
+    assert taken(source, 4) == [5, 6, 7, 8]
+    assert source.first_rows()["x"].numpy().tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("name", ["validation", "val_data", "val", "eval", "test_data"])
+def test_other_names_of_evals_are_recognized(name):
+    refused(lambda: read_arguments(ARRAYS, None, {name: ARRAYS}), f"{name}=..., which it does not have", "mean evals")
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("callbacks", "actions=[distloop.from_callback(callback)]"),
+        ("verbose", "Config(console="),
+        ("y", "one tuple"),
+        ("step", "did you mean steps"),
+        ("epoch", "did you mean epochs"),
+        ("validation_datas", "did you mean validation_data"),
+        ("class_weights", "did you mean class_weight"),
+        ("colour", "it takes steps, epochs"),
+    ],
+)
+def test_arguments_that_fit_does_not_have_are_refused_with_what_to_give(name, part):
+    refused(lambda: read_arguments(ARRAYS, None, {name: 1}), f"fit was given {name}=...", part)
+
+
+@pytest.mark.parametrize(
+    ("train", "arguments", "part"),
+    [
+        (batches(X), {"batch_size": 8}, "has batches of its own"),
+        (ARRAYS, {"batch_size": 0}, "batch_size=0; it takes a whole number"),
+        (ARRAYS, {"steps_per_epoch": 1.5}, "steps_per_epoch=1.5; it takes a whole number"),
+        (batches(X), {"validation_split": 0.1}, "only arrays can be split"),
+        (three, {"validation_split": 0.1}, "only arrays can be split"),
+        (ARRAYS, {"validation_split": 1.5}, "a part between 0 and 1"),
+        (ARRAYS, {"validation_split": 0.001}, None),
+        (ARRAYS, {"class_weight": [1.0, 2.0]}, "it takes a dict, class -> weight"),
+    ],
+)
+def test_what_the_data_does_not_allow_is_refused(train, arguments, part):
+    if part is not None:
+        refused(lambda: read_arguments(train, None, arguments), part)
+    else:
+        assert len(read_arguments(train, None, arguments).evals["val"][0]) == 1
+
+
+def test_evaluations_are_a_dict_by_name():
+    refused(lambda: read_arguments(ARRAYS, [object()], {}), "fit takes a dict of datasets by name")
+
+
+def test_two_evaluations_of_one_name_are_refused():
+    arguments = {"validation_data": ARRAYS}
+    refused(lambda: read_arguments(ARRAYS, {"val": ARRAYS}, arguments), "evals with the name 'val'", "give either")
+
+
+@pytest.mark.parametrize(
+    ("batch", "part"),
+    [
+        (({"x": X},), "no (x, y) or (x, y, sample_weight)"),
+        ((X, {"a": LABEL}), "with one tensor y"),
+        ((X, np.zeros([32, 4, 3])), "labels of shape (32, 4, 3)"),
+    ],
+)
+def test_class_weights_need_one_label_a_row(batch, part):
+    refused(lambda: read_arguments(batch, None, {"class_weight": {0: 1.0}}).map_batch(*_tensors(batch)), part)
+
+
+def _tensors(batch):
+    return tf.nest.map_structure(tf.constant, batch)
