@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
@@ -70,6 +71,12 @@ def as_user_error(error: tf.errors.OpError) -> Exception | None:
         return ValueError(
             f"A batch differs from those before it: {difference}; every batch has the same structure, dtypes and "
             "number of axes: correct the generator or its output_signature."
+        )
+    if "Shape mismatch in the collective" in message:
+        shapes = " and ".join(re.findall(r"expected shape (\[[\d,]*\])", message)[:2])
+        return ValueError(
+            f"The workers computed tensors of different shapes ({shapes}) where they share them: let every worker run "
+            "the same lines, with the same model."
         )
     if USER_ERROR in message:
         sentence = message.split(USER_ERROR)[1]

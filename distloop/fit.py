@@ -20,7 +20,7 @@ from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
-from distloop.actions.evaluate import Evaluate, Evaluation
+from distloop.actions.evaluate import Evaluate, Evaluation, earlier_rows
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
 from distloop.actions.save import Save
@@ -42,18 +42,17 @@ from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
 from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
-from distloop.monitoring.records import read_metrics
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers.gradients import Clipping
 from distloop.training import overview, run_length
+from distloop.training.agreement import require_same_run
 from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
 _periods = operator.attrgetter("log_every", "checkpoint_every", "histograms_every", "check_replicas_every")
-_SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -102,6 +101,7 @@ class Fit:
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
+        require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
         self.checkpoints.resume()
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
@@ -254,8 +254,11 @@ class Fit:
         saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None
         for action in actions:
             member(action, "set_saves")(saves)
-        save_every = self._plan.period(self.config.checkpoint_every).steps
-        return [*actions, write, *([Save(saves, save_every)] if saves else [])]
+        return [
+            *actions,
+            write,
+            *([Save(saves, self._plan.period(self.config.checkpoint_every).steps)] if saves else []),
+        ]
 
     def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         with self.checkpoints.disk_watch.over("saving"):
@@ -285,16 +288,9 @@ class Fit:
             secs_left = max(0.0, run.secs - self._loop.secs)
             console = Console(run.last_step, self._step, evals=evals, may_draw=may_draw, secs_left=secs_left)
             if workdir and self._step and evals:
-                console.remember(self._earlier_evaluations())  # the best value may have been before
+                console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)
         return writers
-
-    def _earlier_evaluations(self) -> list[Mapping[str, float]]:
-        """Returns the rows of the run; of a long one only the best and the last values of its evaluations."""
-        if os.path.getsize(os.path.join(self.config.workdir, "metrics.jsonl")) < _SHORT_BYTES:
-            return list(read_metrics(self.config.workdir))
-        rows = [row for evaluation in self.evaluations for row in evaluation.rows]
-        return sorted(rows, key=lambda row: row["step"])
 
     @property
     def _step(self) -> int:

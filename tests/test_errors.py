@@ -166,3 +166,12 @@ def test_code_that_a_dataclass_generated_is_no_frame_of_the_user():
     with pytest.raises(ValueError, match="optimizer") as caught:
         distloop.Trainer(make)
     assert {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}.isdisjoint({"__init__"})
+
+
+def test_tensors_of_other_shapes_on_another_worker_are_explained():
+    message = (
+        "Collective ops is aborted by: Shape mismatch in the collective instance 101. Op at device /job:worker/task:1 "
+        "expected shape [8,5] but another member in the group expected shape [8,4]. This is likely due to ..."
+    )
+    error = errors.as_user_error(tf.errors.InvalidArgumentError(None, None, message))
+    assert str(error).startswith("The workers computed tensors of different shapes ([8,5] and [8,4]) where they share")

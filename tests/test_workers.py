@@ -161,6 +161,25 @@ def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_wor
         assert "Worker 1: <object object" in str(result["local/error"])
 
 
+@pytest.mark.parametrize(
+    "name, sentence",
+    {
+        "values of training": "differ in the values of loss_fn before they train: ['loss', 'accuracy', 'gradient_n",
+        "values of evaluation": "differ in the values of loss_fn before they evaluate: ['loss', 'accuracy'] on work",
+        "steps": "differ in the last step before they train: 2 on worker 0, 3 on worker 1; let every worker run",
+        "actions": "differ in actions before they train: [('act', 2)] on worker 0, [] on worker 1;",
+        "evals": "differ in evals before they train: [('a', ",
+        "batches": "differ in the batches of a pass before they read a dataset: 2 on worker 0, 3 on worker 1;",
+        "outputs": "differ in the rows of outputs before they predict: float32 [4] on worker 0, float32 [3] on",
+        "batches of unknown number": "differ in whether a batch follows before they predict: False on worker 0, True",
+        "what to do": "differ in what to do before they evaluate: evaluate on worker 0, predict on worker 1;",
+    }.items(),
+)
+def test_a_difference_between_workers_is_an_error_on_all_in_place_of_a_hang(name, sentence, on_workers):
+    for result in on_workers[0]["differences"]:
+        assert sentence in str(result[f"local/{name}"])
+
+
 def test_steps_leak_no_threads(on_workers):
     for result in on_workers[0]["threads"]:
         assert int(result["local/new"]) < 100  # in 300 steps

@@ -343,9 +343,52 @@ def exchange(make, workdir):
     return results
 
 
+def differences(make, workdir):
+    """What the last worker does otherwise is an error on all workers, before they wait for each other."""
+    results = {}
+
+    def model_fn():
+        spec = classifier()()
+
+        def loss_fn(batch, training):
+            outputs = spec.loss_fn(batch, training)
+            return {**outputs, "extra": outputs["loss"]} if is_other else outputs
+
+        predict_fns = {"all": spec.predict_fn, "narrow": lambda batch: spec.predict_fn(batch)[:, : 4 - is_other]}
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=predict_fns)
+
+    def unknown(data):
+        return data.filter(lambda row: True)
+
+    def act(report):
+        return None
+
+    act.every = 2
+    trainer = make(model_fn)
+    is_other = trainer.workers.index > 0
+    few = batches(4).take(2 + is_other)
+    for name, call in {
+        "values of training": lambda: trainer.fit(batches(), steps=2),
+        "values of evaluation": lambda: trainer.evaluate(batches()),
+        "steps": lambda: trainer.fit(batches(), steps=2 + is_other),
+        "actions": lambda: trainer.fit(batches(), steps=2, actions=[] if is_other else [act]),
+        "evals": lambda: trainer.fit(batches(), steps=2, evals={"b" if is_other else "a": batches()}),
+        "batches": lambda: trainer.evaluate(few),
+        "outputs": lambda: trainer.predict(batches(), signature="narrow"),
+        "batches of unknown number": lambda: trainer.predict(unknown(few), signature="all"),
+        "what to do": lambda: trainer.predict(batches(7)) if is_other else trainer.evaluate(batches(7)),
+    }.items():
+        try:
+            call()
+        except ValueError as error:
+            results[f"local/{name}"] = np.array(str(error))
+    return results
+
+
 SCENARIOS = [
     threads,
     exchange,
+    differences,
     replicas,
     small_batches,
     microbatches,

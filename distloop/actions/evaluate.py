@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ import keras
 from distloop import durations
 from distloop.actions.action import Action, Report
 from distloop.data.source import Data
+from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
+
+_SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +90,14 @@ class Evaluate(Action):
     def set_state(self, state: list[dict[str, float]]) -> None:
         """Restores a state that `get_state` returned."""
         self.rows = state
+
+
+def earlier_rows(workdir: str, evaluations: Sequence[Evaluate]) -> list[Mapping[str, float]]:
+    """Returns the rows of a run that goes on; of a long one only the best and the last values of its evaluations."""
+    if os.path.getsize(os.path.join(workdir, "metrics.jsonl")) < _SHORT_BYTES:
+        return list(read_metrics(workdir))
+    rows = [row for evaluation in evaluations for row in evaluation.rows]
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def _best_and_last(rows: Sequence[dict[str, float]], name: str) -> list[dict[str, float]]:

@@ -80,7 +80,8 @@ def inspect(
         batch_size: of a whole batch, where the dataset cannot know it; None: the dataset may.
 
     Raises:
-        ValueError: if the dataset is not batched or known to be empty, or if the shards do not fit together.
+        ValueError: if the dataset is not batched or known to be empty, if the shards do not fit together, or if
+            workers that should read the same do not.
     """
     is_split = isinstance(dataset, tf.distribute.DistributedDataset)
     if not is_split:
@@ -97,6 +98,9 @@ def inspect(
         is_padded = bool(workers.gather(strategy, is_padded or num_missing > 0).any())
     batch_size = batch_size or (None if is_split else _find_batch_size(dataset))
     sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
+    if not (is_sharded or is_split):  # all workers read the same
+        facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
+        workers.require_same(strategy, "read a dataset", facts)
     return DataInfo(
         dataset.element_spec,
         Layout(is_split, is_padded, is_sharded, _max_replica_rows(sizes, strategy, is_sharded)),

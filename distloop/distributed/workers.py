@@ -9,7 +9,8 @@ It does not know how the workers met (`strategies`), nor how a failure is notice
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,36 @@ def report_phase(strategy: tf.distribute.Strategy, phase: str) -> None:
     """Sends the other workers the phase that this worker is in, as in "evaluating"."""
     if (heartbeat := heartbeat_of(strategy)) is not None:
         heartbeat.phase = phase
+
+
+def require_same(strategy: tf.distribute.Strategy, what: str, facts: Mapping[str, object]) -> None:
+    """Compares facts between the workers before they compute together. All workers must call it.
+
+    Args:
+        strategy: of the run.
+        what: the workers are about to do, such as "train".
+        facts: by name, compared as texts.
+
+    Raises:
+        ValueError: on every worker, if one differs; in a collective, all would wait for it without an end.
+    """
+    if num_workers(strategy) == 1:
+        return
+    texts = {"what to do": what, **{name: str(value) for name, value in facts.items()}}
+    digest = int.from_bytes(hashlib.sha256(repr(sorted(texts.items())).encode()).digest()[:6], "big")
+    if len(set(gather(strategy, float(digest)))) == 1:  # of 48 bits, which a number of 64 holds
+        return
+    chief, *others = Workers(strategy).gather(texts)
+    index, other = next((i, other) for i, other in enumerate(others, 1) if other != chief)
+    name = next(name for name in {**chief, **other} if chief.get(name) != other.get(name))
+    raise ValueError(
+        f"The workers differ in {name} before they {chief['what to do']}: {_shorten(chief.get(name))} on worker 0, "
+        f"{_shorten(other.get(name))} on worker {index}; let every worker run the same lines, with the same data."
+    )
+
+
+def _shorten(text: str | None) -> str:
+    return "missing" if text is None else text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def gather(strategy: tf.distribute.Strategy, value: float | Sequence[float]) -> np.ndarray:

@@ -174,8 +174,10 @@ class EvalLoop:
         state = self._state
         with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
             try:
-                max_batches = tf.constant(limit or tf.int64.max, tf.int64)
-                result = self._run(source.new_iterator(), source.layout, max_batches)
+                arguments = source.new_iterator(), source.layout, tf.constant(limit or tf.int64.max, tf.int64)
+                if workers.num_workers(state.strategy) > 1:
+                    self._compare_workers(arguments)
+                result = self._run(*arguments)
             except tf.errors.OpError as error:
                 explained = as_user_error(error)
                 if explained is None:
@@ -184,8 +186,17 @@ class EvalLoop:
         result = tf.nest.map_structure(lambda t: t.numpy(), result)
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
+        if source.info.num_batches is None and not source.layout.is_sharded:
+            workers.require_same(state.strategy, "use an evaluation", {"the batches read": int(result["batches"])})
         means = metrics.means(self._step.names, result["tallies"])
         return means | metrics.flatten_results(result["keras_metrics"])
+
+    def _compare_workers(self, arguments: tuple[Any, ...]) -> None:
+        """Traces a pass, and compares between the workers what it sums."""
+        self._run.get_concrete_function(*arguments)
+        facts = {"the limit of batches": int(arguments[-1]), "the values of loss_fn": self._step.names}
+        facts["the Keras metrics"] = sorted(self._step.keras_metrics)
+        workers.require_same(self._state.strategy, "evaluate", facts)
 
     def _pass(self, iterator: Any, layout: Layout, max_batches: tf.Tensor) -> dict[str, Any]:
         """Sums the tallies of all batches, up to `max_batches`, over all workers."""

@@ -27,7 +27,11 @@ _MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same ti
 
 
 class PredictStep:
-    """One step of prediction: computes the outputs for a batch, its rows in order."""
+    """One step of prediction: computes the outputs for a batch, its rows in order.
+
+    Attributes:
+        row_specs: dtype and shape of a row of each output; known once a step was traced.
+    """
 
     def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any], keep_dtypes: bool = False):
         """Prepares; nothing is traced yet.
@@ -41,6 +45,7 @@ class PredictStep:
         self._strategy = state.strategy
         self._predict_fn = predict_fn
         self._keep_dtypes = keep_dtypes
+        self.row_specs: Any = None
 
     def __call__(self, batch: Batch, layout: Layout) -> Any:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
@@ -65,6 +70,7 @@ class PredictStep:
             outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
         if workers.num_workers(self._strategy) == 1:
             return outputs
+        self.row_specs = tf.nest.map_structure(lambda t: f"{t.dtype.name} {list(t.shape[1:])}", outputs)
         count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
         return tf.nest.map_structure(lambda output: _join_outputs(output[:count]), outputs)
 
@@ -75,6 +81,7 @@ class PredictLoop:
     def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
+        self._row_specs = lambda: step.row_specs
         self._step = compiled(step, eager)  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         self._run_many = compiled(self._batches, eager)
@@ -94,7 +101,13 @@ class PredictLoop:
         iterator = source.new_iterator()
         streams = self._state.random_streams.read()
         # Where workers meet in a step, each batch is a call, which all of them make.
-        run = self._run_many if is_joined and workers.num_workers(self._state.strategy) == 1 else self._run
+        is_alone = workers.num_workers(self._state.strategy) == 1
+        run = self._run_many if is_joined and is_alone else self._run
+        if not is_alone:
+            run.get_concrete_function(iterator, source.layout)
+            workers.require_same(self._state.strategy, "predict", {"the rows of outputs": self._row_specs()})
+            if source.info.num_batches is None:
+                run = self._run_if_all_have_a_batch
         while True:
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
             with self._state.averaged(), self._state.random_streams.preserved():
@@ -109,6 +122,19 @@ class PredictLoop:
                         raise cannot_join("their shapes differ") from error
                     raise as_user_error(error) or error from error
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+    def _run_if_all_have_a_batch(self, iterator: Any, layout: Layout) -> Any:
+        """Predicts for the next batch of data of unknown length, once all workers have one.
+
+        Raises:
+            ValueError: if some have none.
+            OutOfRangeError: if none has one.
+        """
+        has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
+        workers.require_same(self._state.strategy, "predict", {"whether a batch follows": bool(has_batch)})
+        if not has_batch:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return self._step(get_batch(), layout)
 
     def _batches(self, iterator: Any, layout: Layout) -> Any:
         """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins their outputs."""

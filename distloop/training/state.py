@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
+from distloop.errors import as_user_error
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
@@ -123,7 +124,10 @@ class TrainState(tf.Module):
         """
         created: dict[int, Any] = {}
         with strategy.scope(), recorded(created):
-            spec = model_fn()
+            try:
+                spec = model_fn()
+            except tf.errors.OpError as error:  # the chief's initial values go to the other workers
+                raise as_user_error(error) or error from error
         if not isinstance(spec, ModelSpec):
             raise ValueError(
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "

@@ -46,3 +46,23 @@ def test_one_worker_returns_what_several_would():
     with pytest.raises(ValueError, match=r"^<object .* of type object was given to exchange between workers"):
         workers.Workers(make_strategy(on(1))).gather(object())
     assert workers.Workers(make_strategy(on(1))).broadcast((1, 2)) == [1, 2]
+
+
+def test_the_first_difference_between_workers_is_named_with_both_values(monkeypatch):
+    texts = {"what to do": "train", "steps": "5", "model": "x" * 300}
+    others = [texts, {**texts, "model": "x" * 299 + "y"}, {"what to do": "train", "steps": "6"}]
+    monkeypatch.setattr(workers, "num_workers", lambda strategy: len(others))
+    monkeypatch.setattr(workers, "gather", lambda strategy, value: np.array([value, value, value + 1]))
+    for there, sentence in [
+        (
+            [texts, texts, others[2]],
+            "differ in steps before they train: 5 on worker 0, 6 on worker 2; let every worker",
+        ),
+        (others, "differ in model before they train: x{200}... on worker 0, x{200}... on worker 1; let every worker"),
+        ([texts, {**texts, "more": "1"}], "differ in more before they train: missing on worker 0, 1 on worker 1;"),
+    ]:
+        monkeypatch.setattr(workers.Workers, "gather", lambda self, value, there=there: there)
+        with pytest.raises(ValueError, match=sentence):
+            workers.require_same(None, "train", {"steps": 5})
+    monkeypatch.setattr(workers, "gather", lambda strategy, value: np.array([value] * 3))
+    workers.require_same(None, "train", {"steps": 5})

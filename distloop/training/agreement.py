@@ -1,0 +1,48 @@
+"""Agreement: compares between workers what they are about to train, before one waits for another without an end.
+
+    require_same_run(state, last_step=500, evaluations=[...], actions=[...])
+
+What is known later is compared there: in `data.info`, `compiled_loop`, `evaluation` and `prediction`.
+"""
+
+from collections.abc import Sequence
+
+from distloop.actions.action import Action
+from distloop.distributed import workers
+from distloop.training.state import TrainState
+
+
+def require_same_run(
+    state: TrainState, last_step: float, evaluations: Sequence[Action], actions: Sequence[Action]
+) -> None:
+    """Compares a call of `fit` between the workers; all of them call it.
+
+    Args:
+        state: what is trained.
+        last_step: the step to end with; inf: the run ends by time.
+        evaluations: of the run.
+        actions: the user's.
+
+    Raises:
+        ValueError: on every worker, if one differs.
+    """
+    facts = {
+        "the last step": last_step,
+        "evals": [(evaluation.name, evaluation.every) for evaluation in evaluations],
+        "actions": [(getattr(action, "__name__", type(action).__name__), action.every) for action in actions],
+        "the Keras metrics": sorted(state.keras_metrics),
+        **{f"the variable {path!r}": text for path, text in describe_variables(state).items()},
+    }
+    workers.require_same(state.strategy, "train", facts)
+
+
+def describe_variables(state: TrainState) -> dict[str, str]:
+    """Returns shape, dtype and updates of each variable of the model, by its path."""
+    updates = {path: "" for path in state.paths.values()}
+    for name, variables in state.variables_of_update.items():
+        for variable in variables:
+            updates[state.paths[id(variable)]] += f", trained by {name}" if name else ", trained"
+    return {
+        (path := state.paths[id(variable)]): f"{tuple(variable.shape)} {variable.dtype}{updates[path]}"
+        for variable in [*state.trained_variables, *state.untrained_variables]
+    }
