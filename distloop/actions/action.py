@@ -127,7 +127,7 @@ class Action(Protocol):
             action causes. What is due by time is called after the next step, on all workers at the same one.
         name: checkpoints keep the state under it; two actions with a state need different ones. Empty: the name of the
             class, or of the function.
-        phase: the entry of the run's time summary that its time counts for.
+        phase: the entry of the run's time summary that its time counts for. Empty: one of its own, under its name.
         only_writes: True if it reads only the metrics of a report, not the state; it may then be called late, with the
             reports of several boundaries in a row.
         has_fixed_metrics: True if it returns the same metric names at each call.
@@ -136,7 +136,7 @@ class Action(Protocol):
 
     every: int | str | None
     name: str = ""
-    phase: str = "other"
+    phase: str = ""
     only_writes: bool = False
     has_fixed_metrics: bool = False
     metric_to_restore: str = ""
@@ -176,6 +176,17 @@ def member(action: Action, name: str) -> Any:
     return functools.partial(default, action) if callable(default) else default
 
 
+def name_of(action: Action) -> str:
+    """Returns the name of an action: its own, or that of the function or class."""
+    name = getattr(action, "name", None)
+    return name if isinstance(name, str) and name else getattr(action, "__name__", type(action).__name__)
+
+
+def phase_of(action: Action) -> str:
+    """Returns the entry of the run's time summary that an action's time counts for."""
+    return member(action, "phase") or name_of(action)
+
+
 def run(
     actions: Sequence[Action], report: Report, clock: Clock | None = None, plan: Plan | None = None
 ) -> tuple[dict[str, float], str | None]:
@@ -204,7 +215,7 @@ def run(
             continue
         called.append(action)
         try:
-            with clock.phase(member(action, "phase")):
+            with clock.phase(phase_of(action)):
                 returned = action(replace(report, metrics=dict(metrics))) or {}
         except StopTraining as stop:
             reason = reason or stop.reason
@@ -216,6 +227,6 @@ def run(
             report = replace(report, media={**report.media, **media})
     report = replace(report, metrics=metrics)
     for action in called:
-        with clock.phase(member(action, "phase")):
+        with clock.phase(phase_of(action)):
             member(action, "end_boundary")(report)
     return metrics, reason

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distloop.actions.action import Action, member
+from distloop.actions.action import Action, member, name_of
 from distloop.log import log
 
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
@@ -31,7 +31,7 @@ def by_name(actions: Sequence[Action]) -> dict[str, Action]:
     for action in actions:
         if not _has_state(action):
             continue
-        name = _name(action)
+        name = name_of(action)
         if named.setdefault(name, action) is not action:
             raise ValueError(
                 f"Two actions are called {name!r}, and a checkpoint keeps the state of each by its name: give one of "
@@ -84,11 +84,6 @@ def restore(actions: Sequence[Action], states: Mapping[str, Any]) -> None:
 def _has_state(action: Action) -> bool:
     method = getattr(action, "get_state", None)
     return method is not None and getattr(method, "__func__", None) is not Action.get_state
-
-
-def _name(action: Action) -> str:
-    name = getattr(action, "name", None)
-    return name if isinstance(name, str) and name else getattr(action, "__name__", type(action).__name__)
 
 
 def _earlier_key(action: Action, actions: Sequence[Action], states: Mapping[str, Any]) -> str | None:

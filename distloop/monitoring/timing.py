@@ -102,7 +102,7 @@ class Clock:
         if input_share >= host_share:
             return f"{show_share(input_share)} of the time went by waiting for data: try {_ADVICE['input']}."
         name = max(between, key=lambda phase: between[phase])
-        what = _ADVICE.get(name, _ADVICE["other"])
+        what = _ADVICE.get(name, f"a larger `every` of {name}")
         most = "" if name == "other" else f", most of it in {name}"
         return f"{show_share(host_share)} of the time went by between two loops{most}: try {what}."
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report, member
+from distloop.actions.action import Action, Report, member, phase_of
 from distloop.actions.action import run as run_actions
 from distloop.actions.schedule import Plan
 from distloop.data.source import Source
@@ -277,7 +277,7 @@ class TrainLoop:
         self._most_steps, self.secs = int(answers[0, 0]), float(answers[0, 1])
 
     def _call_by_clock(self, action: Action, step: int, until: float) -> None:
-        with self._clock.phase(member(action, "phase")):
+        with self._clock.phase(phase_of(action)):
             action(Report(step, until, self.reported, self._state, time=time.time()))
 
 

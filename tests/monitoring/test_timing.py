@@ -115,6 +115,7 @@ def test_a_slow_input_has_a_hint(now):
         ("evaluation", "most of it in evaluation: try a larger eval_every"),
         ("saving", "most of it in saving: try a larger checkpoint_every"),
         ("logging", "most of it in logging: try a larger log_every"),
+        ("Histogram", "most of it in Histogram: try a larger `every` of Histogram"),
         ("other", "between two loops: try a larger steps_per_loop"),
     ],
 )
