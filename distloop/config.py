@@ -69,7 +69,12 @@ class Config:
         ValueError: if a value has the wrong type, is not among the choices, is out of range, or contradicts another.
     """
 
-    workdir: str = setting(RUN, "", "Local directory for all files of the run; empty: nothing is written.")
+    workdir: str = setting(
+        RUN,
+        "",
+        "Local directory for all files of the run; {time} in it becomes date and time, and the same command finds its "
+        "unfinished run again; empty: nothing is written.",
+    )
     steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give one of steps, epochs and until.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
     until: int | str = setting(

@@ -157,9 +157,8 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        config_json = json.dumps(shown_settings(config) | _own_values(config), indent=2) + "\n"
         flags_txt = "".join(line + "\n" for line in _flag_lines(config))
-        for name, text in {"config.json": config_json, "flags.txt": flags_txt}.items():
+        for name, text in {"config.json": as_json(config), "flags.txt": flags_txt}.items():
             with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:
@@ -167,6 +166,11 @@ def write(config: Config, workdir: str) -> None:
             f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
             "leave workdir empty to write nothing."
         ) from error
+
+
+def as_json(config: Config) -> str:
+    """Returns the content of `config.json`: every setting and the program's own flags, by name."""
+    return json.dumps(shown_settings(config) | _own_values(config), indent=2) + "\n"
 
 
 def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:

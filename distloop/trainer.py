@@ -35,6 +35,7 @@ from distloop.errors import with_short_tracebacks
 from distloop.fit import Fit, check_arguments, make_evaluations, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
+from distloop.monitoring import dated_workdir
 from distloop.monitoring.console import say
 from distloop.monitoring.deliveries import Writer
 from distloop.monitoring.history import History
@@ -89,7 +90,8 @@ class Trainer:
                 "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
                 "on one worker, with as many devices."
             )
-        self.config = config = dry_run.settings(config, owner=self) if config.fast_dev_run else config
+        self.workers = workers.Workers(self.strategy)
+        self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
         with loss_scale.policy(config.precision):
             self.state = TrainState.make(
                 model_fn,
@@ -98,7 +100,6 @@ class Trainer:
                 is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             )
         self.state.placement.require_stages(config.num_stages)
-        self.workers = workers.Workers(self.strategy)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None

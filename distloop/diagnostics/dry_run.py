@@ -29,7 +29,9 @@ from distloop.training.state import TrainState
 
 
 def settings(config: Config, owner: object) -> Config:
-    """Returns the settings of a dry run: evaluations of one batch, and a workdir that is removed with its owner."""
+    """Returns the settings; of a dry run: evaluations of one batch, and a workdir that is removed with its owner."""
+    if not config.fast_dev_run:
+        return config
     directory = tempfile.mkdtemp(prefix="distloop_fast_dev_run_")
     weakref.finalize(owner, shutil.rmtree, directory, ignore_errors=True)
     return dataclasses.replace(config, workdir=directory, limit_eval_batches=1)

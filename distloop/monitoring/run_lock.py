@@ -265,6 +265,15 @@ class WorkersLock:
             self._lock.verify()
 
 
+def is_held(workdir: str) -> bool:
+    """Returns True if a process on this machine that is alive holds the workdir's lock."""
+    try:
+        holder = _read(os.path.join(workdir, "run.lock"))
+    except OSError:
+        return False
+    return holder is not None and holder.machine == _machine() and _start(holder.process) == holder.start
+
+
 def _look(path: str, beside: str, own: _Holder) -> _Look | None:
     """Returns what the lock's file shows; None if there is none.
 

@@ -1,0 +1,61 @@
+"""Dated workdirs: `runs/digits-{time}` is a new directory for each run; the same command finds its unfinished run.
+
+    config = resolve(config, Workers(strategy))     # workdir="runs/digits-20261123-184500"
+
+A run is this command's if its `config.json` holds the same settings and flags.
+"""
+
+import dataclasses
+import glob
+import json
+import os
+import time
+
+from distloop import flags
+from distloop.config import Config
+from distloop.distributed.workers import Workers
+from distloop.monitoring import run_files, run_lock
+
+TIME = "{time}"
+_FORMAT = "%Y%m%d-%H%M%S"
+_DIGITS = "[0-9]" * 8 + "-" + "[0-9]" * 6  # what the format writes; for glob
+
+
+def resolve(config: Config, workers: Workers) -> Config:
+    """Returns the settings with the date and time in place of `{time}` in the workdir, the same on all workers."""
+    if TIME not in config.workdir:
+        return config
+    workdir = workers.broadcast(_choose(config) if workers.is_chief else None)
+    return dataclasses.replace(config, workdir=workdir)
+
+
+def _choose(config: Config) -> str:
+    """Returns the workdir of this command's newest run that has not ended and that no process trains, or a new one."""
+    pattern = _DIGITS.join(map(glob.escape, config.workdir.split(TIME)))
+    settings = _without_workdir(json.loads(flags.as_json(config)))
+    for path in sorted(glob.glob(pattern), reverse=True):
+        if _settings_of(path) == settings and not _has_ended(path) and not run_lock.is_held(path):
+            return path
+    while os.path.exists(path := config.workdir.replace(TIME, time.strftime(_FORMAT))):
+        time.sleep(0.1)  # another run began within this second
+    return path
+
+
+def _settings_of(path: str) -> dict[str, object] | None:
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            return _without_workdir(json.load(file))
+    except (OSError, ValueError):
+        return None
+
+
+def _without_workdir(settings: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if name != "workdir"}
+
+
+def _has_ended(path: str) -> bool:
+    try:
+        (run,) = run_files.load_all([path])
+    except ValueError:  # it has no rows yet
+        return False
+    return run.status in ("complete", "stopped")

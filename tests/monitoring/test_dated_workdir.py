@@ -1,0 +1,85 @@
+"""Dated workdirs: a new one for each run, and the same command finds its own again."""
+
+import dataclasses
+import json
+import os
+import re
+
+import pytest
+
+from distloop import flags
+from distloop.config import Config
+from distloop.monitoring import dated_workdir, run_lock
+
+
+class One:
+    """A single worker, which exchanges nothing."""
+
+    is_chief = True
+
+    def broadcast(self, value):
+        return value
+
+
+def begin(config, steps=0, until=500):
+    """Resolves the workdir and leaves the files of a run there that came so far."""
+    resolved = dated_workdir.resolve(config, One())
+    flags.write(resolved, resolved.workdir)
+    if steps:
+        with open(os.path.join(resolved.workdir, "metrics.jsonl"), "w") as file:
+            file.write(json.dumps({"step": steps, "time": 1.0, "loss": 0.5}) + "\n")
+        checkpoint = os.path.join(resolved.workdir, "checkpoints", str(steps))
+        os.makedirs(checkpoint, exist_ok=True)
+        with open(os.path.join(checkpoint, "manifest.json"), "w") as file:
+            json.dump({"step": steps, "notes": {"until": until, "stop_reason": None}}, file)
+    return resolved.workdir
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(workdir=str(tmp_path / "digits-{time}"), steps=500)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A second passes with each look."""
+    seconds = iter(range(60))
+    monkeypatch.setattr(dated_workdir.time, "strftime", lambda form: f"20261123-1845{next(seconds):02}")
+
+
+def test_a_run_gets_a_directory_with_its_date_and_time(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    config = Config(workdir=str(tmp_path / "{time}" / "digits"), steps=5)
+    workdir = dated_workdir.resolve(config, One()).workdir
+    assert re.fullmatch(r"\d{8}-\d{6}/digits", os.path.relpath(workdir, tmp_path))
+    assert not os.listdir(tmp_path)  # nothing is written yet
+
+
+def test_the_same_command_goes_on_with_its_unfinished_run(config):
+    first = begin(config, steps=200)
+    assert begin(config) == first
+    assert begin(dataclasses.replace(config, seed=1)) != first  # another command
+    assert begin(config, steps=500) == first
+    assert begin(config) != first  # it has ended
+
+
+def test_a_run_that_died_before_its_first_row_is_found(config):
+    assert begin(config) == begin(config)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(config):
+    first = begin(config, steps=200)
+    with run_lock.RunLock(first):
+        assert begin(config) != first
+
+
+def test_two_runs_that_begin_within_a_second_have_their_own(config, monkeypatch):
+    first = begin(dataclasses.replace(config, seed=1))
+    name = os.path.basename(first).removeprefix("digits-")
+    times = iter([name, "20261123-190000"])
+    monkeypatch.setattr(dated_workdir.time, "strftime", lambda form: next(times))
+    assert begin(config).endswith("190000")
+
+
+def test_a_workdir_without_the_time_stays():
+    assert dated_workdir.resolve(Config(workdir="runs/a"), One()).workdir == "runs/a"
