@@ -46,6 +46,10 @@ class Period(NamedTuple):
         """The step that a run of this length ends with; inf: it ends by time."""
         return self.steps or math.inf
 
+    def is_over(self, step: int, secs: float) -> bool:
+        """Returns whether so many steps, or seconds, are the whole of it."""
+        return step >= self.last_step or 0 < self.secs <= secs
+
 
 class Units:
     """What the units of durations are in steps, for one run on one dataset.

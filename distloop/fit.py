@@ -14,10 +14,11 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distloop import durations, flags
-from distloop.actions.action import Action, Report, Saves, member
+from distloop.actions.action import Action, Report, Saves, member, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
 from distloop.actions.evaluate import Evaluate, Evaluation, earlier_rows
@@ -94,10 +95,8 @@ class Fit:
     def __post_init__(self) -> None:
         are_used = self._is_chief and not self.config.fast_dev_run
         self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
-        self._plan = Plan(self.units)
-        for every in [*_periods(self.config), *(action.every for action in [*self.evaluations, *self.actions])]:
-            if every is not None:
-                self._plan.period(every)  # a unit of unknown size is refused before the first step
+        self._plan = Plan(self.units, is_chief=self._is_chief)
+        self._plan.check([*_periods(self.config), *(action.every for action in [*self.evaluations, *self.actions])])
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
@@ -115,8 +114,7 @@ class Fit:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
-        secs = self.units.run.secs
-        return self._step >= self.units.run.last_step or bool(self._stop_reason) or 0 < secs <= self._loop.secs
+        return bool(self._stop_reason) or self.units.run.is_over(self._step, self._loop.secs)
 
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
@@ -154,13 +152,14 @@ class Fit:
             return self._last_numbers()
         self._announce()
         self._prepare()
-        while True:
-            try:
-                metrics = self._train()
-                break
-            except Diverged as diverged:
-                self._go_back(diverged)
-        self._restore_best()
+        with started(self.actions, self._report, is_chief=self._is_chief):
+            while True:
+                try:
+                    metrics = self._train()
+                    break
+                except Diverged as diverged:
+                    self._go_back(diverged)
+            self._restore_best()
         return self._recorder.result(metrics)
 
     def _last_numbers(self) -> History:
@@ -177,11 +176,10 @@ class Fit:
 
     def _train(self) -> dict[str, float]:
         """Trains from the current step, with a profile and writers that are closed at the end."""
-        directory = os.path.join(self.config.workdir, "train")
-        profile = Profile(self.config.profile, directory, writes=self._is_chief)
+        profile = Profile(self.config.profile, os.path.join(self.config.workdir, "train"), writes=self._is_chief)
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
-                run_actions([*self.evaluations, write], Report(0, 0, {}, self.state, time=time.time()), self.clock)
+                run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
             actions = self._all_actions(write, profile)
             secs = self._plan.period(self.config.checkpoint_every).secs
             metrics = self._loop.train(
@@ -291,6 +289,9 @@ class Fit:
                 console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)
         return writers
+
+    def _report(self) -> Report:
+        return Report(self._step, self.units.run.last_step, self._loop.reported, self.state, time=time.time())
 
     @property
     def _step(self) -> int:

@@ -113,3 +113,8 @@ def test_durations_that_are_not_given_have_defaults_of_their_own():
     config = distloop.Config()
     assert (config.checkpoint_every, config.eval_every, config.log_every, config.until) == ("10 min", "auto", 100, "")
     assert distloop.Config(eval_every="auto") == config
+
+
+def test_a_period_is_over_after_its_steps_or_its_seconds():
+    assert [Period(steps=9).is_over(step, 99.0) for step in (8, 9, 10)] == [False, True, True]
+    assert [Period(secs=9.0).is_over(99, secs) for secs in (8.0, 9.0, 10.0)] == [False, True, True]

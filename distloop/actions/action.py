@@ -10,13 +10,16 @@ The metrics join the report of the next action, so the list is the data flow: `[
     trainer.fit(dataset, steps=1000, actions=[print_loss])
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any, Protocol
 
 from distloop.actions.schedule import Plan
+from distloop.distributed.preemption import Interrupted
 from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.timing import Clock
@@ -132,6 +135,8 @@ class Action(Protocol):
             reports of several boundaries in a row.
         has_fixed_metrics: True if it returns the same metric names at each call.
         metric_to_restore: a metric whose best checkpoint is restored when the run has ended. Empty: none.
+        chief_only: True if the chief alone calls it, and its hooks: to write a file or send a message. It returns
+            nothing, and calls nothing that all workers must call, such as `evaluate`; StopTraining ends all workers.
     """
 
     every: int | str | None
@@ -140,6 +145,7 @@ class Action(Protocol):
     only_writes: bool = False
     has_fixed_metrics: bool = False
     metric_to_restore: str = ""
+    chief_only: bool = False
 
     def __call__(self, report: Report) -> Mapping[str, float | Media] | None:
         """Returns new metrics and media by name, or None.
@@ -147,6 +153,21 @@ class Action(Protocol):
         Raises:
             StopTraining: to end the run.
         """
+
+    def on_start(self, report: Report) -> None:
+        """Called by each `fit` that trains, before its first step; the state is as the checkpoint had it."""
+        return None
+
+    def on_end(self, report: Report) -> None:
+        """Called when `fit` ends, after an error or an interruption, too, if `on_start` was called.
+
+        After an error other workers may be gone: call nothing then that all workers must call.
+        """
+        return None
+
+    def on_error(self, error: Exception) -> None:
+        """Called with the error that ends `fit`, before `on_end`; not for StopTraining, nor for an interruption."""
+        return None
 
     def set_saves(self, saves: Saves | None) -> None:
         """Receives the run's checkpoints before training starts; None: the run has no workdir."""
@@ -211,7 +232,7 @@ def run(
         due = plan.is_due(action.every, report.step, report.until)
         if not (due and member(action, "has_fixed_metrics")):
             report = replace(report, is_complete=False)  # for the actions after it
-        if not due:
+        if not due or member(action, "chief_only") and not plan.is_chief:
             continue
         called.append(action)
         try:
@@ -221,6 +242,11 @@ def run(
             reason = reason or stop.reason
             report = replace(report, until=report.step, stop_reason=reason)
             continue
+        if returned and member(action, "chief_only"):
+            raise ValueError(
+                f"The action {action!r} is chief_only and returned {sorted(returned)}, which other workers would not "
+                "have: return None, or let every worker call it."
+            )
         media = {name: value for name, value in returned.items() if isinstance(value, Media)}
         metrics.update({name: value for name, value in returned.items() if not isinstance(value, Media)})
         if media:
@@ -230,3 +256,41 @@ def run(
         with clock.phase(phase_of(action)):
             member(action, "end_boundary")(report)
     return metrics, reason
+
+
+@contextlib.contextmanager
+def started(actions: Sequence[Action], report: Callable[[], Report], *, is_chief: bool = True) -> Iterator[None]:
+    """Enters a scope in which actions have been started: on exit each is ended, the last one first.
+
+    Args:
+        actions: in order.
+        report: returns a report of the run as it is.
+        is_chief: whether this worker calls those that are `chief_only`.
+    """
+    with contextlib.ExitStack() as stack:
+        for action in actions:
+            if member(action, "chief_only") and not is_chief:
+                continue
+            stack.push(functools.partial(_end, action, report))
+            member(action, "on_start")(report())
+        yield
+
+
+def _end(
+    action: Action,
+    report: Callable[[], Report],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    """Calls `on_error` if there is an error, then `on_end`; if these fail after an error, that is logged."""
+    try:
+        try:
+            if isinstance(error, Exception) and not isinstance(error, Interrupted):
+                member(action, "on_error")(error)
+        finally:
+            member(action, "on_end")(report())
+    except Exception as another:
+        if error is None:
+            raise
+        log.error("The action %r failed when the run had failed: %s: %s", action, type(another).__name__, another)

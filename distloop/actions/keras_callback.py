@@ -6,12 +6,12 @@
 An epoch is `every` steps. This module does not know the training loop.
 """
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
+from distloop import durations
 from distloop.actions.action import Action, Report, StopTraining
 
 # The replacement of each callback that distloop has its own setting for.
@@ -28,52 +28,68 @@ _REPLACEMENTS = {
     "TerminateOnNaN": "leave Config(on_nonfinite='raise') as it is",
     "SwapEMAWeights": "set Config(average_decay=...)",
 }
+_EPOCHS = "epochs that have ended"  # no name of an attribute
 _SUPPORTED = {"on_epoch_end", "on_train_begin", "on_train_end"}
 
 
 class FromCallback(Action):
     """An action that calls a Keras callback; created by `from_callback`."""
 
-    def __init__(self, callback: keras.callbacks.Callback, every: int):
+    def __init__(self, callback: keras.callbacks.Callback, every: int | str):
         """Use `from_callback`."""
-        self.every: int = every
+        self.every = every
         self.name = f"from_callback({type(callback).__name__})"
         self._callback = callback
         self._model: _Model | None = None
         self._restored: Mapping[str, Any] = {}
+        self._epochs = 0  # that have ended, if they are no number of steps
+
+    def on_start(self, report: Report) -> None:
+        """Calls `on_train_begin`; the callback's attributes go on from the checkpoint, or from the `fit` before."""
+        attributes = self._restored if self._model is None else self._attributes()
+        self._model = _Model(report.state)
+        self._callback.set_model(self._model)
+        self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
+        self._callback.on_train_begin({})
+        vars(self._callback).update(attributes)  # on_train_begin often resets them
 
     def __call__(self, report: Report) -> None:
-        """Calls `on_epoch_end`; before the first one `on_train_begin`, and at the end of the run `on_train_end`.
+        """Calls `on_epoch_end`.
 
         Raises:
             StopTraining: if the callback set `model.stop_training`.
         """
-        if self._model is None:
-            self._model = _Model(report.state)
-            self._callback.set_model(self._model)
-            self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
-            self._callback.on_train_begin({})
-            vars(self._callback).update(self._restored)  # on_train_begin often resets attributes
-        logs = {name: float(value) for name, value in report.metrics.items()}
-        logs |= {name.replace("/", "_"): value for name, value in logs.items()}
-        epoch = -(-report.step // self.every) - 1 if self.every else 0
-        self._callback.on_epoch_end(epoch, logs)
-        if self._model.stop_training or report.step >= report.until:
-            self._callback.on_train_end(logs)
+        assert self._model is not None
+        self._callback.on_epoch_end(self._epoch(report), _logs(report))
         if self._model.stop_training:
             raise StopTraining(f"the callback {type(self._callback).__name__} set stop_training")
 
+    def on_end(self, report: Report) -> None:
+        """Calls `on_train_end`."""
+        self._callback.on_train_end(_logs(report))
+
     def get_state(self) -> dict[str, Any]:
-        """Returns the callback's attributes that are numbers or strings."""
+        """Returns the callback's attributes that are numbers or strings, and the number of epochs if it is counted."""
+        return self._attributes() | ({_EPOCHS: self._epochs} if self._epochs else {})
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Stores a state that `get_state` returned, to be restored after `on_train_begin`."""
+        self._restored = {name: value for name, value in state.items() if name != _EPOCHS}
+        self._epochs = state.get(_EPOCHS, 0)
+
+    def _attributes(self) -> dict[str, Any]:
         return {
             name: value
             for name, value in vars(self._callback).items()
             if value is None or isinstance(value, (bool, int, float, str))
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Stores a state that `get_state` returned, to be restored after `on_train_begin`."""
-        self._restored = state
+    def _epoch(self, report: Report) -> int:
+        """Returns the number of the epoch that has ended, from 0."""
+        if isinstance(self.every, str):
+            self._epochs += 1
+            return self._epochs - 1
+        return -(-report.step // self.every) - 1 if self.every else 0
 
 
 class _Model:
@@ -88,22 +104,23 @@ class _Model:
         return getattr(self._model, name)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and int(value) >= 0
+def _logs(report: Report) -> dict[str, float]:
+    logs = {name: float(value) for name, value in report.metrics.items()}
+    return logs | {name.replace("/", "_"): value for name, value in logs.items()}
 
 
-def from_callback(callback: keras.callbacks.Callback, every: int) -> FromCallback:
+def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromCallback:
     """Returns an action that calls a Keras callback every `every` steps, as Keras does at the end of an epoch.
 
     Supported are `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own callbacks if they define only
-    `on_epoch_end`, `on_train_begin` (called before the first `on_epoch_end`) and `on_train_end`. `logs` are the
+    `on_epoch_end`, `on_train_begin` and `on_train_end` (called whenever `fit` ends). `logs` are the
     report's metrics; an evaluation's `val/loss` also has the name `val_loss`. `model` is the user's model, with
     `optimizer` and `stop_training`. The callback's attributes that are numbers or strings are saved with the run. Every
     worker calls the callback.
 
     Args:
         callback: the Keras callback.
-        every: steps per epoch; 0: at the end of the run only.
+        every: steps per epoch, or another duration, such as "1 epoch"; 0: at the end of the run only.
 
     Returns:
         The action.
@@ -114,8 +131,11 @@ def from_callback(callback: keras.callbacks.Callback, every: int) -> FromCallbac
     """
     if not isinstance(callback, keras.callbacks.Callback):
         raise ValueError(f"from_callback was given {callback!r}; it takes a keras.callbacks.Callback.")
-    if not _is_count(every):
-        raise ValueError(f"from_callback was given every={every!r}; it takes the steps of an epoch, a whole number.")
+    if (period := durations.normalize(every)) is None:
+        raise ValueError(
+            f"from_callback was given every={every!r}; it takes the steps of an epoch, a whole number, or another "
+            "duration, such as '1 epoch'."
+        )
     for kind in type(callback).__mro__:
         if kind.__module__.startswith("keras.") and kind.__name__ in _REPLACEMENTS:
             raise ValueError(
@@ -129,4 +149,4 @@ def from_callback(callback: keras.callbacks.Callback, every: int) -> FromCallbac
                 f"The callback {type(callback).__name__} has {name}, which nobody calls, as distloop looks at a run "
                 "between its loops alone: use on_epoch_end, or an action with `every`."
             )
-    return FromCallback(callback, int(every))
+    return FromCallback(callback, period)

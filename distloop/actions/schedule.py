@@ -23,14 +23,31 @@ class Plan:
         units: of the run's durations.
         due_secs: the periods in seconds that are due at the end of the next step.
         is_over: whether the run is to end with the next step, because its time is over.
+        is_chief: whether this worker calls what the chief alone calls.
     """
 
-    def __init__(self, units: Units | None = None):
-        """Stores the units; None: durations are in steps or in time."""
+    def __init__(self, units: Units | None = None, *, is_chief: bool = True):
+        """Stores the units.
+
+        Args:
+            units: None: durations are in steps or in time.
+            is_chief: whether this worker is the chief.
+        """
         self.units = units or Units()
+        self.is_chief = is_chief
         self.due_secs: set[float] = set()
         self.is_over = False
         self._periods: dict[int | str, Period] = {}
+
+    def check(self, everys: Iterable[int | str | None]) -> None:
+        """Checks the durations of a run before its first step.
+
+        Raises:
+            ValueError: if the size of a unit is not known.
+        """
+        for every in everys:
+            if every is not None:
+                self.period(every)
 
     def period(self, every: int | str) -> Period:
         """Returns a duration in steps or seconds.

@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
-from distloop.actions.action import Action, Report, Saves, StopTraining, member, phase_of, run
+from distloop.actions.action import Action, Report, Saves, StopTraining, member, phase_of, run, started
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
+from distloop.actions.schedule import Plan
 from distloop.actions.stop_early import StopEarly
+from distloop.distributed.preemption import Interrupted
 from distloop.monitoring.media import Text
 
 
@@ -176,6 +178,89 @@ def test_a_boundary_is_saved_once_with_the_best_steps_of_all_metrics():
     for step in (6, 6, 7):
         saves.save(report(step))
     assert saved == [(step, {"loss": [4], "accuracy": [2, 6]}) for step in (6, 7)]
+
+
+# The life of an action.
+
+
+class Life(Action):
+    """Records the hooks that are called; one of them may fail."""
+
+    every = None
+
+    def __init__(self, log, name, fails=""):
+        self._log, self.name, self._fails = log, name, fails
+
+    def _note(self, hook):
+        self._log.append(f"{self.name} {hook}")
+        if hook == self._fails:
+            raise OSError(f"{hook} failed")
+
+    def __call__(self, report):
+        self._note("call")
+
+    def on_start(self, report):
+        self._note("start")
+
+    def on_end(self, report):
+        self._note(f"end at {report.step}")
+
+    def on_error(self, error):
+        self._note(f"error {type(error).__name__}")
+
+
+def live(actions, error=None, **arguments):
+    with started(actions, report, **arguments):
+        run(actions, report())
+        if error is not None:
+            raise error
+
+
+def test_an_action_is_started_and_ended_and_a_plain_function_needs_neither():
+    log = []
+    live([Life(log, "a"), action(1), Life(log, "b")])
+    assert log == ["a start", "b start", "a call", "b call", "b end at 10", "a end at 10"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), Interrupted("by SIGTERM")])
+def test_an_action_is_ended_after_an_error_and_told_of_one_that_nobody_asked_for(error):
+    log = []
+    with pytest.raises(type(error)):
+        live([Life(log, "a")], error)
+    heard = ["a error ZeroDivisionError"] if isinstance(error, ZeroDivisionError) else []
+    assert log == ["a start", "a call", *heard, "a end at 10"]
+
+
+def test_all_that_were_started_are_ended_whichever_hook_fails(caplog):
+    log = []
+    with pytest.raises(OSError, match="start failed"):
+        live([Life(log, "a"), Life(log, "b", fails="start"), Life(log, "c")])
+    assert log == ["a start", "b start", "b error OSError", "b end at 10", "a error OSError", "a end at 10"]
+    with pytest.raises(ZeroDivisionError):  # and not what a hook made of it
+        live([Life(log, "a", fails="error ZeroDivisionError"), Life(log, "b", fails="end at 10")], ZeroDivisionError())
+    assert log[-4:] == ["b error ZeroDivisionError", "b end at 10", "a error ZeroDivisionError", "a end at 10"]
+    assert "failed when the run had failed: OSError: end at 10 failed" in caplog.text
+    with pytest.raises(OSError, match="end at 10 failed"):
+        live([Life(log, "a", fails="end at 10")])
+
+
+def test_the_chief_alone_calls_what_is_for_the_chief():
+    log = []
+    for_chief = Life(log, "chief")
+    for_chief.chief_only = True
+    actions = [for_chief, Life(log, "all")]
+    with started(actions, report, is_chief=False):
+        run(actions, report(), plan=Plan(is_chief=False))
+    assert log == ["all start", "all call", "all end at 10"]
+    live(actions)
+    assert "chief call" in log
+
+
+def test_an_action_for_the_chief_returns_nothing():
+    numbers = action(1, {"mine": 1.0})
+    numbers.chief_only = True
+    with pytest.raises(ValueError, match=r"is chief_only and returned \['mine'\], which other workers would not have"):
+        run([numbers], report())
 
 
 # Metrics that an action requires.
