@@ -20,6 +20,7 @@ from distloop.distributed.devices import HOST
 from distloop.training import diagnosis, metrics, unsaved_draws
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
+from distloop.training.traces import Traces
 from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
 
@@ -40,7 +41,7 @@ class CompiledLoop:
         self._state = state
         self._step = step
         self._eager = eager
-        self._run = compiled(self._steps_by_log, eager)
+        self._run = compiled(self._steps_by_log, eager, name="train step")
         self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
         replicas = state.strategy.num_replicas_in_sync
         self._num_timed_replicas = replicas if replicas > 1 else 0
@@ -246,16 +247,23 @@ class CompiledLoop:
             )
 
 
-def compiled(fn: Callable[..., Any], eager: bool = False) -> Any:
+def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "function") -> Any:
     """Returns `fn` as a `tf.function` of its own, so that TensorFlow counts the traces of each trainer apart.
 
     Args:
         fn: without AutoGraph.
         eager: whether to return `fn` itself instead.
+        name: what it is called in the warning about many traces.
     """
     if eager:
         return fn
-    function = tf.function(lambda *arguments: fn(*arguments), autograph=False)
+    traces = Traces(name)
+
+    def traced(*arguments: Any) -> Any:
+        traces.add(arguments)
+        return fn(*arguments)
+
+    function = tf.function(traced, autograph=False)
     function._omit_frequent_tracing_warning = True  # a trace for each kind of data: users could not avoid it
     return function
 

@@ -123,7 +123,7 @@ class EvalLoop:
         self._state = state
         self._eager = eager
         self._step = EvalStep(state, loss_fn, metrics)
-        self._run = compiled(self._pass, eager)
+        self._run = compiled(self._pass, eager, name="evaluation")
 
     def with_values(self, loss_fn: LossFn | None, metrics: Mapping[str, keras.metrics.Metric] | None) -> "EvalLoop":
         """Returns a loop that evaluates the model with another `loss_fn`; None: this one."""

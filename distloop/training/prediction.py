@@ -82,7 +82,7 @@ class PredictLoop:
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
         self._state = state
         self._row_specs = lambda: step.row_specs
-        self._step = compiled(step, eager)  # one trace for its several callers
+        self._step = compiled(step, eager, name="prediction")  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         self._run_many = compiled(self._batches, eager)
 

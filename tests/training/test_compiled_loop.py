@@ -49,9 +49,9 @@ def test_a_single_step_is_run_without_a_tensorflow_loop():
     assert row.steps == 1 and row.examples == 16 and trainer.step == 1
 
 
-def test_traces_for_many_kinds_of_data_raise_no_warning(caplog, monkeypatch):
+def test_tensorflow_does_not_warn_of_traces_for_many_kinds_of_data(caplog, monkeypatch):
     monkeypatch.setattr(tf.get_logger(), "propagate", True)
     function = compiled(lambda x: x + 1)
     for size in range(8):
         function(tf.zeros([size]))
-    assert not caplog.records
+    assert {record.name for record in caplog.records} == {"distloop"}  # its own warning
