@@ -127,6 +127,7 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(method)
         def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            __tracebackhide__ = True  # IPython and pytest leave out this frame
             try:
                 yield from method(*args, **kwargs)
             except BaseException as error:
@@ -137,6 +138,7 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         try:
             return method(*args, **kwargs)
         except BaseException as error:

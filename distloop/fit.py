@@ -2,7 +2,7 @@
 
     run = Fit(state=state, config=config, ...).resume()
     with run.delivering(), run.interruptible():     # when asked to stop: saves, and leaves with code 75
-        return run.train()
+        run.train()
 
 It puts the parts of a run together and knows their order, and not how any of them works.
 """
@@ -38,6 +38,7 @@ from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.durations import Units
 from distloop.keras_models.fit_arguments import FitData
+from distloop.monitoring import notebook
 from distloop.monitoring.console import Console, say
 from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
 from distloop.monitoring.history import History, Recorder
@@ -122,59 +123,62 @@ class Fit:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Saves the run and ends the process with code 75 when a signal or `max_secs` asks for it.
+        """Saves the run when a signal or `max_secs` asks for it; ends the process, except a notebook's, with code 75.
 
         Raises:
             SystemExit: with code 75.
         """
-        with StopRequests(self.config.max_secs, catch_signals=bool(self.config.workdir)) as self._stop_requests:
+        stays, has_workdir = notebook.is_active(), bool(self.config.workdir)
+        stops = StopRequests(self.config.max_secs, catch_signals=has_workdir or stays, may_quit=not stays)
+        with stops as self._stop_requests:
             try:
                 yield
             except Interrupted as interrupted:
-                if self.config.workdir:
+                if has_workdir:
                     self.checkpoints.save()
                     self.checkpoints.wait()
+                saved = ", checkpoint saved" if has_workdir else ""
                 if self._is_chief:  # with console=quiet, too
-                    say(f"{interrupted}, checkpoint saved. Run the same command to resume.")
-                raise SystemExit(EXIT_CODE) from None
+                    say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
+                if not stays:
+                    raise SystemExit(EXIT_CODE) from None
 
-    def train(self) -> History:
+    def result(self) -> History:
+        """Returns the last numbers, and all rows of this call."""
+        return self._recorder.result(self._loop.reported)
+
+    def train(self) -> None:
         """Trains until the run is over and its last checkpoint is complete; does nothing if it is over already.
-
-        Returns:
-            The numbers of the last report, and all rows of this call.
 
         Raises:
             Interrupted: if the run is to be saved and left.
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
         if self.is_over:
-            return self._last_numbers()
+            return self._say_why_over()
         self._announce()
         self._prepare()
         with started(self.actions, self._report, is_chief=self._is_chief):
             while True:
                 try:
-                    metrics = self._train()
+                    self._train()
                     break
                 except Diverged as diverged:
                     self._go_back(diverged)
             self._restore_best()
-        return self._recorder.result(metrics)
 
-    def _last_numbers(self) -> History:
-        """Returns the numbers of the last report of a run that is over, and prints why nothing is done."""
+    def _say_why_over(self) -> None:
+        """Prints why nothing is done, of a run that is over."""
         why = run_length.why_over(self.units.run, self._step, self._loop.secs, self._stop_reason)
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
         self._restore_best()
-        return History(self._loop.reported)
 
     def _restore_best(self) -> None:
         """Restores the best checkpoint, if an action asks for it when the run has ended."""
         for metric in _metrics_to_restore(self.actions):
             self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
-    def _train(self) -> dict[str, float]:
+    def _train(self) -> None:
         """Trains from the current step, with a profile and writers that are closed at the end."""
         profile = Profile(self.config.profile, os.path.join(self.config.workdir, "train"), writes=self._is_chief)
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
@@ -182,7 +186,7 @@ class Fit:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
             actions = self._all_actions(write, profile)
             secs = self._plan.period(self.config.checkpoint_every).secs
-            metrics = self._loop.train(
+            self._loop.train(
                 self.source,
                 self.units.run.last_step,
                 actions,
@@ -200,11 +204,9 @@ class Fit:
         for writer in write.writers:
             if isinstance(writer, Console):
                 writer.summarize(self.clock)
-        return metrics
 
     def _show_progress(self, write: Write) -> Callable[[int, str], None] | None:
-        consoles = [writer for writer in write.writers if isinstance(writer, Console)]
-        return consoles[0].show_progress if consoles and not self.config.eager else None  # eager: it is the debugger's
+        return next((w.show_progress for w in write.writers if isinstance(w, Console) and not self.config.eager), None)
 
     def _go_back(self, diverged: Diverged) -> None:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
@@ -223,8 +225,9 @@ class Fit:
         """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
         if self._is_chief:
             flags.write(self.config, self.config.workdir)
-        for line in overview.console_lines(self.state, self.config, self.source):
-            self._say(line)
+        lines = overview.console_lines(self.state, self.config, self.source)
+        if self._is_chief and self.config.console != "quiet":
+            notebook.announce(lines, may_draw=self.config.console == "auto")
         if workers.num_workers(self.state.strategy) > 1 and self.config.console != "quiet":
             say(self.source.describe())  # each worker prints what it reads
 
@@ -283,8 +286,8 @@ class Fit:
                 ) from error
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
-            secs_left = max(0.0, run.secs - self._loop.secs)
-            console = Console(run.last_step, self._step, evals=evals, may_draw=may_draw, secs_left=secs_left)
+            left = max(0.0, run.secs - self._loop.secs)
+            console = notebook.make_console(run.last_step, self._step, evals=evals, may_draw=may_draw, secs_left=left)
             if workdir and self._step and evals:
                 console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)

@@ -191,12 +191,12 @@ class Trainer:
             clock=clock,
         )
         with weights_returned(self.state.spec), self._checkpoints.lock, run.resume().delivering(), run.interruptible():
-            metrics = run.train()
+            run.train()
         if self.config.fast_dev_run:
             another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
             for line in dry_run.check(self, [source.data, *(action.data for action in evaluations)], another_step):
                 self._say(f"fast_dev_run: {line}")
-        return metrics
+        return run.result()
 
     @functools.cached_property
     def _train_loop(self) -> TrainLoop:

@@ -37,16 +37,18 @@ class Interrupted(Exception):
 class StopRequests:
     """Catches signals while entered, in the main thread only: Python delivers signals to no other thread."""
 
-    def __init__(self, max_secs: float = 0.0, *, catch_signals: bool = True):
+    def __init__(self, max_secs: float = 0.0, *, catch_signals: bool = True, may_quit: bool = True):
         """Starts the clock.
 
         Args:
             max_secs: seconds after which the run has to end; 0: never.
             catch_signals: whether to catch SIGTERM and SIGINT.
+            may_quit: whether the second signal ends the process; else it is ignored.
         """
         self._deadline = time.monotonic() + max_secs if max_secs else float("inf")
         self._max_secs = max_secs
         self._catch_signals = catch_signals
+        self._may_quit = may_quit
         self._signal: str | None = None
         self._original_handlers: dict[int, Any] = {}
 
@@ -89,11 +91,12 @@ class StopRequests:
             if number not in _SIGNALS or now - last_signal_at < _ONE_SIGNAL_SECS:
                 continue
             last_signal_at = now
-            if self._signal is not None:
+            if self._signal is not None and self._may_quit:
                 _leave(128 + number)
             verb, name = _WORDS[number]
             self._signal = f"by {name}"
-            output.say(f"distloop: Stopping: saving after this step. {verb} {name} again to quit now.", 0.1)
+            if self._may_quit:
+                output.say(f"distloop: Stopping: saving after this step. {verb} {name} again to quit now.", 0.1)
         os.close(read_end)
 
 

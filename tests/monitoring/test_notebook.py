@@ -1,0 +1,66 @@
+"""What a cell shows: one output for a run, drawn in place."""
+
+import sys
+import types
+
+import pytest
+
+from distloop.monitoring import notebook, timing
+from distloop.monitoring.console import Console
+
+
+class Shell:
+    kernel = "a kernel"
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """A kernel whose outputs are in the list: for each, what was drawn in it."""
+    drawn = []
+
+    def display(content, raw, display_id=None):
+        drawn.append([content])
+        return types.SimpleNamespace(update=lambda content, raw: drawn[-1].append(content))
+
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=Shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    return drawn
+
+
+def test_a_run_in_a_cell_is_one_output_with_a_table_and_a_curve(outputs, capsys, monkeypatch):
+    monkeypatch.setattr(notebook, "_DRAW_SECS", 0.0)
+    console = notebook.make_console(300, 0, evals=["test"], may_draw=True)
+    for step in range(20, 320, 20):
+        console.show_progress(step - 10, "tracing")
+        console.write(step, {"loss": 1 / step, "steps_per_sec": 9.0, "test/loss": 0.5})
+    console.close()
+    console.summarize(timing.Clock())
+    (drawn,) = outputs
+    last = drawn[-1]["text/html"]
+    assert len(drawn) > 30 and last.count("<tr>") == 1 + 10 and last.count("<polyline") == 2
+    assert "<td>300</td><td>0.003333</td><td>0.5</td>" in last and "<th>steps_per_sec</th>" not in last
+    assert "Finished 300 steps in" in drawn[-1]["text/plain"] and "test/loss best 0.5 at step 20" in last
+    assert capsys.readouterr().out == ""
+
+
+def test_drawings_are_half_a_second_apart(outputs):
+    console = notebook.make_console(300, 0, may_draw=True)
+    for step in range(100):
+        console.write(step, {"loss": 1.0})
+    (drawn,) = outputs
+    assert len(drawn) < 10
+
+
+def test_lines_about_a_run_are_folded_under_the_first(outputs, capsys):
+    notebook.announce(["devices <2>", "batch 64"], may_draw=True)
+    ((content,),) = outputs
+    assert content["text/html"] == "<details><summary>devices &lt;2&gt;</summary>batch 64</details>"
+    notebook.announce(["devices 2"], may_draw=False)
+    assert capsys.readouterr().out == "distloop: devices 2\n"
+
+
+def test_without_a_kernel_the_console_is_the_terminals(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert not notebook.is_active() and type(notebook.make_console(3, 0, may_draw=True)) is Console
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    assert not notebook.is_active()
