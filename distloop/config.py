@@ -24,6 +24,7 @@ from distloop import contradictions, durations
 T = TypeVar("T", str, int, float, bool)
 CountOrAuto: TypeAlias = int | Literal["auto"]
 
+_BATCH_SIZES = ("batch_size", "replica_batch_size")  # of which a run has one
 _LENGTHS = ("steps", "epochs", "until")  # of which a run has one
 
 # The headings of `--help` and of the settings page, in order.
@@ -81,7 +82,10 @@ class Config:
         RUN, "", "Train for this duration, over all interruptions, then end: 2 h, 3 epochs, 1e6 examples; empty: unset."
     )
     batch_size: int = setting(
-        RUN, 256, "Examples per step, over all replicas, of arrays given to fit; a dataset has its own.", minimum=1
+        RUN, 256, "Examples per step, over all replicas, of arrays given to fit; a dataset has its own."
+    )
+    replica_batch_size: int = setting(
+        RUN, 0, "Examples per step of each replica, in place of batch_size, which it sets to 0; 0: unset."
     )
     seed: int = setting(RUN, 0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
     max_secs: float = setting(RUN, 0.0, "Save and exit with code 75 after this many seconds; 0: no limit.")
@@ -256,18 +260,25 @@ class Config:
         object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # shells leave --workdir=~/x unexpanded
         profile_window(self.profile)
         contradictions.check(self)
+        if self.replica_batch_size:
+            object.__setattr__(self, "batch_size", 0)
 
     @property
     def first_microbatches(self) -> int:
         """The microbatches that a run begins with."""
         return 1 if self.microbatches == "auto" else self.microbatches
 
+    def global_batch_size(self, strategy: Any) -> int:
+        """Returns the examples per step over all replicas of a strategy, such as `trainer.strategy`."""
+        return self.batch_size or int(strategy.num_replicas_in_sync) * self.replica_batch_size
+
     @classmethod
     def from_flags(cls, **overrides: Any) -> "Config":
         """Returns the settings from the flags: `define_flags`' defaults, then the command line, then `overrides`.
 
-        Later ones take precedence; a later one of `steps`, `epochs` and `until` unsets the others. Before flags are
-        parsed, and for fields without a flag, defaults are used, so it works in a notebook.
+        Later ones take precedence; a later one of `steps`, `epochs` and `until` unsets the others; `batch_size` and
+        `replica_batch_size` unset each other, too. Before flags are parsed, and for fields without a flag, defaults are
+        used, so it works in a notebook.
 
         Args:
             **overrides: values that take precedence over the command line.
@@ -280,8 +291,9 @@ class Config:
         present = {name: flag.value for name, flag in defined.items() if flag.present or not flag.using_default_value}
         values = {name: flag.value for name, flag in defined.items()}
         for later in (present, overrides):
-            if any(later.get(name) for name in _LENGTHS):
-                values.update({name: fields()[name].default for name in _LENGTHS})
+            for group in (_LENGTHS, _BATCH_SIZES):
+                if any(later.get(name) for name in group):
+                    values.update({name: fields()[name].default for name in group})
             values.update(later)
         return cls(**values)
 

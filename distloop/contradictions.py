@@ -28,6 +28,15 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "files afterwards.",
     ),
     (
+        lambda config: config.replica_batch_size and config.batch_size not in (0, 256),  # 256: nothing was given
+        "batch_size={config.batch_size} and replica_batch_size={config.replica_batch_size} were both given; one "
+        "follows from the other and the number of replicas: leave either out.",
+    ),
+    (
+        lambda config: not config.replica_batch_size and config.batch_size == 0,
+        "batch_size=0 was given; a batch has 1 example or more: give batch_size or replica_batch_size.",
+    ),
+    (
         lambda config: config.steps and config.epochs,
         "steps={config.steps} and epochs={config.epochs} were both given; a run has one length: set either to 0.",
     ),

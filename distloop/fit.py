@@ -393,7 +393,7 @@ def make_training_source(data: FitData, state: TrainState, config: Config, lates
         may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),
-        **data.source_settings(config.batch_size),
+        **data.source_settings(config.global_batch_size(state.strategy)),
     )
     if source.info.batch_size is not None:
         state.placement.check_microbatches(config.first_microbatches, source.info.batch_size)

@@ -103,7 +103,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
-        self._passes = Passes(self.strategy, config.batch_size)
+        self._passes = Passes(self.strategy, config.global_batch_size(self.strategy))
         self._predictor = Predictor(self.state, eager=config.eager)
         self._eval_loop = EvalLoop(self.state, eager=config.eager)
         self._forward_pass = ForwardPass(self.state, config)
@@ -240,7 +240,7 @@ class Trainer:
         """
         if workers.num_workers(self.strategy) > 1:
             raise ValueError("audit was called on several workers: call it in one process, without TF_CONFIG.")
-        dataset = as_dataset(dataset, self.config.batch_size, self.config.seed)
+        dataset = as_dataset(dataset, self._passes.batch_size, self.config.seed)
         source = Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
         self._build(source)
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.first_microbatches)
@@ -358,7 +358,7 @@ class Trainer:
         Raises:
             ValueError: if the data breaks a rule, or a layer stays without variables.
         """
-        self._build(Source(dataset, self.strategy, repeat=False, batch_size=self.config.batch_size))
+        self._build(Source(dataset, self.strategy, repeat=False, batch_size=self._passes.batch_size))
 
     def _build(self, source: Source, *, metrics: bool = True) -> Source:
         """Builds the model, and its Keras metrics if asked to, if they are not built yet; returns the data."""

@@ -61,7 +61,7 @@ def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
         ({"steps": float("inf")}, "steps=inf is not allowed"),
         ({"microbatches": "some"}, "microbatches='some' is not allowed: give a whole number, 1 or more, or auto"),
         ({"microbatches": 0}, "microbatches=0 is not allowed: give a whole number, 1 or more, or auto"),
-        ({"batch_size": 0}, "batch_size=0 is not allowed: give a whole number, 1 or more"),
+        ({"batch_size": 0}, "batch has 1 example or more: give batch_size or replica_batch_size"),
         ({"clip_norm": float("nan")}, "clip_norm=nan is not allowed"),
         ({"clip_norm": False}, "clip_norm=False is not allowed: give a number, 0 or more"),
         ({"average_decay": 1}, "average_decay=1 is not allowed: give a number, 0 or more and below 1"),
@@ -93,3 +93,21 @@ def test_a_wrong_value_fails_in_one_sentence(values, words):
 def test_a_rollback_needs_a_workdir():
     with pytest.raises(ValueError, match="on_divergence=rollback was given without a workdir"):
         Config(on_divergence="rollback")
+
+
+def test_the_batch_of_a_replica_makes_the_global_one():
+    class Strategy:
+        num_replicas_in_sync = 4
+
+    config = Config(replica_batch_size=32)
+    assert config.batch_size == 0  # a program that reads it would train on another batch
+    assert config.global_batch_size(Strategy) == 128
+    assert Config(batch_size=64).global_batch_size(Strategy) == 64
+    assert dataclasses.replace(config, seed=1).global_batch_size(Strategy) == 128
+
+
+def test_two_batch_sizes_are_refused():
+    with pytest.raises(
+        ValueError, match="batch_size=64 and replica_batch_size=32 were both given; .* leave either out"
+    ):
+        Config(batch_size=64, replica_batch_size=32)

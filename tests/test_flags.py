@@ -186,14 +186,23 @@ def test_an_unknown_name_is_refused_with_similar_names(fresh_flags, call):
 
 
 def test_a_wrong_default_fails_and_defines_nothing(fresh_flags):
-    with pytest.raises(ValueError, match="batch_size=0 is not allowed"):
-        flags.define_flags(batch_size=0)
+    with pytest.raises(ValueError, match="keep_checkpoints=0 is not allowed"):
+        flags.define_flags(keep_checkpoints=0)
     assert not set(NAMES) & set(fresh_flags)
+
+
+def test_a_batch_size_on_the_command_line_replaces_the_other_kind(fresh_flags):
+    flags.define_flags(batch_size=64)
+    fresh_flags(["program", "--replica_batch_size=8"])
+    config = Config.from_flags()
+    assert (config.batch_size, config.replica_batch_size) == (0, 8)
+    config = Config.from_flags(batch_size=32)
+    assert (config.batch_size, config.replica_batch_size) == (32, 0)
 
 
 def test_the_command_line_refuses_a_wrong_value(fresh_flags):
     flags.define_flags()
-    for argument in ("--precision=float61", "--steps=-1", "--batch_size=0"):
+    for argument in ("--precision=float61", "--steps=-1", "--keep_checkpoints=0"):
         with pytest.raises(absl_flags.IllegalFlagValueError, match=argument.strip("-").partition("=")[0]):
             fresh_flags(["program", argument])
 
@@ -224,7 +233,7 @@ def test_flags_txt_restores_every_field(fresh_flags, tmp_path):
     flags.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
     excluded = {"epochs", "until", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
-    excluded |= {"clip_variable_norm", "clip_value"}
+    excluded |= {"clip_variable_norm", "clip_value", "replica_batch_size"}
     assert set(OTHER_VALUES) == set(NAMES) - excluded
     flags.write(given, str(tmp_path))
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given

@@ -5,6 +5,7 @@
 It does not know replicas or places in the data.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from distloop.data.info import cardinality
 from distloop.distributed.devices import HOST
+from distloop.log import log
 
 Arrays: TypeAlias = np.ndarray | Mapping[str, Any] | Sequence[Any]  # one or a structure of them, [N, ...]
 
@@ -38,6 +40,38 @@ def as_dataset(data: Any, batch_size: int, shuffle_seed: int | None = None) -> A
         return data
     arrays = tuple(data) if isinstance(data, list) else data
     return make_dataset(arrays, batch_size, shuffle=shuffle_seed is not None, seed=shuffle_seed or 0)
+
+
+def sizes_of(data: Any, batch_size: int) -> dict[str, int]:
+    """Returns the rows of arrays and the batch size, which a place in them depends on; nothing for other data."""
+    return {"num_rows": len(tf.nest.flatten(data)[0]), "batch_size": batch_size} if are_arrays(data) else {}
+
+
+def convert_position(position: Mapping[str, Any], num_rows: int = 0, batch_size: int = 0) -> Mapping[str, Any]:
+    """Returns a place in arrays, from `Source.save_position`, in batches of another size; a warning names both.
+
+    The order of the examples does not depend on the batch size. No example is left out: the place is the last batch
+    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more.
+
+    Args:
+        position: the saved place.
+        num_rows: examples of a pass.
+        batch_size: examples of a global batch; 0: unknown, and the place stays as it is.
+    """
+    saved_size = position.get("batch_size", batch_size)
+    if not batch_size or saved_size == batch_size:
+        return position
+
+    def converted(num_batches: int) -> int:
+        epoch, batch = divmod(num_batches, math.ceil(num_rows / saved_size))
+        return epoch * math.ceil(num_rows / batch_size) + batch * saved_size // batch_size
+
+    batches, skipped = converted(position["batches"]), [converted(number) for number in position["skipped"]]
+    log.warning(
+        "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples.",
+        *(saved_size, batch_size, batches),
+    )
+    return {**position, "batches": batches, "skipped": skipped, "batch_size": batch_size}
 
 
 def make_dataset(

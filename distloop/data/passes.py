@@ -9,7 +9,11 @@ _MAX_REMEMBERED = 8  # preparing a dataset takes as long as a short pass over it
 
 
 class Passes:
-    """The sources of the latest datasets that were read in passes."""
+    """The sources of the latest datasets that were read in passes.
+
+    Attributes:
+        batch_size: of arrays, the examples in a global batch.
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy, batch_size: int):
         """Starts without sources.
@@ -19,7 +23,7 @@ class Passes:
             batch_size: of arrays, the examples in a global batch.
         """
         self._strategy = strategy
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._sources: list[Source] = []  # the latest first
 
     def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
@@ -33,7 +37,7 @@ class Passes:
             ValueError: if the data breaks a rule, or is endless and may not be.
         """
         source = next((s for s in self._sources if s.data is data), None)
-        source = source or Source(data, self._strategy, repeat=False, batch_size=self._batch_size)
+        source = source or Source(data, self._strategy, repeat=False, batch_size=self.batch_size)
         if source.info.is_endless and not may_be_endless:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from absl import logging
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
+
+from distloop.log import log
 
 READ_AGAIN = "a resumed run reads it again up to its place, which is exact if it gives the same batches each time"
 
@@ -187,7 +188,7 @@ def _has_taken(batches: Any, state: Any) -> bool:
         batches.set_state(state.encode() if isinstance(state, str) else state)
     except Exception as error:  # such as another data source
         reason = str(error).partition("\n")[0].rstrip(".")
-        logging.warning("The data's iterator refused its state (%s): reading the data again up to its place.", reason)
+        log.warning("The data's iterator refused its state (%s): reading the data again up to its place.", reason)
         return False
     return True
 

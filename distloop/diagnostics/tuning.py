@@ -119,7 +119,7 @@ def find_learning_rate(
     trainer.build(dataset)
     factor = (highest / lowest) ** (1 / (steps - 1))
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
-    dataset = as_dataset(dataset, settings.batch_size, settings.seed)
+    dataset = as_dataset(dataset, settings.global_batch_size(state.strategy), settings.seed)
     source = Source(dataset, state.strategy, microbatches=settings.first_microbatches, may_go_back=True)
     with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
         with contextlib.suppress(_Exploded, Diverged):
@@ -194,7 +194,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
             "it on one of them, and take its rows for each replica."
         )
     trainer.build(dataset)
-    source = Source(dataset, state.strategy, repeat=False, batch_size=settings.batch_size)
+    source = Source(dataset, state.strategy, repeat=False, batch_size=settings.global_batch_size(state.strategy))
     rows, is_split = source.first_rows(), source.layout.is_split
     batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     max_rows = source.info.num_certain_rows

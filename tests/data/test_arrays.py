@@ -1,5 +1,6 @@
 """Datasets made from arrays."""
 
+import math
 import os
 
 import numpy as np
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.arrays import are_arrays, as_dataset, make_dataset
+from distloop.data.source import Source
 from tests.problems import (
     assert_equal,
     classification,
@@ -216,6 +218,31 @@ def test_a_learning_rate_is_found_on_arrays():
     on_arrays = distloop.find_learning_rate(trainer, rows, steps=6)
     on_dataset = distloop.find_learning_rate(trainer, make_dataset(rows, 16, shuffle=True), steps=6)
     np.testing.assert_array_equal(on_arrays.losses, on_dataset.losses)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3, 5, 6, 11])
+@pytest.mark.parametrize(("saved", "size"), [(2, 4), (4, 2), (4, 3), (3, 7)])
+def test_a_place_in_arrays_leaves_no_example_out_when_the_batch_size_changes(num_batches, saved, size):
+    rows = np.arange(10)
+
+    def rows_before(count, batch_size):
+        epoch, batch = divmod(count, math.ceil(10 / batch_size))
+        return 10 * epoch + batch * batch_size
+
+    source = Source(rows, tf.distribute.get_strategy(), batch_size=saved, shuffle_seed=3)
+    source.batches_taken = num_batches
+    again = Source(rows, tf.distribute.get_strategy(), batch_size=size, shuffle_seed=3)
+    again.restore_position(source.save_position())
+    reread = rows_before(num_batches, saved) - rows_before(again.batches_taken, size)
+    assert 0 <= reread < size
+    expected = Source(rows, tf.distribute.get_strategy(), batch_size=size, shuffle_seed=3)
+    batches = [batch.numpy().tolist() for batch, _ in zip(expected.new_iterator(), range(40), strict=False)]
+    assert next(again.iterator()).numpy().tolist() == batches[again.batches_taken]
+
+
+def test_arrays_are_batched_by_the_batch_of_a_replica():
+    trainer = distloop.Trainer(classifier(), on(2, replica_batch_size=8))
+    assert [len(part) for part in trainer.stream_predictions(classification(40))] == [16, 16, 8]
 
 
 def test_lists_of_numbers_are_refused():
