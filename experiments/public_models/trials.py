@@ -9,6 +9,7 @@ weights before and after the steps of the first trial, `one_replica`, which the 
 
 import os
 import re
+import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,7 +103,9 @@ def one_replica(name: str, directory: str) -> Iterator[dict[str, Any]]:
     """One replica next to Keras's own fit, and what is written after it."""
     model = zoo.make(name)
     np.savez(os.path.join(directory, "initial"), **weights_of(model))
-    settings = {"workdir": os.path.join(directory, "run"), "checkpoint_every": SAVED_STEP}
+    workdir = os.path.join(directory, "run")
+    shutil.rmtree(workdir, ignore_errors=True)  # of an earlier trial, from other weights
+    settings = {"workdir": workdir, "checkpoint_every": SAVED_STEP}
     trainer = trainer_of(lambda: started(name, directory), **settings)
     data = data_for(model)
     trainer.fit(data, steps=STEPS)
