@@ -63,7 +63,7 @@ class CompiledLoop:
             with tf.experimental.function_executor_type(executor):
                 self._run(source.iterator(), source.layout, *_limits(0, 1, np.inf))
             diagnosis.warn(self._step)
-        workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
+            workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
     def run(
         self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = np.inf
