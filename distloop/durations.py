@@ -9,6 +9,7 @@
 It does not know what is due, nor the time.
 """
 
+import copy
 import functools
 import math
 import numbers
@@ -77,6 +78,12 @@ class Units:
         sizes = {"epochs": steps_per_epoch, "examples": examples_per_step}
         self._sizes = {unit: functools.cache(size) for unit, size in sizes.items() if size is not None}
         self.run, self.run_unit = run, run_unit
+
+    def of(self, run: Period) -> "Units":
+        """Returns the same units with percents of another length."""
+        units = copy.copy(self)
+        units.run = run
+        return units
 
     def period(self, value: int | str) -> Period:
         """Returns a duration in whole steps, rounded up, or in seconds; "auto" is an epoch in a run of epochs, else 0.

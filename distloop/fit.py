@@ -21,7 +21,7 @@ from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
-from distloop.actions.evaluate import Evaluate, Evaluation, earlier_rows
+from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
 from distloop.actions.save import Save
@@ -32,8 +32,7 @@ from distloop.actions.write import Write
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
-from distloop.data.passes import Passes
-from distloop.data.source import Data, Source
+from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.durations import Units
@@ -46,10 +45,10 @@ from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
+from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.training import overview, run_length
 from distloop.training.agreement import require_same_run
-from distloop.training.evaluation import EvalLoop
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -107,6 +106,7 @@ class Fit:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
+        learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
         if (histograms := self._loop.histograms) is not None:
             histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
         self._attach()
@@ -330,26 +330,6 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
 
 def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
     return {metric for action in actions if (metric := member(action, "metric_to_restore"))}
-
-
-def make_evaluations(
-    evals: Mapping[str, Data | Evaluation], config: Config, passes: Passes, eval_loop: EvalLoop
-) -> list[Evaluate]:
-    """Returns an action for each dataset to evaluate on.
-
-    Raises:
-        ValueError: if a dataset breaks a rule.
-    """
-    evaluations = []
-    for name, data in evals.items():
-        evaluation = data if isinstance(data, Evaluation) else Evaluation(data)
-        limits = [limit for limit in (evaluation.batches, config.limit_eval_batches) if limit]
-        source = passes.source(evaluation.dataset, may_be_endless=bool(limits))
-        loop = eval_loop.with_values(evaluation.loss_fn, evaluation.metrics)
-        evaluate = functools.partial(loop.evaluate, source, min(limits, default=0))
-        every = config.eval_every if evaluation.every is None else evaluation.every
-        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset))
-    return evaluations
 
 
 def make_train_loop(state: TrainState, config: Config) -> TrainLoop:

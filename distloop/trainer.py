@@ -32,7 +32,7 @@ from distloop.diagnostics.audit import audit, print_and_exit
 from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
-from distloop.fit import Fit, check_arguments, make_evaluations, make_train_loop, make_training_source
+from distloop.fit import Fit, check_arguments, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.monitoring import dated_workdir
@@ -42,7 +42,7 @@ from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.training import run_length
-from distloop.training.evaluation import EvalLoop
+from distloop.training.evaluation import EvalLoop, make_evaluations
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.training.predictor import Predictor

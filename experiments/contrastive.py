@@ -86,7 +86,7 @@ def model_fn():
         return {"loss": tf.reshape(loss, [-1, 2]), "found": tf.reshape(found, [-1, 2])}  # [b, 2]
 
     steps = distloop.Config.from_flags().steps or 1_500
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup_steps=min(50, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(50, steps // 2))
     return distloop.ModelSpec(
         {"encoder": encoder, "head": head},
         keras.optimizers.AdamW(rate, weight_decay=1e-4),

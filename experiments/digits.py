@@ -53,7 +53,7 @@ def model_fn():
         }
 
     config = distloop.Config.from_flags()
-    rate = distloop.make_schedule(LEARNING_RATE.value, config.steps or 500, warmup_steps=min(50, config.steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, config.steps or 500, warmup=min(50, config.steps // 2))
     return distloop.ModelSpec(
         model,
         keras.optimizers.AdamW(rate, weight_decay=0.05),

@@ -60,7 +60,7 @@ def model_fn():
         return {"loss": loss, "accuracy": keras.metrics.sparse_categorical_accuracy(label, logits)}
 
     steps = distloop.Config.from_flags().steps or 2_000
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup_steps=min(50, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(50, steps // 2))
     return distloop.ModelSpec(
         models,
         keras.optimizers.AdamW(rate, weight_decay=1e-3),

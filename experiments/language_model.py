@@ -81,7 +81,7 @@ def model_fn():
         }
 
     steps = distloop.Config.from_flags().steps or 6_000
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup_steps=min(100, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(100, steps // 2))
     return distloop.ModelSpec(model, keras.optimizers.AdamW(rate, beta_2=0.99, weight_decay=0.1), loss_fn)
 
 

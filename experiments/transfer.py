@@ -56,7 +56,7 @@ def model_fn():
         }
 
     steps = distloop.Config.from_flags().steps or 300
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup_steps=min(20, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(20, steps // 2))
     return distloop.ModelSpec(
         {"encoder": encoder, "head": head},
         keras.optimizers.Adam(rate),

@@ -55,7 +55,7 @@ def model_fn():
         }
 
     steps = distloop.Config.from_flags().steps or 80
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup_steps=min(10, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(10, steps // 2))
     return distloop.ModelSpec(model, keras.optimizers.Adam(rate), loss_fn)
 
 

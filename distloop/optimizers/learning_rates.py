@@ -3,17 +3,19 @@
 It does not know optimizers: give the result to one.
 
     peak = scale_learning_rate(0.1, batch_size=1024)                                    # 0.4
-    optimizer = keras.optimizers.SGD(make_schedule(peak, steps=10_000, warmup_steps=500))
+    optimizer = keras.optimizers.SGD(make_schedule(peak, steps=10_000, warmup=500))
 
 An optimizer calls a schedule with the number of updates applied so far, so the first update of a run uses step 0 and
 the last one `steps - 1`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+
+from distloop.durations import Units, parse
 
 
 def scale_learning_rate(
@@ -102,67 +104,145 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         return cls(**{**config, "schedule": keras.optimizers.schedules.deserialize(config["schedule"])})
 
 
+@keras.saving.register_keras_serializable(package="distloop")
+class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule of `make_schedule` whose lengths depend on the run: `fit` puts steps in their place.
+
+    Before the first `fit` it is constant, at its peak.
+    """
+
+    def __init__(self, **arguments: Any):
+        """Stores the arguments of `make_schedule`."""
+        super().__init__()
+        self._arguments = arguments
+        self._known: dict[str, Any] = {}  # the arguments in steps
+        self._schedule: keras.optimizers.schedules.LearningRateSchedule | None = None
+
+    def resolve(self, units: Units) -> bool:
+        """Puts steps in the place of durations; returns whether the schedule is another one than before.
+
+        Raises:
+            ValueError: if the size of a unit is not known, or the lengths contradict each other.
+        """
+        before, self._known = self._known, _in_steps(self._arguments, units)
+        if self._known == before:
+            return False
+        self._schedule = make_schedule(**self._known)
+        return True
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the learning rate at `step`, a scalar tensor."""
+        if self._schedule is None:
+            return keras.ops.convert_to_tensor(self._arguments["peak"], "float32")
+        return self._schedule(step)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` creates an equal schedule."""
+        return dict(self._arguments)
+
+
+def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_change: Callable[[], None]) -> None:
+    """Puts steps in the place of durations in the schedules of optimizers.
+
+    Args:
+        optimizers: of which some may have a `RunSchedule`.
+        units: of the run.
+        on_change: called if a schedule became another one.
+
+    Raises:
+        ValueError: as for `RunSchedule.resolve`.
+    """
+    schedules = [optimizer._learning_rate for optimizer in optimizers]
+    if any([schedule.resolve(units) for schedule in schedules if isinstance(schedule, RunSchedule)]):
+        on_change()
+
+
 def make_schedule(
     peak: float,
-    steps: int,
+    steps: int | str,
     *,
-    warmup_steps: int = 0,
+    warmup: int | str = 0,
     decay: str = "cosine",
     final: float = 0.0,
-    drop_at: Sequence[int] = (),
+    drop_at: Sequence[int | str] = (),
     drop_factor: float = 0.1,
 ) -> keras.optimizers.schedules.LearningRateSchedule:
     """Returns a schedule that rises linearly from 0 to `peak` and then falls.
 
-    With `w = warmup_steps`: 0 at step 0, `peak * (w - 1) / w` at step `w - 1`, `peak` at step w (step 0 without a
+    With `w = warmup`: 0 at step 0, `peak * (w - 1) / w` at step `w - 1`, `peak` at step w (step 0 without a
     warm-up). At `steps` and beyond: `final` for cosine and linear, `peak * drop_factor ** len(drop_at)` for step, and
     `peak` for constant.
 
+        make_schedule(1e-3, "100 %", warmup="1 epoch")      # over the whole run, however long `fit` makes it
+
     Args:
         peak: the highest learning rate.
-        steps: steps of the whole run, including the warm-up.
-        warmup_steps: steps until `peak` is reached; 0: no warm-up.
+        steps: the length of the whole schedule, including the warm-up: steps, or "20 epochs", "1e6 examples" or a share
+            of the run, "100 %"; no time, since steps only decide about weights.
+        warmup: the length of the warm-up, as `steps`, but a percentage is a share of `steps`; 0: no warm-up.
         decay: "cosine" (half a period: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts), "linear",
             "step" or "constant".
         final: the learning rate at `steps`, for cosine and linear.
-        drop_at: for "step": the steps at which the learning rate is multiplied by `drop_factor`.
+        drop_at: for "step": when the learning rate is multiplied by `drop_factor`; lengths, as `warmup`.
         drop_factor: for "step": the factor.
 
     Returns:
         A Keras schedule, to be given to an optimizer.
 
     Raises:
-        ValueError: if a value is out of range, or an argument is given that this decay ignores.
+        ValueError: if a value is out of range, or an argument is given that this decay ignores; of lengths that depend
+            on the run, when `fit` knows them.
     """
-    _check(
-        peak,
-        steps,
-        warmup_steps=warmup_steps,
-        decay=decay,
-        final=final,
-        drop_at=drop_at,
-        drop_factor=drop_factor,
-    )
-    decay_steps = int(steps) - int(warmup_steps)
+    arguments: dict[str, Any] = {"peak": peak, "steps": steps, "warmup": warmup, "decay": decay, "final": final}
+    arguments |= {"drop_at": drop_at, "drop_factor": drop_factor}
+    if texts := [value for value in (steps, warmup, *drop_at) if isinstance(value, str)]:
+        units = {parse(text).unit for text in texts}
+        if "secs" in units:
+            raise ValueError(
+                f"A time is among {texts}, given to make_schedule; give steps, epochs, examples or percents."
+            )
+        if units & {"epochs", "examples"} or isinstance(steps, str) and parse(steps).unit == "%":
+            return RunSchedule(**{**arguments, "drop_at": list(drop_at)})
+        return make_schedule(**_in_steps(arguments, Units()))
+    assert not isinstance(steps, str) and not isinstance(warmup, str)
+    _check(**arguments)
+    decay_steps = int(steps) - int(warmup)
     schedules = keras.optimizers.schedules
     if decay == "cosine":
         schedule = schedules.CosineDecay(float(peak), decay_steps, alpha=final / peak)
     elif decay == "step":
         # Keras changes the value one step after a boundary.
-        boundaries = [int(step) - int(warmup_steps) - 1 for step in drop_at]
+        boundaries = [int(step) - int(warmup) - 1 for step in drop_at]
         values = [float(peak * drop_factor**drops) for drops in range(len(drop_at) + 1)]
         schedule = schedules.PiecewiseConstantDecay(boundaries, values)
     else:
         end = float(final if decay == "linear" else peak)
         schedule = schedules.PolynomialDecay(float(peak), decay_steps, end, power=1.0)
-    return WarmUp(schedule, warmup_steps) if warmup_steps else schedule
+    return WarmUp(schedule, warmup) if warmup else schedule
+
+
+def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
+    """Returns the arguments of `make_schedule` with steps in the place of durations.
+
+    Raises:
+        ValueError: if the size of a unit is not known, or the run of which they are a share ends by time.
+    """
+    whole = units.period(arguments["steps"])
+    if whole.secs:
+        raise ValueError(
+            f"make_schedule was given steps={arguments['steps']!r} of a run that ends by time, so that its steps are "
+            "not known: give steps, epochs or examples."
+        )
+    parts = units.of(whole)
+    lengths = {"steps": whole.steps, "warmup": parts.period(arguments["warmup"]).steps}
+    return {**arguments, **lengths, "drop_at": [parts.period(length).steps for length in arguments["drop_at"]]}
 
 
 def _check(
+    *,
     peak: float,
     steps: int,
-    *,
-    warmup_steps: int,
+    warmup: int,
     decay: str,
     final: float,
     drop_at: Sequence[int],
@@ -180,8 +260,8 @@ def _check(
         raise ValueError(f"peak={peak!r} {given} give a learning rate above 0.")
     if steps < 1 or steps != int(steps):
         raise ValueError(f"steps={steps!r} {given} give the steps of the whole run, a whole number of 1 or more.")
-    if not 0 <= warmup_steps < steps or warmup_steps != int(warmup_steps):
-        raise ValueError(f"warmup_steps={warmup_steps!r} {given} give a whole number from 0 to below steps={steps}.")
+    if not 0 <= warmup < steps or warmup != int(warmup):
+        raise ValueError(f"warmup={warmup!r} {given} give a whole number from 0 to below steps={steps}.")
     if not 0 <= final <= peak:
         raise ValueError(f"final={final!r} {given} give a learning rate from 0 to peak={peak}.")
     if final and decay not in ("cosine", "linear"):
@@ -192,11 +272,10 @@ def _check(
             "steps at which to drop, or neither."
         )
     if any(step != int(step) for step in drop_at) or any(
-        low >= high for low, high in zip([warmup_steps, *drop_at], [*drop_at, steps], strict=True)
+        low >= high for low, high in zip([warmup, *drop_at], [*drop_at, steps], strict=True)
     ):
         raise ValueError(
-            f"drop_at={drop_at!r} {given} give rising whole numbers above warmup_steps={warmup_steps} and below "
-            f"steps={steps}."
+            f"drop_at={drop_at!r} {given} give rising whole numbers above warmup={warmup} and below steps={steps}."
         )
     if not 0 < drop_factor < 1:
         raise ValueError(f"drop_factor={drop_factor!r} {given} give a factor above 0 and below 1.")

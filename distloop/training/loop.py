@@ -180,13 +180,18 @@ class TrainLoop:
         """Returns the sums since the last log, as JSON can hold them."""
         return self._window.save()
 
+    def trace_again(self) -> None:
+        """Has the step traced anew, as its microbatches or another constant of it have changed."""
+        self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
+        self._traced_for = None
+
     def _run_to_boundary(self, source: Source, step: int, until: float, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
         count = min(self._next_boundary(step, until, actions) - step, self._most_steps)
         count = int(count if most_steps is None else min(count, most_steps))
         if self._halving is not None and self._halving.keep(source):
-            self._trace_again()
+            self.trace_again()
         try:
             if self._traced_for is not source:
                 workers.report_phase(self._state.strategy, "tracing the step")
@@ -209,7 +214,7 @@ class TrainLoop:
         except tf.errors.OpError as error:
             if isinstance(error, tf.errors.ResourceExhaustedError):
                 if self._halving is not None and self._halving.halve(source):
-                    self._trace_again()
+                    self.trace_again()
                     return self._run_to_boundary(source, step, until, actions)
                 raise out_of_memory.explain(error, self._state, step + 1, self._step.microbatches) from error
             explained = as_user_error(error) or explain_compile_error(self._step, error)
@@ -224,11 +229,6 @@ class TrainLoop:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
-
-    def _trace_again(self) -> None:
-        """Has the step traced anew, for other microbatches."""
-        self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
-        self._traced_for = None
 
     def _next_boundary(self, step: int, until: float, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.

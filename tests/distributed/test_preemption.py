@@ -32,7 +32,7 @@ PROGRAM = """
         checkpoint_every=3, average_decay=0.9, clip_norm=0.5, max_secs=0.01 if how == "MAX_SECS" else 0,
     )
     distloop.prepare(config)
-    rate = distloop.make_schedule(0.05, 60, warmup_steps=5)
+    rate = distloop.make_schedule(0.05, 60, warmup=5)
 
     def model_fn():
         a, b = (problems.classifier(dropout=0.5, batch_norm="local", l2=0.01)() for _ in range(2))

@@ -59,7 +59,7 @@ def test_scaling_refuses_what_makes_no_sense(arguments, words):
 )
 def test_warm_up_then_decay_has_the_documented_values(decay, arguments, expected):
     schedule = make_schedule(
-        2.0, 110, warmup_steps=10, decay=decay, **{k: 2 * v if k == "final" else v for k, v in arguments.items()}
+        2.0, 110, warmup=10, decay=decay, **{k: 2 * v if k == "final" else v for k, v in arguments.items()}
     )
     assert rates(schedule, [0, 9, 10, 60, 110, 1_000_000]) == pytest.approx([2 * value for value in expected], abs=1e-7)
 
@@ -76,7 +76,7 @@ def test_cosine_equals_its_formula():
 
 
 def test_step_decay_drops_at_exactly_the_steps_named():
-    schedule = make_schedule(1.0, 100, warmup_steps=5, decay="step", drop_at=(30, 60))
+    schedule = make_schedule(1.0, 100, warmup=5, decay="step", drop_at=(30, 60))
     assert rates(schedule, [29, 30, 59, 60, 99]) == pytest.approx([1, 0.1, 0.1, 0.01, 0.01])
 
 
@@ -89,12 +89,12 @@ def test_warm_up_meets_a_schedule_of_the_users_own():
 def test_warm_up_agrees_with_keras():
     keras_own = schedules.CosineDecay(0.0, 90, warmup_target=0.5, warmup_steps=10)
     steps = range(0, 120, 7)
-    assert rates(make_schedule(0.5, 100, warmup_steps=10), steps) == pytest.approx(rates(keras_own, steps), abs=1e-7)
+    assert rates(make_schedule(0.5, 100, warmup=10), steps) == pytest.approx(rates(keras_own, steps), abs=1e-7)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant"])
 def test_a_schedule_is_float32_in_a_graph_over_int64_steps(decay):
-    schedule = make_schedule(1.0, 100, warmup_steps=10, decay=decay, drop_at=[50] if decay == "step" else ())
+    schedule = make_schedule(1.0, 100, warmup=10, decay=decay, drop_at=[50] if decay == "step" else ())
     traced = tf.function(lambda step: schedule(step))
     rate = traced(tf.constant(10, tf.int64))
     assert rate.dtype == tf.float32
@@ -104,13 +104,13 @@ def test_a_schedule_is_float32_in_a_graph_over_int64_steps(decay):
 
 def test_steps_beyond_what_float32_counts_keep_their_drops():
     drop = 2**24 + 1
-    schedule = make_schedule(1.0, 2**25, warmup_steps=2, decay="step", drop_at=[drop])
+    schedule = make_schedule(1.0, 2**25, warmup=2, decay="step", drop_at=[drop])
     assert rates(schedule, [drop - 1, drop]) == pytest.approx([1.0, 0.1])
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant"])
 def test_a_schedule_survives_its_config(decay):
-    schedule = make_schedule(0.7, 100, warmup_steps=10, decay=decay, drop_at=[50] if decay == "step" else ())
+    schedule = make_schedule(0.7, 100, warmup=10, decay=decay, drop_at=[50] if decay == "step" else ())
     optimizer = keras.optimizers.SGD.from_config(keras.optimizers.SGD(schedule).get_config())
     again = schedules.deserialize(schedules.serialize(schedule))
     steps = [0, 5, 10, 49, 50, 99, 100]
@@ -118,7 +118,7 @@ def test_a_schedule_survives_its_config(decay):
 
 
 def test_an_optimizer_steps_through_the_warm_up():
-    optimizer = keras.optimizers.SGD(make_schedule(1.0, 100, warmup_steps=4, decay="constant"))
+    optimizer = keras.optimizers.SGD(make_schedule(1.0, 100, warmup=4, decay="constant"))
     weight = keras.Variable(0.0)
     moved = []
     for _ in range(6):
@@ -134,8 +134,8 @@ def test_an_optimizer_steps_through_the_warm_up():
         ({"peak": 0.0}, "peak=0.0 was given to make_schedule; give a learning rate above 0"),
         ({"steps": 0}, "steps=0"),
         ({"steps": 10.5}, "steps=10.5"),
-        ({"warmup_steps": 100}, "warmup_steps=100 was given .* below steps=100"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"warmup": 100}, "warmup=100 was given .* below steps=100"),
+        ({"warmup": -1}, "warmup=-1"),
         ({"decay": "cosin"}, "decay='cosin' was given to make_schedule; give 'cosine', 'linear'"),
         ({"final": 2.0}, "final=2.0 was given .* from 0 to peak=1.0"),
         ({"decay": "constant", "final": 0.5}, "final=0.5 was given .* decay='constant' does not read it"),
@@ -143,7 +143,7 @@ def test_an_optimizer_steps_through_the_warm_up():
         ({"drop_at": [5]}, "decay='cosine' and drop_at="),
         ({"decay": "step", "drop_at": [60, 30]}, "give rising whole numbers"),
         ({"decay": "step", "drop_at": [100]}, "below steps=100"),
-        ({"decay": "step", "drop_at": [5], "warmup_steps": 5}, "above warmup_steps=5"),
+        ({"decay": "step", "drop_at": [5], "warmup": 5}, "above warmup=5"),
         ({"decay": "step", "drop_at": [5], "drop_factor": 1.0}, "drop_factor=1.0"),
     ],
 )
