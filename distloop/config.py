@@ -254,6 +254,11 @@ class Config:
         TRYOUT, False, "Search for the fastest batch size that fits into memory, print the result and exit."
     )
 
+    def __new__(cls, **settings: Any) -> "Config":
+        """Checks the names of the settings, which `__init__` would refuse without a hint."""
+        check_names(settings)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))

@@ -1,7 +1,9 @@
 """Tests which settings a Config takes and refuses."""
 
+import copy
 import dataclasses
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -111,3 +113,9 @@ def test_two_batch_sizes_are_refused():
         ValueError, match="batch_size=64 and replica_batch_size=32 were both given; .* leave either out"
     ):
         Config(batch_size=64, replica_batch_size=32)
+
+
+def test_a_setting_that_does_not_exist_is_refused_with_what_may_be_meant():
+    with pytest.raises(ValueError, match="'step' is no setting of distloop: did you mean steps"):
+        Config(step=3)
+    assert copy.deepcopy(pickle.loads(pickle.dumps(Config(steps=3)))) == Config(steps=3)

@@ -6,6 +6,7 @@
 It does not know what is in a batch.
 """
 
+import concurrent.futures
 import contextlib
 import itertools
 import math
@@ -136,7 +137,9 @@ def read_iterable(data: Any) -> Reader:
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return iter(endless if repeat else data)
+        # A process that a thread of TensorFlow's forks would end with code 1, as Python does not know that thread.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(iter, endless if repeat else data).result()
 
     return reader_of_passes(open_pass, length)
 

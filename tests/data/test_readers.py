@@ -1,6 +1,8 @@
 """Readers of batches that Python makes: the place of a resumed run, passes, orders, data that cannot start again."""
 
 import json
+import threading
+from typing import ClassVar
 
 import pytest
 import tensorflow as tf
@@ -144,3 +146,15 @@ def test_an_iterable_that_cannot_start_again_is_explained():
             yield from self.batches
 
     assert "no batch when it was read" in str(failure(Source(Exhausted(), ONE), 4))
+
+
+def test_a_pass_begins_in_a_thread_that_python_knows():
+    class Forking:
+        threads: ClassVar[set] = set()
+
+        def __iter__(self):
+            self.threads.add(type(threading.current_thread()))  # a process that it forks ends well only in a Thread
+            return iter([batch(0)])
+
+    taken(Source(Forking(), ONE), 2)
+    assert threading._DummyThread not in Forking.threads
