@@ -50,6 +50,7 @@ _MODULES = {
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.arrays",
     "make_schedule": "optimizers.learning_rates",
+    "notebook_launch": "notebook",
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
@@ -106,6 +107,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.trackers import MLflowWriter as MLflowWriter
     from distloop.monitoring.trackers import WandbWriter as WandbWriter
+    from distloop.notebook import notebook_launch as notebook_launch
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer

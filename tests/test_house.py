@@ -18,7 +18,7 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 
 # Imports point down this list, which is the map in WORKSPACE.md; within a folder they run in no circle.
 ORDER = [
-    ["__init__", "testing", "smoke", "launch", "report"],
+    ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["trainer"],
     ["fit"],
     ["diagnostics"],
@@ -56,6 +56,7 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 WITHOUT_TENSORFLOW = {
     "__init__",
     "launch",
+    "notebook",
     "report",
     "config",
     "contradictions",
