@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from typing_extensions import Unpack
 
@@ -42,11 +41,13 @@ from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import loss_scale
 from distloop.training import run_length
-from distloop.training.evaluation import EvalLoop, make_evaluations
+from distloop.training.evaluation import EvalLoop
+from distloop.training.evaluations import make_evaluations
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
+from distloop.training.prediction_files import write_outputs
 from distloop.training.predictor import Predictor
-from distloop.training.spec import ModelSpec
+from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
 
 
@@ -78,27 +79,15 @@ class Trainer:
         Raises:
             ValueError: if there are no such devices, or `model_fn` breaks a rule.
         """
-        if not callable(model_fn) or isinstance(model_fn, keras.Model):
-            raise ValueError(
-                f"Trainer was given {model_fn!r} as model_fn; it takes a function that makes the model and returns a "
-                "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
-            )
+        check_model_fn(model_fn)
         devices.prepare_process(config)
         self.strategy = strategies.make_strategy(config) if strategy is None else strategies.check_strategy(strategy)
-        if config.eager and workers.num_workers(self.strategy) > 1:
-            raise ValueError(
-                "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
-                "on one worker, with as many devices."
-            )
+        strategies.refuse_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
+        is_scaled = loss_scale.needs_loss_scale(config.precision)
         with loss_scale.policy(config.precision):
-            self.state = TrainState.make(
-                model_fn,
-                self.strategy,
-                config.average_decay,
-                is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
-            )
+            self.state = TrainState.make(model_fn, self.strategy, config.average_decay, is_loss_scaled=is_scaled)
         self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
@@ -175,7 +164,7 @@ class Trainer:
         check_arguments(actions, writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
         length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)
-        evaluations = make_evaluations(data.evals, self.config, self._passes, self._eval_loop)
+        evaluations = make_evaluations(data.evals, self.config, self._passes, self._eval_loop, self._predictor)
         self._build(source)
         run = Fit(
             state=self.state,
@@ -287,24 +276,38 @@ class Trainer:
             self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
         )
 
-    def predict(self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False) -> Any:
+    def predict(
+        self,
+        dataset: Data,
+        *,
+        signature: str | None = None,
+        keep_dtypes: bool = False,
+        batches: int = 0,
+        path: str = "",
+    ) -> Any:
         """Predicts for every row of a dataset, in its order.
 
         Args:
             dataset: as for `fit`; finite.
             signature: the key of a function if `predict_fn` is a dict; None: the first.
             keep_dtypes: whether float16 and bfloat16 outputs keep their dtype; else they become float32.
+            batches: the largest number of batches; 0: all.
+            path: a directory that gets each output as `<name>.npy`, a batch at a time; replaced when complete.
 
         Returns:
-            The outputs of `predict_fn`, as NumPy arrays `[N, ...]`.
+            The outputs of `predict_fn`, as NumPy arrays `[N, ...]`; None if they are in files.
 
         Raises:
             ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
-        return self._predictor.predict(self._build(self._passes.source(dataset), metrics=False), signature, keep_dtypes)
+        if path:
+            stream = self.stream_predictions(dataset, signature=signature, keep_dtypes=keep_dtypes, batches=batches)
+            return write_outputs(path, stream, self.workers.is_chief)
+        source = self._build(self._passes.source(dataset, may_be_endless=batches > 0), metrics=False)
+        return self._predictor.predict(source, signature, keep_dtypes, batches)
 
     def stream_predictions(
-        self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False
+        self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False, batches: int = 0
     ) -> Iterator[Any]:
         """Predicts a batch at a time.
 
@@ -312,6 +315,7 @@ class Trainer:
             dataset: as for `fit`.
             signature: as for `predict`.
             keep_dtypes: as for `predict`.
+            batches: the largest number of batches; 0: all.
 
         Yields:
             The outputs of `predict_fn` for each batch, as NumPy arrays `[B, ...]`.
@@ -320,7 +324,7 @@ class Trainer:
             ValueError: if there is no such `predict_fn`.
         """
         source = self._build(self._passes.source(dataset, may_be_endless=True), metrics=False)
-        return self._predictor.stream(source, signature, keep_dtypes)
+        return self._predictor.stream(source, signature, keep_dtypes, batches)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes the model for use without distloop, with the averaged weights if there are any.
@@ -342,12 +346,7 @@ class Trainer:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
         if write := {".keras": write_keras_file, ".npz": write_trained_weights}.get(pathlib.Path(path).suffix):
             return write(self.state, path)
-        predict_fns = self._predictor.predict_fns
-        if self._element_spec is None:
-            raise ValueError(
-                "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
-            )
-        write_saved_model(self.state, predict_fns, self._element_spec, path, keep_dtypes)
+        write_saved_model(self.state, self._predictor.predict_fns, self._element_spec, path, keep_dtypes)
 
     def build(self, dataset: Data) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.

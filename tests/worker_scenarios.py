@@ -183,6 +183,12 @@ def prediction(make, workdir):
     for size in (1, 5, 16, 100):
         for name, value in trainer.predict(distloop.make_dataset(rows, size)).items():
             results[f"{size}/{name}"] = value
+    trainer.predict(distloop.make_dataset(rows, 16), path=os.path.join(workdir, "predictions"), batches=3)
+    trainer.workers.barrier()
+    results["file"] = np.load(os.path.join(workdir, "predictions", "row.npy"))  # [48]
+    data = distloop.make_dataset(rows, 16)
+    evals = {"all": distloop.Evaluation(data, rows_fn=lambda outputs: {"value": outputs["row"] @ np.arange(ROWS)})}
+    results["value of all rows"] = np.array(trainer.fit(data, steps=1, evals=evals)["all/value"])
     return results
 
 

@@ -30,6 +30,9 @@ class Evaluation:
         loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`, in place of the values of ModelSpec's.
             Its `batch_fn` is called before.
         metrics: name -> `keras.metrics.Metric`, whose arguments this `loss_fn` returns, as for `ModelSpec`.
+        rows_fn: a function of all rows on the host, as BLEU and mAP need: outputs of `predict_fn`, NumPy arrays
+            `[N, ...]` in the order of the data -> dict of numbers, reported beside the others.
+        predict_fn: `batch -> outputs`, `[B, ...]`, what `rows_fn` gets; None: that of ModelSpec, the first of several.
 
     Raises:
         ValueError: if an argument is none of these.
@@ -40,6 +43,8 @@ class Evaluation:
     batches: int = dataclasses.field(default=0, kw_only=True)
     loss_fn: Callable[[Any, bool], Mapping[str, Any]] | None = dataclasses.field(default=None, kw_only=True)
     metrics: Mapping[str, keras.metrics.Metric] | None = dataclasses.field(default=None, kw_only=True)
+    rows_fn: Callable[[Any], Mapping[str, float]] | None = dataclasses.field(default=None, kw_only=True)
+    predict_fn: Callable[[Any], Any] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.every is not None and durations.normalize(self.every) is None:
@@ -49,6 +54,10 @@ class Evaluation:
             raise ValueError(f"Evaluation was given batches={self.batches!r}; give a whole number, 0 for all.")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
+        if self.rows_fn is not None and not callable(self.rows_fn):
+            raise ValueError(f"Evaluation was given rows_fn={self.rows_fn!r}; give a function of all rows.")
+        if self.predict_fn is not None and self.rows_fn is None:
+            raise ValueError("Evaluation was given predict_fn without the rows_fn that takes its outputs: give both.")
         if self.metrics and self.loss_fn is None:
             raise ValueError(
                 "Evaluation was given metrics without the loss_fn that returns their arguments: give both."

@@ -33,14 +33,19 @@ def write_saved_model(
         state: holds the weights.
         predict_fns: name -> `batch -> outputs`, `[B, ...]`; each gets a signature of its name, and the first is also
             `serving_default` unless one has that name.
-        element_spec: of a batch.
+        element_spec: of a batch; None: it is not known.
         path: a directory; an existing SavedModel is replaced when the new one is whole.
         keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
 
     Raises:
-        ValueError: if two entries of a batch would get the same name, a function reads none, the path holds something
-            other than a SavedModel, or the SavedModel, read back, gives other outputs than its function.
+        ValueError: if it is not known what a batch looks like, two entries of one would get the same name, a function
+            reads none, the path holds something other than a SavedModel, or the SavedModel, read back, gives other
+            outputs than its function.
     """
+    if element_spec is None:
+        raise ValueError(
+            "export needs to know what a batch looks like; call fit, evaluate or predict with a dataset before it."
+        )
     path = prepare_path(path, state.strategy)
     is_free = not os.path.exists(path) or (os.path.isdir(path) and not os.listdir(path))
     if not is_free and not os.path.exists(os.path.join(path, "saved_model.pb")):

@@ -242,3 +242,12 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
         # TensorFlow now catches SIGTERM and ignores it: install Python's handler, or the default, again.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     return strategy
+
+
+def refuse_eager(strategy: tf.distribute.Strategy, is_eager: bool) -> None:
+    """Raises a ValueError if steps run as plain Python on several workers."""
+    if is_eager and workers.num_workers(strategy) > 1:
+        raise ValueError(
+            "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
+            "on one worker, with as many devices."
+        )

@@ -11,12 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.actions.evaluate import Evaluate, Evaluation
-from distloop.config import Config
 from distloop.data import shards
-from distloop.data.passes import Passes
 from distloop.data.shards import Batch, Layout
-from distloop.data.source import Data, Source
+from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import as_user_error
@@ -227,26 +224,6 @@ class EvalLoop:
         if workers.num_workers(self._state.strategy) > 1:  # one sum over workers for the whole pass
             tallies = workers.sum_over_workers(self._state.strategy, tallies)
         return {"batches": batches, "tallies": tallies, "keras_metrics": self._step.keras_metrics.results()}
-
-
-def make_evaluations(
-    evals: Mapping[str, Data | Evaluation], config: Config, passes: Passes, eval_loop: EvalLoop
-) -> list[Evaluate]:
-    """Returns an action for each dataset to evaluate on.
-
-    Raises:
-        ValueError: if a dataset breaks a rule.
-    """
-    evaluations = []
-    for name, data in evals.items():
-        evaluation = data if isinstance(data, Evaluation) else Evaluation(data)
-        limits = [limit for limit in (evaluation.batches, config.limit_eval_batches) if limit]
-        source = passes.source(evaluation.dataset, may_be_endless=bool(limits))
-        loop = eval_loop.with_values(evaluation.loss_fn, evaluation.metrics)
-        evaluate = functools.partial(loop.evaluate, source, min(limits, default=0))
-        every = config.eval_every if evaluation.every is None else evaluation.every
-        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset))
-    return evaluations
 
 
 def _copied(metrics: Mapping[str, keras.metrics.Metric], strategy: tf.distribute.Strategy) -> KerasMetrics:

@@ -8,6 +8,7 @@ It changes no variable. It does not know where the outputs go.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,13 +87,14 @@ class PredictLoop:
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         self._run_many = compiled(self._batches, eager)
 
-    def predict(self, source: Source, *, is_joined: bool = False) -> Iterator[Any]:
+    def predict(self, source: Source, *, is_joined: bool = False, limit: int = 0) -> Iterator[Any]:
         """Yields the outputs of one pass, in order, with the averaged weights if the state has any.
 
         Args:
-            source: data that ends.
+            source: data.
             is_joined: whether the outputs of several batches may come in one piece, which takes less time; else a
                 piece a batch.
+            limit: the largest number of batches; 0: all.
 
         Raises:
             ValueError: if outputs that are to be joined have different shapes.
@@ -102,13 +104,13 @@ class PredictLoop:
         streams = self._state.random_streams.read()
         # Where workers meet in a step, each batch is a call, which all of them make.
         is_alone = workers.num_workers(self._state.strategy) == 1
-        run = self._run_many if is_joined and is_alone else self._run
+        run = self._run_many if is_joined and is_alone and not limit else self._run
         if not is_alone:
             run.get_concrete_function(iterator, source.layout)
             workers.require_same(self._state.strategy, "predict", {"the rows of outputs": self._row_specs()})
             if source.info.num_batches is None:
                 run = self._run_if_all_have_a_batch
-        while True:
+        for _ in range(limit) if limit else itertools.count():
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
             with self._state.averaged(), self._state.random_streams.preserved():
                 self._state.random_streams.write(streams)

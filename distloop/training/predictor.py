@@ -16,10 +16,17 @@ DEFAULT_SIGNATURE = "serving_default"  # the signature that TensorFlow's tools c
 class Predictor:
     """Predicts with any of the model's `predict_fn`s."""
 
-    def __init__(self, state: TrainState, *, eager: bool = False):
-        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
+    def __init__(self, state: TrainState, *, eager: bool = False, predict_fn: Callable[[Any], Any] | None = None):
+        """Prepares; nothing is traced yet.
+
+        Args:
+            state: holds the weights.
+            eager: as for `TrainLoop`.
+            predict_fn: used in place of ModelSpec's; None: those.
+        """
         self._state = state
         self._eager = eager
+        self._predict_fn = predict_fn
         self._loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and keep_dtypes
 
     @property
@@ -29,7 +36,7 @@ class Predictor:
         Raises:
             ValueError: if the ModelSpec has none.
         """
-        predict_fn = self._state.spec.predict_fn
+        predict_fn = self._predict_fn or self._state.spec.predict_fn
         if predict_fn is None:
             raise ValueError(
                 "ModelSpec has no predict_fn; give ModelSpec(..., predict_fn=lambda batch: model(batch['image'])), a "
@@ -37,9 +44,13 @@ class Predictor:
             )
         return predict_fn if isinstance(predict_fn, Mapping) else {DEFAULT_SIGNATURE: predict_fn}
 
-    def predict(self, source: Source, signature: str | None, keep_dtypes: bool) -> Any:
+    def with_function(self, predict_fn: Callable[[Any], Any] | None) -> "Predictor":
+        """Returns a predictor of the same model with another function; None: this one."""
+        return self if predict_fn is None else Predictor(self._state, eager=self._eager, predict_fn=predict_fn)
+
+    def predict(self, source: Source, signature: str | None = None, keep_dtypes: bool = False, limit: int = 0) -> Any:
         """Returns the outputs for all rows, as for `Trainer.predict`."""
-        batches = list(self.stream(source, signature, keep_dtypes, is_joined=True))
+        batches = list(self.stream(source, signature, keep_dtypes, limit, is_joined=True))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
@@ -48,14 +59,14 @@ class Predictor:
             raise cannot_join(error) from None
 
     def stream(
-        self, source: Source, signature: str | None, keep_dtypes: bool, *, is_joined: bool = False
+        self, source: Source, signature: str | None, keep_dtypes: bool, limit: int = 0, *, is_joined: bool = False
     ) -> Iterator[Any]:
         """Returns an iterator over outputs, as for `Trainer.stream_predictions`; `is_joined` as for `PredictLoop`."""
         name = self._find(signature)
         if (name, keep_dtypes) not in self._loops:
             step = PredictStep(self._state, self.predict_fns[name], keep_dtypes)
             self._loops[name, keep_dtypes] = PredictLoop(self._state, step, eager=self._eager)
-        return self._loops[name, keep_dtypes].predict(source, is_joined=is_joined)
+        return self._loops[name, keep_dtypes].predict(source, is_joined=is_joined, limit=limit)
 
     def _find(self, signature: str | None) -> str:
         """Returns the name of the function to call; None and the default signature stand for the first one."""

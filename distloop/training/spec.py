@@ -371,3 +371,12 @@ def _check_optimizer(optimizer: Any) -> None:
             f"The optimizer {optimizer.name!r} has a plain callable as learning rate, which is called once, while "
             "tracing: give a keras.optimizers.schedules.LearningRateSchedule, such as distloop.make_schedule(...)."
         )
+
+
+def check_model_fn(model_fn: Any) -> None:
+    """Raises a ValueError unless a `Trainer` can make its model with this."""
+    if not callable(model_fn) or isinstance(model_fn, keras.Model):
+        raise ValueError(
+            f"Trainer was given {model_fn!r} as model_fn; it takes a function that makes the model and returns a "
+            "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
+        )
