@@ -185,7 +185,7 @@ def prediction(make, workdir):
             results[f"{size}/{name}"] = value
     trainer.predict(distloop.make_dataset(rows, 16), path=os.path.join(workdir, "predictions"), batches=3)
     trainer.workers.barrier()
-    results["file"] = np.load(os.path.join(workdir, "predictions", "row.npy"))  # [48]
+    results["first rows"] = np.load(os.path.join(workdir, "predictions", "row.npy"))  # [48]
     data = distloop.make_dataset(rows, 16)
     evals = {"all": distloop.Evaluation(data, rows_fn=lambda outputs: {"value": outputs["row"] @ np.arange(ROWS)})}
     results["value of all rows"] = np.array(trainer.fit(data, steps=1, evals=evals)["all/value"])
