@@ -21,6 +21,7 @@ from distloop.checkpoints.adapters import write_trained_weights
 from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.saved_model import write_saved_model
+from distloop.checkpoints.tflite_file import write_tflite_file
 from distloop.config import Config
 from distloop.data.arrays import as_dataset
 from distloop.data.copies import fresh_copy
@@ -329,24 +330,24 @@ class Trainer:
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes the model for use without distloop, with the averaged weights if there are any.
 
-        `model.keras` becomes a Keras file: layers and weights, without optimizer and losses. `adapters.npz` gets the
-        trained weights alone. Any other path becomes a SavedModel: a signature for each function of `predict_fn`, the
-        first as `serving_default`, too; from batch entries by name, with any batch size, to outputs by name.
+        `.keras` makes a Keras file: layers and weights, without optimizer and losses; `.npz` holds the trained weights
+        alone. Any other path becomes a SavedModel, with `.tflite` one quantized file of it: a signature for each
+        `predict_fn`, the first as `serving_default`, too; from batch entries to outputs by name, with any batch size.
 
         Args:
-            path: a file if it ends with `.keras` or `.npz`, else a directory; replaces an older one when complete.
+            path: a file if it has one of these suffixes, else a directory; replaces an older one when complete.
             keep_dtypes: as for `predict`; a Keras file returns what the layers return.
 
         Raises:
-            ValueError: if something else is at the path, the export predicts otherwise than the model, a SavedModel has
-                no `predict_fn` or no dataset was seen yet, or Keras could not read the Keras file back.
+            ValueError: if something else is at the path, no dataset was seen yet, or the file predicts otherwise.
         """
-        path = os.fspath(path)
+        suffix = pathlib.Path(path := os.fspath(path)).suffix
         if self.config.fast_dev_run and (path := dry_run.export_path(given := path, self.config.workdir)) != given:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
-        if write := {".keras": write_keras_file, ".npz": write_trained_weights}.get(pathlib.Path(path).suffix):
+        if write := {".keras": write_keras_file, ".npz": write_trained_weights}.get(suffix):
             return write(self.state, path)
-        write_saved_model(self.state, self._predictor.predict_fns, self._element_spec, path, keep_dtypes)
+        write_served = write_tflite_file if suffix == ".tflite" else write_saved_model
+        write_served(self.state, self._predictor.predict_fns, self._element_spec, path, keep_dtypes)
 
     def build(self, dataset: Data) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.
