@@ -30,6 +30,7 @@ from distloop.distributed.messages import Messages, NotCounted, shorten
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
+_GRAPH_ERROR = "Graph execution error:"  # the first line of TensorFlow's errors in a function
 _SEND_SECS = 0.5
 _NEWS_SECS = 0.05  # from one heartbeat to the next while workers meet
 _LAST_MESSAGE_SECS = 1.0  # for other workers to hear why this one ends, and for the one that failed to end first
@@ -288,8 +289,10 @@ def _stacks() -> str:
 
 
 def _shorten_error(error: str) -> str:
-    """Returns the first line of an error, at most 400 bytes, without TensorFlow's names of graph nodes."""
-    line = (error.strip().splitlines() or [""])[0]
+    """Returns the first line of an error, at most 400 bytes, without what TensorFlow says of the graph's nodes."""
+    line, *others = error.strip().splitlines() or [""]
+    if line.endswith(_GRAPH_ERROR):  # the error comes after the node and the lines that made it
+        line = next((other for other in others if not re.match(r"\s|$|Detected at|File |<stack", other)), line)
     return shorten(re.sub(r"\{\{\w+ [^}]*\}\} ?", "", line).rstrip(" .:"), 400)
 
 

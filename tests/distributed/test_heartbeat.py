@@ -448,3 +448,13 @@ def test_a_circle_of_causes_ends():
     error = OSError()
     error.__cause__ = error
     assert not heartbeat._is_collective_error(error)
+
+
+def test_an_error_in_a_function_of_tensorflow_is_told_by_its_reason():
+    error = (
+        "UnknownError: Graph execution error:\n\nDetected at node EagerPyFunc defined at (most recent call last):\n"
+        '  File "program.py", line 3, in <module>\n<stack traces unavailable>\n'
+        "Error in user-defined function passed to MapDataset: RuntimeError: boom\nTraceback (most recent call last):"
+    )
+    assert heartbeat._shorten_error(error) == "Error in user-defined function passed to MapDataset: RuntimeError: boom"
+    assert heartbeat._shorten_error("ValueError: Give {{node a/b}} rows.") == "ValueError: Give rows"
