@@ -186,7 +186,7 @@ def test_free_axes_grow_until_a_function_takes_the_examples(monkeypatch):
     examples, outputs = call_on_ones(call, tf.TensorSpec([None, None, None]), "the net")
     assert examples.shape == [2, 32, 32] and outputs.numpy().tolist() == [32.0 * 32] * 2
     messages = []
-    monkeypatch.setattr("distloop.checkpoints.export.logging.warning", lambda text, *a: messages.append(text % a))
+    monkeypatch.setattr("distloop.checkpoints.export.log.warning", lambda text, *a: messages.append(text % a))
     assert call_on_ones(call, tf.TensorSpec([None, 4]), "the net") is None
     assert messages == ["The export was not compared with the net, which cannot be run on ones."]
 

@@ -245,7 +245,7 @@ def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, monkeypa
             return model(batch["x"], training=False)
 
     messages = []
-    monkeypatch.setattr("distloop.checkpoints.export.logging.warning", lambda text, *a: messages.append(text % a))
+    monkeypatch.setattr("distloop.checkpoints.export.log.warning", lambda text, *a: messages.append(text % a))
     trainer = make_trainer(predict_of)
     predictions = trainer.predict(dataset())
     trainer.export(tmp_path / "model")
