@@ -392,7 +392,7 @@ def _report(result: RateTest, settings: Config) -> None:
     if result.suggestion is None:
         _say(settings, "learning rate: the loss never fell by more than its noise, so there is no suggestion.")
     else:
-        _say(settings, f"learning rate: the loss falls fastest from {result.suggestion:.2g} on; try that.")
+        _say(settings, f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest.")
     if settings.workdir:
         with contextlib.closing(SummaryWriter(settings.workdir, ["learning_rate"])) as writer:
             for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):

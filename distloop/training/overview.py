@@ -307,8 +307,9 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     ]
     if (batch_size := source.info.batch_size) is not None:
         sizes = source.info.replica_batch_sizes
-        on_each = " on each worker" if source.layout.is_sharded else ""
-        lines.append(f"batch {batch_size}{on_each}" + (f" = {show_split(sizes)}" if len(sizes) > 1 else ""))
+        name = f"batch {batch_size} on each worker" if source.layout.is_sharded else f"global batch {batch_size}"
+        each = f"{sizes[0]} per replica" if len(set(sizes)) == 1 else show_split(sizes)
+        lines.append(f"{name} ({each})" if len(sizes) > 1 else name)
     lines += state.placement.describe()
     if settings.microbatches != 1:
         lines.append(f"microbatches {settings.microbatches}")
