@@ -182,11 +182,11 @@ class Trainer:
         )
         with weights_returned(self.state.spec), self._checkpoints.lock, run.resume().delivering(), run.interruptible():
             run.train()
+        result, another_step = run.result(), functools.partial(self._train_loop.train, source, self.step + 1, [])
         if self.config.fast_dev_run:
-            another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
             for line in dry_run.check(self, [source.data, *(action.data for action in evaluations)], another_step):
                 self._say(f"fast_dev_run: {line}")
-        return run.result()
+        return result
 
     @functools.cached_property
     def _train_loop(self) -> TrainLoop:

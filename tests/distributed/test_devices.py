@@ -96,7 +96,7 @@ except ValueError as error:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == (
         "num_devices=3 virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
-        "distloop.prepare(config) before the first tensor, dataset or model.\n"
+        "distloop.prepare(config) before the first tensor, dataset or model; in a notebook, restart the kernel.\n"
     )
 
 
