@@ -11,6 +11,7 @@ import pytest
 
 from distloop import launch
 from distloop.distributed import cores
+from tests import forked
 
 PROGRAM = __file__  # never run
 
@@ -194,18 +195,18 @@ def test_more_cores_than_available_are_refused(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tensorflow_reads_the_thread_variables():
+def test_tensorflow_reads_the_thread_variables(tmp_path):
     program = """
         import os
         import tensorflow as tf
         tf.function(lambda a: a @ a)(tf.ones([500, 500]))
         print(len(os.listdir("/proc/self/task")))
     """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
 
     def threads(intra, inter):
         variables = {"TF_NUM_INTRAOP_THREADS": str(intra), "TF_NUM_INTEROP_THREADS": str(inter)}
-        command = [sys.executable, "-c", textwrap.dedent(program)]
-        return int(subprocess.check_output(command, env={**os.environ, **variables}, stderr=subprocess.DEVNULL))
+        return int(forked.run([str(tmp_path / "program.py")], env={**os.environ, **variables}, timeout=120).stdout)
 
     few = threads(2, 2)
     assert threads(12, 2) >= few + 10 and threads(2, 12) >= few + 10

@@ -236,7 +236,7 @@ def test_rows_of_nested_ragged_data_train_the_same():
 
         return distloop.ModelSpec([table, head], keras.optimizers.Adam(0.05), loss_fn)
 
-    trainer = distloop.Trainer(model_fn, on(4))
+    trainer = distloop.Trainer(model_fn, on(2))
     metrics = trainer.evaluate(data)
     flat = [token for row in rows for token in row]
     assert metrics["token"] == pytest.approx(np.mean(flat), rel=1e-6)
@@ -511,7 +511,7 @@ def assert_skipped(before, after, culprits=("",)):
     assert_equal(after, expected)
 
 
-@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 4), (4, 2)))
+@pytest.mark.parametrize("replicas,microbatches", fast((2, 1), (1, 4), (2, 2)))
 def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(replicas, microbatches):
     size = max(8, 2 * replicas * microbatches)
     kinds = [(value, row) for value in (np.nan, np.inf, 1e5) for row in range(size)]  # 1e5 is infinite in float16 alone
@@ -535,7 +535,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
     assert trainer.optimizer.iterations.numpy() == len(kinds) + 1
 
 
-@pytest.mark.parametrize("culprits, replicas", fast(("second", 2), ("first second", 4)))
+@pytest.mark.parametrize("culprits, replicas", fast(("second", 2), ("first second", 3)))
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
     rows = classification(24)
     rows["label"][13] = -1  # in the second batch
@@ -791,7 +791,7 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
 def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
     data = batches(10, 30)
     expected = None
-    for replicas, microbatches in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2)):
+    for replicas, microbatches in ((1, 1), (4, 1), (1, 3), (2, 2)):
         # The layer stands first, so what it sees does not depend on weights that train.
         def model_fn():
             model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])

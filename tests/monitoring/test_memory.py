@@ -1,26 +1,27 @@
 """The peak memory of a separate process, and the available memory."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 
 from distloop.monitoring import memory
+from tests import forked
 
 
 @pytest.mark.slow
-def test_the_peak_includes_memory_that_was_freed():
-    code = """
+def test_the_peak_includes_memory_that_was_freed(tmp_path):
+    program = """
 import numpy as np
 from distloop.monitoring import memory
+from tests import forked
 print(memory.peaks()["host_memory_gb"])
 taken = np.ones(2_000_000_000, np.uint8)
 del taken
 print(memory.peaks()["host_memory_gb"])
 """
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (tmp_path / "program.py").write_text(program)
+    process = forked.run([str(tmp_path / "program.py")], env=os.environ, timeout=120)
     before, after = map(float, process.stdout.split())
     assert before < 1.0 and 2.0 < after < 3.0
 
