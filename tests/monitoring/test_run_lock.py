@@ -42,9 +42,11 @@ def holder_of(workdir):
 
 @pytest.fixture
 def no_sleep(monkeypatch):
-    """Lets nobody sleep, and returns how long they would have."""
-    slept = []
-    monkeypatch.setattr(run_lock.time, "sleep", slept.append)
+    """Lets this thread not sleep, and returns how long it would have; threads of other tests sleep as before."""
+    slept, sleep, own = [], time.sleep, threading.get_ident()
+    monkeypatch.setattr(
+        run_lock.time, "sleep", lambda secs: slept.append(secs) if threading.get_ident() == own else sleep(secs)
+    )
     return slept
 
 
