@@ -22,9 +22,6 @@ _EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
 _MOST_ENDED = 50  # iterators that are not yet deleted
 _ROOM_SECS = 60.0  # the longest that a new one waits for a deletion
 
-_ended: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()  # when each ended, and its parts
-_changed = threading.Condition()
-_num_deleting = 0  # taken from `_ended` and not yet deleted
 _is_exiting = threading.Event()
 
 
@@ -34,46 +31,63 @@ def iterate(dataset: Any) -> Any:
     Args:
         dataset: a `tf.data.Dataset`, or a distributed one.
     """
-    _start_thread()
-    with _changed:
-        _changed.wait_for(lambda: _ended.qsize() + _num_deleting < _MOST_ENDED or _is_exiting.is_set(), _ROOM_SECS)
+    deletions = _deletions()
+    deletions.wait_for_room()
     iterator = iter(dataset)
     parts = getattr(iterator, "_iterators", None)  # one per worker, if the dataset is distributed
-    weakref.finalize(iterator, _end, list(parts) if parts else [iterator._iterator_resource])
+    weakref.finalize(iterator, deletions.add, list(parts) if parts else [iterator._iterator_resource])
     return iterator
 
 
-def _end(parts: list[Any]) -> None:
-    _ended.put((time.monotonic(), parts))
-
-
 @functools.cache
-def _start_thread() -> None:
-    threading.Thread(target=_delete_ended, name="distloop-iterators", daemon=True).start()
+def _deletions() -> "_Deletions":
     atexit.register(_finish)
+    return _Deletions(_MOST_ENDED)
 
 
-def _delete_ended() -> None:
-    global _num_deleting
-    kept: list[list[Any]] = []
-    while True:
-        ended_at, parts = _ended.get()
-        with _changed:
-            _num_deleting += 1
-        time.sleep(max(0.0, ended_at + _RELEASE_SECS - time.monotonic()))
-        if _is_exiting.is_set():
-            kept.append(parts)
-        else:
-            threading.Thread(target=_delete, args=[parts], name="distloop-iterator", daemon=True).start()
-        del parts
+class _Deletions:
+    """The iterators that have ended and are not yet deleted."""
 
+    def __init__(self, most: int):
+        """Starts the thread that waits for them.
 
-def _delete(parts: list[Any]) -> None:
-    global _num_deleting
-    parts.clear()
-    with _changed:
-        _num_deleting -= 1
-        _changed.notify_all()
+        Args:
+            most: from this number on, `wait_for_room` waits.
+        """
+        self._most = most
+        self._ended: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()  # when each ended, its parts
+        self._num_deleting = 0  # taken from `_ended` and not yet deleted
+        self._changed = threading.Condition()
+        threading.Thread(target=self._delete_all, name="distloop-iterators", daemon=True).start()
+
+    def wait_for_room(self) -> None:
+        with self._changed:
+            self._changed.wait_for(self._has_room, _ROOM_SECS)
+
+    def add(self, parts: list[Any]) -> None:
+        self._ended.put((time.monotonic(), parts))
+
+    def _has_room(self) -> bool:
+        return self._ended.qsize() + self._num_deleting < self._most or _is_exiting.is_set()
+
+    def _delete_all(self) -> None:
+        kept: list[list[Any]] = []
+        while True:
+            ended_at, parts = self._ended.get()
+            with self._changed:
+                self._num_deleting += 1
+            time.sleep(max(0.0, ended_at + _RELEASE_SECS - time.monotonic()))
+            if _is_exiting.is_set():
+                kept.append(parts)
+            else:
+                threading.Thread(target=self._delete, args=[parts], name="distloop-iterator", daemon=True).start()
+            del parts
+
+    def _delete(self, parts: list[Any]) -> None:
+        parts.clear()
+        with self._changed:
+            self._num_deleting -= 1
+            self._changed.notify_all()
 
 
 def _finish() -> None:

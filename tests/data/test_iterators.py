@@ -63,8 +63,8 @@ def test_iterators_that_end_together_are_deleted_together():
 
 
 def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatch):
-    monkeypatch.setattr(iterators, "_MOST_ENDED", 3)
-    until(lambda: not iterators._num_deleting)
+    deletions = iterators._Deletions(most=3)  # of this test alone: those of other tests may take a minute
+    monkeypatch.setattr(iterators, "_deletions", lambda: deletions)
     is_slow, made = threading.Event(), []
 
     class Stuck(list):
@@ -78,12 +78,12 @@ def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatc
 
     thread = threading.Thread(target=evaluate)
     thread.start()
+    until(lambda: len(made) == 4)
     time.sleep(2 * iterators._RELEASE_SECS)
     assert len(made) == 4  # the last one waits
     is_slow.set()
     thread.join(10)
     assert len(made) == 10
-    until(lambda: not iterators._num_deleting)
 
 
 def test_the_parts_of_tensorflow_iterators_are_found():
