@@ -138,6 +138,22 @@ def test_reports_hold_the_standard_names():
 
 
 @pytest.mark.slow
+def test_tokens_a_second_count_each_token_of_all_replicas_once():
+    def model_fn():
+        table = keras.layers.Embedding(5, 1)
+
+        def loss_fn(batch, training):
+            return {"loss": distloop.weighted(table(batch["word"])[..., 0], batch["weight"])}  # [B, T]
+
+        return distloop.ModelSpec(table, keras.optimizers.SGD(0.1), loss_fn)
+
+    rows = {"word": np.ones([7, 6], np.int32), "weight": np.tile(np.float32([1, 1, 1, 1, 1, 0]), [7, 1])}
+    found = distloop.Trainer(model_fn, on(2, microbatches=2)).fit(distloop.make_dataset(rows, 7), steps=3)
+    assert found["tokens_per_sec"] == pytest.approx(7 * 5 * found["steps_per_sec"])
+    assert found["examples_per_sec"] == pytest.approx(7 * found["steps_per_sec"])
+
+
+@pytest.mark.slow
 def test_the_time_of_steps_is_told_in_percentiles():
     def slow(number):
         time.sleep(0.2 if number % 10 == 5 else 0.0)

@@ -45,9 +45,9 @@ class Console:
     On a terminal two lines stay at the bottom, a progress bar and the training metrics; a write with evaluations leaves
     a line above them, and `show_progress` moves the bar between two writes. A line reads
 
-        step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  eta 0:00:02
+        step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  104k examples/s  eta 0:00:02
 
-    Steps per second are the reported ones; the time left is extrapolated from the time since the first write, which
+    Rates are the reported ones, of tokens rather than examples where there are both; the time left is extrapolated from the time since the first write, which
     includes evaluations. If the bottleneck is not the step itself, it follows the speed: `input-bound 63 %`.
     """
 
@@ -111,7 +111,7 @@ class Console:
         """
         self._note(step, metrics)
         about = [_place(step, self._steps)]
-        speed, left = self._speed(step, metrics.get("steps_per_sec"))
+        speed, left = self._speed(step)
         is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
         cause, share = timing.bottleneck(metrics)
         self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if is_old and cause != "step" else []
@@ -143,7 +143,7 @@ class Console:
         if self._live is None and not doing and (now - self._printed_at < _SILENT_SECS or step == self._step):
             return
         self._step = step
-        speed, left = ([], []) if doing else self._speed(step, self._last.get("steps_per_sec"))
+        speed, left = ([], []) if doing else self._speed(step)
         words = [*self._progress(step), *speed, *left, *([doing] if doing else self._bottleneck)]
         if self._live is None:
             self._print(words)
@@ -180,8 +180,7 @@ class Console:
             lines = [end]
             lines += [f"{name} {last}{f', best {best} at step {at}' if best else ''}" for name, last, best, at in rows]
             lines[_MAX_METRICS + 1 :] = [left_out] if left_out else []
-            by_phase = [f"{name} {s:.1f} s ({timing.show_share(s / total)})" for name, s in seconds.items() if total]
-            for text in [*lines, f"time {', '.join(by_phase)}"]:
+            for text in [*lines, *filter(None, [timing.show_shares(seconds)])]:
                 print(f"distloop: {text}", file=self._console.file)
         if advice := clock.advice():
             # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
@@ -257,9 +256,9 @@ class Console:
             return value > 0
         return self._is_eval(name) or name.rpartition("/")[2] not in ABOUT_THE_RUN
 
-    def _speed(self, step: int, reported: float | None) -> tuple[list[str], list[str]]:
-        """Returns steps per second and the time left, as text; empty lists if they are unknown."""
-        now = time.monotonic()
+    def _speed(self, step: int) -> tuple[list[str], list[str]]:
+        """Returns steps and examples or tokens per second, and the time left, as text; empty if they are unknown."""
+        now, reported = time.monotonic(), self._last.get("steps_per_sec")
         start, start_secs = self._since
         by_clock = (step - start) / (now - start_secs) if step > start and now > start_secs else None
         if not self._has_written:  # the time until here includes tracing
@@ -271,7 +270,7 @@ class Console:
         done, whole = self._share(step)
         secs = whole - done if math.isinf(self._steps) else (whole - done) / by_clock
         left = [f"eta {timing.show_secs(secs)}"] if secs > 0 else []
-        return [f"{show_number(reported or by_clock)} steps/s"], left
+        return [f"{show_number(reported or by_clock)} steps/s", *_rate(self._last)], left
 
 
 def _print_tables(
@@ -290,9 +289,8 @@ def _print_tables(
     times = rich.table.Table("time", "secs", "share", box=rich.box.SIMPLE)
     for column in times.columns[1:]:
         column.justify = "right"
-    total = sum(seconds.values()) or 1.0
-    for name, secs in seconds.items():
-        times.add_row(name, f"{secs:.1f}", timing.show_share(secs / total))
+    for name, share in timing.largest_shares(seconds).items():
+        times.add_row(name, f"{seconds[name]:.1f}", timing.show_share(share))
     width = sum(console.measure(table).maximum for table in (metrics, times))
     print(f"distloop: {end}", file=console.file)
     if width < console.width:
@@ -301,6 +299,24 @@ def _print_tables(
         console.print(side_by_side)
     else:
         console.print(metrics, times, sep="")
+
+
+def _rate(metrics: Mapping[str, float]) -> list[str]:
+    """Returns trained tokens per second as text, such as `104k tokens/s`, else examples; empty if neither is there."""
+    for unit in ("tokens", "examples"):
+        for name, value in metrics.items():
+            if name.rpartition("/")[2] == f"{unit}_per_sec":
+                return [f"{_show_thousands(value)} {unit}/s"]
+    return []
+
+
+def _show_thousands(value: float) -> str:
+    """Returns a number with three significant digits, thousands as `k` and millions as `M`."""
+    for factor, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= factor * 0.9995:
+            value /= factor
+            return f"{value:.0f}{letter}" if value >= 999.5 else f"{value:.3g}{letter}"
+    return f"{value:.3g}"
 
 
 def _place(step: int, steps: float) -> str:

@@ -61,14 +61,14 @@ class NotebookConsole(Console):
         self._rows[step] = shown
         for old in list(self._rows)[:-_MAX_ROWS]:
             del self._rows[old]
-        speed, left = self._speed(step, metrics.get("steps_per_sec"))
+        speed, left = self._speed(step)
         self._words = [*self._progress(step), *speed, *left]
         self._update()
 
     def show_progress(self, step: int, doing: str = "") -> None:
         """Shows how far the run is; the arguments are those of `Console`."""
         self._step = step
-        speed, left = ([], []) if doing else self._speed(step, self._last.get("steps_per_sec"))
+        speed, left = ([], []) if doing else self._speed(step)
         self._words = [*self._progress(step), *speed, *left, *([doing] if doing else [])]
         self._update(at_once=bool(doing))
 
@@ -86,9 +86,8 @@ class NotebookConsole(Console):
         total = sum(seconds.values())
         is_cut = self._step < self._steps < math.inf
         end = f"Ended at step {self._step}" if is_cut else f"Finished {self._step - self._start} steps"
-        by_phase = [f"{name} {timing.show_share(secs / total)}" for name, secs in seconds.items() if total and secs]
         best = [f"{name} best {value} at step {at}" for name, _, value, at in self._closing_rows() if value]
-        self._words = [f"{end} in {total:.0f} s", *best, f"time: {', '.join(by_phase)}"]
+        self._words = [f"{end} in {total:.0f} s", *best, timing.show_shares(seconds)]
         self._update(at_once=True)
 
     def _update(self, at_once: bool = False) -> None:

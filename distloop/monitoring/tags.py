@@ -29,6 +29,7 @@ GROUPS = {
     "speed": {
         "steps_per_sec": "Training steps a second, without evaluations, checkpoints and logging.",
         "examples_per_sec": "Training examples a second, of all replicas together.",
+        "tokens_per_sec": "Trained tokens a second, of all replicas together: the sum of the loss's weights.",
         "input_wait": "The fraction of the loop's time that went to waiting for data.",
         "host_share": "The fraction of all time between two loops: evaluations, actions, checkpoints, logging.",
         "step_secs_p50": "Half of the steps took no longer, in seconds.",

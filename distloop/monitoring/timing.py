@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 VERDICT_SECS = 10.0  # shorter runs get no verdict on their speed and no hint
 _MIN_SHARE = 0.2  # of the time, for a hint
+_LEAST_SHARE = 0.01  # of the time, for a phase to be shown
 
 _ADVICE = {
     "input": "cache() the dataset, prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE)",
@@ -123,6 +124,19 @@ def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:
 def show_share(share: float) -> str:
     """Returns a fraction as a percentage."""
     return f"{100 * share:.0f} %"
+
+
+def largest_shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns the fraction of the time that each phase took, the largest first, without those below 1 %."""
+    total = sum(seconds.values()) or 1.0
+    shares = {name: secs / total for name, secs in seconds.items() if secs / total >= _LEAST_SHARE}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def show_shares(seconds: Mapping[str, float]) -> str:
+    """Returns where the time went, as text: `time: 63 % step, 20 % input, 17 % start-up`; empty if none has passed."""
+    shares = [f"{show_share(share)} {name}" for name, share in largest_shares(seconds).items()]
+    return f"time: {', '.join(shares)}" if shares else ""
 
 
 def show_secs(secs: float) -> str:

@@ -156,7 +156,8 @@ def tally_outputs(
         if name in keras_metrics:
             fed[name] = check_arguments(name, value)
         else:
-            tallies[name] = metrics.weigh(name, value, size, row_weights)
+            tally = metrics.weigh(name, value, size, row_weights)
+            tallies[name] = tally._replace(is_per_token=metrics.is_per_token(value, rows))
     if checks := [check for tally in tallies.values() for check in tally.checks]:
         # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
         failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)

@@ -39,6 +39,7 @@ class Trace:
         outputs: the names that `loss_fn` returned, those of Keras metrics included.
         reached: by variable, whether the loss depends on it.
         written: the variables that the forward pass writes.
+        has_tokens: whether the weight of the loss counts tokens.
         join: puts together the arguments of the Keras metrics.
     """
 
@@ -46,6 +47,7 @@ class Trace:
     outputs: set[str]
     reached: list[bool]
     written: list[Any]
+    has_tokens: bool
     join: Join
 
     def divisor(self, value: str) -> int:
@@ -260,7 +262,7 @@ class ForwardBackward:
         ]
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
-        trace = Trace(names, outputs, reached, written, metric_rows.join)
+        trace = Trace(names, outputs, reached, written, tallies["loss"].is_per_token, metric_rows.join)
         return self.packing.pack(filled), flat_tallies, metric_rows.tensors, new_values, trace
 
     def gradients_of(

@@ -32,6 +32,7 @@ class Tally(NamedTuple):
     total: tf.Tensor  # []: sum(w * v)
     weight: tf.Tensor  # []: sum(w)
     checks: tuple[tf.Tensor, ...] = ()  # []: conditions on the values' shapes that tracing cannot check
+    is_per_token: bool = False  # whether the weight counts tokens
 
 
 def weighted(values: Any, weights: Any) -> Weighted:
@@ -83,6 +84,23 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
     weights = tf.broadcast_to(weights, tf.shape(values))
     # A row of weight 0 does not count, even if its value is NaN.
     return Tally(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights), checks)
+
+
+def is_per_token(value: Any, rows: Any) -> bool:
+    """Returns whether a value of `loss_fn` has a number per token: values `[B, T]` of a batch of text.
+
+    A batch of text has weights `[B, T]` or an entry of integers with two axes; the rows of an image are no tokens.
+
+    Args:
+        value: a tensor `[B, ...]` or a `Weighted`.
+        rows: of the batch.
+    """
+    values, weights = value if isinstance(value, Weighted) else (value, None)
+    shape = getattr(values, "shape", None)
+    if shape is None or len(shape) != 2 or shape[1] == 1:
+        return False
+    entries = tf.nest.flatten(rows)
+    return len(getattr(weights, "shape", ())) == 2 or any(e.dtype.is_integer and e.shape.rank == 2 for e in entries)
 
 
 def flatten(tallies: Iterable[Tally]) -> tf.Tensor:

@@ -121,16 +121,20 @@ class Window:
         self._step_secs.append(row.step_secs)
         self._replica_secs = self._replica_secs + row.replica_secs
 
-    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+    def metrics(self, names: Sequence[str], per_token: Sequence[str] = ()) -> dict[str, float]:
         """Returns means, rates and percentiles by name.
 
         Args:
             names: M names of the values in the tallies.
+            per_token: the names of losses whose weight counts tokens.
         """
         *tallies, examples, input_secs = self._sums
         numbers = metrics.means(names, np.array(tallies)) | self._numbers
         numbers["steps_per_sec"] = self.steps / self.seconds
         numbers["examples_per_sec"] = float(examples) / self.seconds
+        for name in per_token:
+            weight = tallies[2 * names.index(name) + 1]
+            numbers[f"{name.removesuffix('loss')}tokens_per_sec"] = float(weight) / self.seconds
         numbers["input_wait"] = min(1.0, float(input_secs) / self.seconds)
         numbers["host_share"] = self._host_secs / (self._host_secs + self.seconds)
         step_secs = np.sort(np.concatenate(self._step_secs))

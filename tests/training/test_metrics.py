@@ -19,6 +19,28 @@ def sums(value, batch_size=2, row_weights=None):
     return float(tally.total), float(tally.weight)
 
 
+@pytest.mark.parametrize(
+    ("shape", "weights", "rows", "is_per_token"),
+    [
+        ([4, 6], [4, 6], {"x": tf.zeros([4, 6])}, True),
+        ([4, 6], None, {"tokens": tf.zeros([4, 7], tf.int32)}, True),
+        ([4, 6], [4], {"image": tf.zeros([4, 6, 6], tf.uint8), "label": tf.zeros([4], tf.int64)}, False),
+        ([4, 6], None, tf.zeros([4, 6]), False),
+        ([4, 1], [4, 1], {"tokens": tf.zeros([4, 7], tf.int32)}, False),
+        ([4], [4], {"tokens": tf.zeros([4, 7], tf.int32)}, False),
+    ],
+)
+def test_a_loss_counts_tokens_where_a_batch_of_text_has_a_value_for_each(shape, weights, rows, is_per_token):
+    values = tf.zeros(shape)
+    value = values if weights is None else metrics.weighted(values, tf.ones(weights))
+    assert metrics.is_per_token(value, rows) == is_per_token
+
+
+def test_ragged_values_of_a_batch_of_text_count_tokens():
+    words = tf.ragged.constant([[1, 2, 3], [4]])
+    assert metrics.is_per_token(tf.cast(words, tf.float32), {"words": words})
+
+
 def test_values_per_example_weigh_1_each():
     assert sums(tf.constant([1.0, 2.5])) == (3.5, 2.0)
 

@@ -63,6 +63,15 @@ def test_rates_are_over_the_time_of_the_steps():
     assert "replica_imbalance" not in metrics
 
 
+def test_tokens_a_second_are_the_summed_weight_of_the_losses_that_count_tokens():
+    window = Window()
+    window.add(row())
+    window.add(row(tallies=np.array([0.0, 5.0, 1.0, 0.0])))
+    assert window.metrics(["loss", "accuracy"], ["loss"])["tokens_per_sec"] == (3 + 5) / 1.0
+    assert window.metrics(["lm/loss", "lm/accuracy"], ["lm/loss"])["lm/tokens_per_sec"] == 8.0
+    assert "tokens_per_sec" not in window.metrics(["loss", "accuracy"])
+
+
 def test_numbers_are_those_at_the_end_of_the_window():
     window = Window()
     window.add(row())
