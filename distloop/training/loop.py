@@ -248,7 +248,8 @@ class TrainLoop:
 
     def _report(self, step: int, until: float, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
-        numbers = self._window.metrics(self._step.names, self._step.names_per_token)
+        per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
+        numbers = self._window.metrics(self._step.names, per_token)
         report = Report(step, until, numbers, self._state, time=end)
         if self._plan.is_due(self._log_every, step, until):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window

@@ -147,11 +147,6 @@ class TrainStep:
         """The names of the tallies; known once the step is traced."""
         return [update.full_name(name) for update in self.updates for name in (*update.trace.names, *self.own_names)]
 
-    @property
-    def names_per_token(self) -> list[str]:
-        """The names of the losses whose weight counts tokens."""
-        return [update.full_name("loss") for update in self.updates if update.trace.has_tokens]
-
     def __call__(self, batch: Batch, layout: Layout) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         examples = self.count_examples(batch, layout)
