@@ -48,7 +48,8 @@ class Console:
         step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  812 steps/s  104k examples/s  eta 0:00:02
 
     Rates are the reported ones, of tokens rather than examples where there are both. The time left is extrapolated from
-    the time since the first write, which includes evaluations. If the bottleneck is not the step itself, it follows the speed: `input-bound 63 %`.
+    the time since the first write, which includes evaluations. If the bottleneck is not the step itself, it follows the
+    speed: `input-bound 63 %`.
     """
 
     def __init__(
