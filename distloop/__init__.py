@@ -21,6 +21,7 @@ _MODULES = {
     "BatchTest": "diagnostics.tuning",
     "Config": "config",
     "ConfusionMatrix": "monitoring.media",
+    "Export": "actions.exports",
     "GradientStep": "training.gradient_step",
     "Histogram": "monitoring.media",
     "History": "monitoring.history",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import Report as Report
     from distloop.actions.action import StopTraining as StopTraining
     from distloop.actions.evaluate import Evaluation as Evaluation
+    from distloop.actions.exports import Export as Export
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.stop_early import StopEarly as StopEarly

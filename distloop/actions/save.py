@@ -52,12 +52,7 @@ class SaveBest(Action):
         Raises:
             ValueError: for another mode, or if `keep` is below 1.
         """
-        if mode not in ("min", "max"):
-            raise ValueError(
-                f"mode={mode!r} was given to SaveBest; say 'min' if smaller is better, 'max' if larger is."
-            )
-        if keep < 1:
-            raise ValueError(f"keep={keep} was given to SaveBest; it keeps 1 at least.")
+        check_best("SaveBest", mode, keep)
         self.name = f"SaveBest({metric})"
         self.metric = metric
         self.mode = mode
@@ -108,3 +103,17 @@ class SaveBest(Action):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
         self.best = [(value, step) for value, step in state["best"]]
+
+
+def check_best(action_name: str, mode: str, keep: int) -> None:
+    """Checks the arguments of an action that keeps what is best.
+
+    Raises:
+        ValueError: for another mode, or if `keep` is below 1.
+    """
+    if mode not in ("min", "max"):
+        raise ValueError(
+            f"mode={mode!r} was given to {action_name}; say 'min' if smaller is better, 'max' if larger is."
+        )
+    if keep < 1:
+        raise ValueError(f"keep={keep} was given to {action_name}; it keeps 1 at least.")

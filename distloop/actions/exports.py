@@ -1,0 +1,144 @@
+"""`Export`: the action that exports the model while it trains, into directories that are numbered by step.
+
+    trainer.fit(train, evals={"test": test}, actions=[
+        distloop.Export(trainer.export, "models/digits", metric="test/accuracy", mode="max", keep=3),
+    ])                                                            # models/digits/1500, models/digits/2000, ...
+
+TensorFlow Serving reads this layout, and serves the highest number. It does not know how a model is exported.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distloop import atomic_files
+from distloop.actions.action import Action, Report
+from distloop.actions.save import check_best
+from distloop.distributed import workers
+from distloop.log import log
+
+
+class Export(Action):
+    """Exports to `<directory>/<step>`, periodically or where a metric is better than before; keeps the last exports.
+
+    An older export is removed once its successor is complete. Nothing else in the directory is touched.
+    """
+
+    phase = "exporting"
+    has_fixed_metrics = True
+
+    def __init__(
+        self,
+        export: Callable[[str], None],
+        directory: str,
+        *,
+        every: int | str = 0,
+        metric: str = "",
+        mode: str = "min",
+        keep: int = 3,
+        suffix: str = "",
+    ):
+        """Stores the rule.
+
+        Args:
+            export: writes an export to a path, whole or not at all: `trainer.export`.
+            directory: of the exports; made if it is missing.
+            every: a duration; 0: at the end only.
+            metric: instead of `every`: a name in the report, such as "test/accuracy".
+            mode: "min" if smaller is better, "max" if larger is.
+            keep: number of the last exports to keep.
+            suffix: of the paths, such as ".keras"; empty: SavedModels.
+
+        Raises:
+            ValueError: for another mode, if `keep` is below 1, or both `every` and `metric` are given.
+        """
+        check_best("Export", mode, keep)
+        if every and metric:
+            raise ValueError(
+                f"Export was given every={every!r} and metric={metric!r}: give one; with a metric it exports whenever "
+                "that is better than before."
+            )
+        if not callable(export):
+            raise ValueError(f"Export was given {export!r}; its first argument writes an export: give trainer.export.")
+        self.name = f"Export({os.fspath(directory)})"
+        self.every = None if metric else every
+        self.directory = os.fspath(directory)
+        self.metric = metric
+        self.mode = mode
+        self.keep = keep
+        self.best: float | None = None  # of the metric
+        self._export = export
+        self._suffix = suffix
+
+    def on_start(self, report: Report) -> None:
+        """Logs exports of later steps than the run's, which a server would prefer.
+
+        Raises:
+            ValueError: if the model has no `predict_fn` to export.
+        """
+        if self._suffix not in (".keras", ".npz") and report.state.spec.predict_fn is None:
+            raise ValueError(f"{self.name} exports predict_fn, and ModelSpec has none: give ModelSpec(predict_fn=...).")
+        later = [step for step in self._steps() if step > report.step]
+        if later and workers.is_chief(report.state.strategy):
+            log.warning(
+                "%r holds exports of later steps, up to %d, than this run's, %d: they stay until it is there. Remove "
+                "them, or give another directory, if they are another run's.",
+                self.directory,
+                later[-1],
+                report.step,
+            )
+
+    def __call__(self, report: Report) -> None:
+        """Exports, unless the metric is no better, and removes the oldest exports.
+
+        Raises:
+            ValueError: if no metric of that name is ever measured, or the model cannot be exported.
+        """
+        if self.metric and not self._is_better(report):
+            return
+        self._export(path := self._path(report.step))
+        if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
+            for step in [step for step in self._steps() if step <= report.step][: -self.keep]:
+                _remove(self._path(step))
+
+    def _is_better(self, report: Report) -> bool:
+        """Returns whether the metric is better than ever, and remembers it."""
+        report.require(self.metric, "Export", was_seen=self.best is not None)
+        value = report.metrics.get(self.metric)
+        if value is None or math.isnan(value):
+            return False
+        if self.best is not None and (value >= self.best if self.mode == "min" else value <= self.best):
+            return False
+        self.best = float(value)
+        return True
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.directory, f"{step}{self._suffix}")
+
+    def _steps(self) -> list[int]:
+        """Returns the steps of the exports in the directory, in order."""
+        names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
+        matches = [re.fullmatch(rf"(0|[1-9]\d*){re.escape(self._suffix)}", name) for name in names]
+        return sorted(int(match[1]) for match in matches if match and self._is_export(match[0]))
+
+    def _is_export(self, name: str) -> bool:
+        path = os.path.join(self.directory, name)
+        return os.path.isfile(path) if self._suffix else os.path.isfile(os.path.join(path, "saved_model.pb"))
+
+    def get_state(self) -> dict[str, Any] | None:
+        """Returns the best value; None: there is none."""
+        return None if self.best is None else {"best": self.best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores a state that `get_state` returned."""
+        self.best = state["best"]
+
+
+def _remove(path: str) -> None:
+    """Removes an export in one step as seen by a server; logs it if the disk refuses."""
+    try:
+        atomic_files.delete(path)
+    except OSError as error:
+        log.warning("The old export %s could not be removed: %s.", path, error.strerror or error)

@@ -1,0 +1,117 @@
+"""When a run exports, and which exports it keeps; tests/checkpoints/test_export.py has the files of one."""
+
+import os
+import types
+
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.actions.action import Report, run
+from distloop.actions.exports import Export
+from tests.exports import dataset, make_trainer, serve
+
+STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.SimpleNamespace(predict_fn=len))
+
+
+def write(path):
+    """Stands in for `trainer.export`."""
+    os.makedirs(path)
+    with open(os.path.join(path, "saved_model.pb"), "w") as file:
+        file.write("model")
+
+
+def report(step, state=STATE, **metrics):
+    return Report(step, 1000, metrics, state)
+
+
+def names_in(directory):
+    return sorted(os.listdir(directory), key=lambda name: (len(name), name))
+
+
+def test_the_last_exports_are_kept_and_nothing_else_is_touched(tmp_path):
+    for name in ("notes", "7", "007"):
+        (tmp_path / name).mkdir()  # no exports
+    action = Export(write, tmp_path, every=10, keep=2)
+    for step in range(5, 55, 5):
+        run([action], report(step))
+    assert names_in(tmp_path) == ["7", "40", "50", "007", "notes"]
+
+
+def test_an_export_that_fails_removes_no_older_one(tmp_path):
+    def fail(path):
+        raise OSError("disk full")
+
+    Export(write, tmp_path, every=10, keep=1)(report(10))
+    with pytest.raises(OSError, match="disk full"):
+        Export(fail, tmp_path, every=10, keep=1)(report(20))
+    Export(lambda path: None, tmp_path, every=10, keep=1)(report(20))  # as a dry run, which exports elsewhere
+    assert os.listdir(tmp_path) == ["10"]
+
+
+def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
+    action = Export(write, tmp_path, metric="test/accuracy", mode="max", keep=2)
+    rows = [(10, 0.5), (20, None), (30, 0.4), (40, 0.7), (50, float("nan")), (60, 0.7)]
+    for step, value in rows:
+        run([action], report(step, **({} if value is None else {"test/accuracy": value})))
+    assert names_in(tmp_path) == ["10", "40"]
+    goes_on = Export(write, tmp_path, metric="test/accuracy", mode="max", keep=2)
+    goes_on.set_state(action.get_state())
+    for step, value in [(70, 0.6), (80, 0.8)]:
+        run([goes_on], report(step, **{"test/accuracy": value}))
+    assert names_in(tmp_path) == ["40", "80"]
+
+
+def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("distloop.actions.exports.workers.is_chief", lambda strategy: False)
+    written = []
+    action = Export(written.append, tmp_path, every=10, keep=1)
+    for step in (10, 20):
+        write(tmp_path / str(step))  # by the chief, on a disk that both see
+        run([action], report(step))
+    assert len(written) == 2 and names_in(tmp_path) == ["10", "20"]
+
+
+def test_exports_of_later_steps_are_named_when_the_run_starts_and_removed_when_it_has_passed_them(tmp_path, caplog):
+    write(tmp_path / "15")
+    write(tmp_path / "900")
+    action = Export(write, tmp_path, every=10, keep=1)
+    action.on_start(report(5))
+    assert "holds exports of later steps, up to 900, than this run's, 5" in caplog.text
+    for step in (10, 20):
+        run([action], report(step))
+    assert names_in(tmp_path) == ["20", "900"]
+
+
+def test_keras_files_are_numbered_too(tmp_path):
+    action = Export(lambda path: open(path, "w").close(), tmp_path, every=10, keep=1, suffix=".keras")
+    for step in (10, 20):
+        run([action], report(step))
+    assert os.listdir(tmp_path) == ["20.keras"]
+
+
+def test_mistakes_are_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match="mode='best' was given to Export"):
+        Export(write, tmp_path, metric="loss", mode="best")
+    with pytest.raises(ValueError, match="every=5 and metric='loss': give one"):
+        Export(write, tmp_path, every=5, metric="loss")
+    with pytest.raises(ValueError, match="its first argument writes an export: give trainer.export"):
+        Export(tmp_path, write)
+    state = types.SimpleNamespace(strategy=STATE.strategy, spec=types.SimpleNamespace(predict_fn=None))
+    with pytest.raises(ValueError, match="ModelSpec has none"):
+        Export(write, tmp_path).on_start(report(0, state=state))
+
+
+@pytest.mark.slow
+def test_a_run_exports_what_it_would_predict_and_goes_on_with_the_best_value(tmp_path):
+    def fit(steps):
+        trainer = make_trainer(workdir=str(tmp_path / "run"), average_decay=0.5, eval_every=1, console="quiet")
+        export = distloop.Export(trainer.export, tmp_path / "models", metric="test/loss", keep=2)
+        trainer.fit(dataset(), steps=steps, evals={"test": dataset()}, actions=[export])
+        return trainer, export
+
+    _, first = fit(2)
+    trainer, second = fit(3)
+    assert names_in(tmp_path / "models") == ["2", "3"] and second.best < first.best  # the loss falls
+    outputs = serve(tmp_path / "models" / "3")["output"]
+    tf.debugging.assert_near(outputs, trainer.predict(dataset()), rtol=1e-5, atol=1e-6)
