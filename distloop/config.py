@@ -209,6 +209,9 @@ class Config:
         "What happens if a gradient is inf or NaN: the run stops, or the step is skipped.",
         choices=("raise", "skip"),
     )
+    unread_entries: str = setting(
+        FAILURES, "ignore", "If no loss_fn reads a batch entry; ignore: name it.", choices=("ignore", "warn", "refuse")
+    )
     locate_nonfinite: bool = setting(
         FAILURES, False, "Name the operation that produced the first inf or NaN of a failed step; slower."
     )

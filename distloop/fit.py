@@ -47,7 +47,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
-from distloop.training import overview, run_length
+from distloop.training import overview, run_length, unread_entries
 from distloop.training.agreement import require_same_run
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
@@ -347,6 +347,11 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
         histograms=histograms,
     )
+    is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
+
+    def report_unread(step: TrainStep) -> None:
+        unread_entries.report([update.reads for update in step.updates], config.unread_entries, is_shown=is_shown)
+
     return TrainLoop(
         state,
         step,
@@ -354,6 +359,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         steps_per_loop=config.steps_per_loop,
         eager=config.eager,
         may_halve=config.microbatches == "auto",
+        on_trace=report_unread,
     )
 
 

@@ -30,6 +30,7 @@ OTHER_VALUES = {
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
     "on_nonfinite": "skip",
+    "unread_entries": "warn",
     "executor": "serial",
     "on_divergence": "rollback",
     "loss_jump": 2.5,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -414,11 +415,11 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
         f"distloop: tensorboard --logdir '{workdir}'",
     ]
     assert lines[7] == "step 0/4  tracing the train step ..."
-    assert lines[8].startswith("step 4/4  loss ")
-    assert lines[9].startswith("distloop: Finished 4 steps in ")
-    assert [line.split()[1] for line in lines[10:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time"]
-    phases = ["start-up", "input", "step", "evaluation", "saving", "logging", "other"]
-    assert [part.split()[0] for part in lines[-1].removeprefix("distloop: time ").split(", ")] == phases
+    assert lines[8] == "distloop: the step does not read these entries of a batch: weight"
+    assert lines[9].startswith("step 4/4  loss ")
+    assert lines[10].startswith("distloop: Finished 4 steps in ")
+    assert [line.split()[1] for line in lines[11:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time:"]
+    assert re.match(r"distloop: time: \d+ % start-up, \d+ % ", lines[-1]) and len(lines[-1]) <= 100
 
 
 @pytest.mark.slow

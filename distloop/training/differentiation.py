@@ -19,6 +19,7 @@ from distloop.training import broadcasts, metrics
 from distloop.training.metric_state import KerasMetrics, Rows, check_arguments, take_rows
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
+from distloop.training.unread_entries import Reads
 from distloop.variables import tensorflow_variable
 
 REGULARIZATION = "regularization"  # the name of the tally of the losses that layers carry
@@ -34,7 +35,11 @@ _UNSHARED = (
 
 
 class Differentiation:
-    """Differentiates the values of an update's `loss_fn`."""
+    """Differentiates the values of an update's `loss_fn`.
+
+    Attributes:
+        reads: the entries of a batch that `loss_fn` reads.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Differentiation:
         self._variables = list(variables)
         self._overwritten = list(overwritten)
         self._microbatches = microbatches
+        self.reads = Reads()
 
     def __call__(
         self,
@@ -91,7 +97,7 @@ class Differentiation:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for tensor in tensors:
                 tape.watch(tensor)
-            with gathering.shard(row_weights, self._microbatches):
+            with gathering.shard(row_weights, self._microbatches), self.reads.recorded(rows):
                 outputs = self._update.loss_fn(rows, training)
             if not is_first and isinstance(outputs, Mapping):
                 outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}

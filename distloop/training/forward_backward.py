@@ -77,6 +77,7 @@ class ForwardBackward:
         written_values: what becomes of the values that the forward pass writes.
         packing: the layout of their gradients.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
+        reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
     """
 
     def __init__(self, state: TrainState, update: Update, *, microbatches: int = 1, jit_compile: bool = False):
@@ -95,6 +96,7 @@ class ForwardBackward:
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = Packing(self.variables, state.placement.gradient_devices(self.variables))
         self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
+        self.reads = self._differentiate.reads
         self._state = state
         self._microbatches = microbatches
         self._jit_compile = jit_compile

@@ -68,6 +68,7 @@ class TrainLoop:
         steps_per_loop: int = 0,
         eager: bool = False,
         may_halve: bool = False,
+        on_trace: Callable[[TrainStep], None] = lambda step: None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -78,6 +79,7 @@ class TrainLoop:
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
             may_halve: whether steps are taken again with smaller microbatches where memory ends.
+            on_trace: called with the step when it has been traced.
         """
         self._state = state
         self._step = step
@@ -86,6 +88,7 @@ class TrainLoop:
         self.reported: dict[str, float] = {}
         self.secs = 0.0
         self._eager = eager
+        self._on_trace = on_trace
         self._compiled = CompiledLoop(state, step, eager=eager)
         self._halving = out_of_memory.Halving(state, step) if may_halve else None
         self._traced_for: Source | None = None
@@ -197,6 +200,7 @@ class TrainLoop:
                 workers.report_phase(self._state.strategy, "tracing the step")
                 self._show_progress(step, "tracing the train step ...")
                 self._compiled.trace(source, self._executor)
+                self._on_trace(self._step)
                 self._show_progress(step, "")
                 self._traced_for = source
             workers.report_phase(self._state.strategy, "training")
