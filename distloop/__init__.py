@@ -52,6 +52,7 @@ _MODULES = {
     "make_dataset": "data.arrays",
     "make_schedule": "optimizers.learning_rates",
     "notebook_launch": "notebook",
+    "open_records": "data.record_files",
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.worst_examples import WorstExamples as WorstExamples
     from distloop.config import Config as Config
     from distloop.data.arrays import make_dataset as make_dataset
+    from distloop.data.record_files import open_records as open_records
     from distloop.diagnostics.tuning import BatchTest as BatchTest
     from distloop.diagnostics.tuning import RateTest as RateTest
     from distloop.diagnostics.tuning import autotune_batch as autotune_batch

@@ -1,0 +1,183 @@
+"""File ranges: reads parts of many files, on a disk or behind URLs, from any number of threads.
+
+    paths = expand("gs://bucket/train-*.tfrecord")        # sorted
+    files = open_files(paths)                             # opens none yet
+    header, footer = files.read([(0, 0, 12), (0, 112, 116)])     # file number, begin, end in bytes
+
+It does not know what the files hold.
+"""
+
+import functools
+import glob
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
+
+FileNames: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+Range: TypeAlias = tuple[int, int, int]  # the number of the file, where to begin and to end, in bytes
+
+
+class Files(Protocol):
+    """Files that may be read from several threads at once.
+
+    Attributes:
+        paths: where they are.
+        window_bytes: how much to read at once when a file is read from its beginning to its end.
+    """
+
+    paths: Sequence[str]
+    window_bytes: int
+
+    def stat(self, file: int) -> tuple[int, str]:
+        """Returns the size of a file in bytes, and a text that is another one once the file has been written again.
+
+        Raises:
+            OSError: if there is no such file.
+        """
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Returns the bytes of each range; fewer than asked for where a file ends.
+
+        Raises:
+            OSError: if a file cannot be read.
+        """
+
+
+class LocalFiles:
+    """Files of this machine, read by `pread`; those used last stay open."""
+
+    window_bytes = 1 << 18
+
+    def __init__(self, paths: Sequence[str]):
+        self.paths = paths
+        self._open = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
+
+    def stat(self, file: int) -> tuple[int, str]:
+        """Returns the size of a file, and when it was written."""
+        status = os.stat(self.paths[file])
+        return status.st_size, str(status.st_mtime_ns)
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Returns the bytes of each range."""
+        return [self._open(self.paths[file]).read(begin, end) for file, begin, end in ranges]
+
+
+class RemoteFiles:
+    """Files behind URLs, read through fsspec, which requests several ranges at once."""
+
+    window_bytes = 1 << 23
+
+    def __init__(self, paths: Sequence[str]):
+        """Finds the file system.
+
+        Args:
+            paths: URLs of one file system.
+
+        Raises:
+            ValueError: if its package is not installed.
+        """
+        self.paths = paths
+        self._system = file_system(paths[0])
+
+    def stat(self, file: int) -> tuple[int, str]:
+        """Returns the size of a file, and a digest of what its file system knows about it."""
+        return int(self._system.size(self.paths[file])), self._system.ukey(self.paths[file])
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Returns the bytes of each range, requested at once."""
+        files, begins, ends = map(list, zip(*ranges, strict=True))
+        return self._system.cat_ranges([self.paths[file] for file in files], begins, ends, on_error="raise")
+
+
+class _OpenFile:
+    """A file that is closed when the last thread that reads it has let go of it."""
+
+    def __init__(self, path: str):
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read(self, begin: int, end: int) -> bytes:
+        data = os.pread(self._descriptor, end - begin, begin)
+        while 0 < len(data) < end - begin:  # the file ends, or the system reads no more than 2 GB at once
+            if not (more := os.pread(self._descriptor, end - begin - len(data), begin + len(data))):
+                break
+            data += more
+        return data
+
+
+def open_files(paths: Sequence[str]) -> Files:
+    """Returns files to read; none is opened before it is read.
+
+    Raises:
+        ValueError: if only some are URLs, or the package for their file system is not installed.
+    """
+    if len({path.partition("://")[0] if is_url(path) else "" for path in paths}) > 1:
+        raise ValueError("Files of several file systems were given; give those of one, or copy them to one.")
+    return RemoteFiles(paths) if is_url(paths[0]) else LocalFiles(paths)
+
+
+def expand(files: FileNames) -> list[str]:
+    """Returns the paths of the files that are meant.
+
+    Args:
+        files: a path, a pattern such as `train-*.tfrecord`, or several of them; URLs of fsspec, too.
+
+    Returns:
+        The paths in the order given; those of a pattern in alphabetical order, without directories and hidden files.
+
+    Raises:
+        ValueError: if nothing matches, or a directory is given.
+    """
+    names = [files] if isinstance(files, str | os.PathLike) else list(files)
+    paths = [path for name in names for path in _matches(os.fspath(name))]
+    if not paths:
+        raise ValueError("An empty list of files was given; give a path or a pattern, such as 'data/train-*.tfrecord'.")
+    return paths
+
+
+def _matches(name: str) -> list[str]:
+    """Returns the files that one path or pattern means."""
+    if is_url(name):
+        system = file_system(name)
+        exists, is_directory = system.exists(name), system.isdir(name)
+        infos = {} if exists else system.glob(name, detail=True)
+        paths = [system.unstrip_protocol(path) for path, info in infos.items() if info["type"] == "file"]
+    else:
+        name = os.path.expanduser(name)
+        exists, is_directory = os.path.exists(name), os.path.isdir(name)
+        paths = [] if exists else [path for path in glob.glob(name, recursive=True) if not os.path.isdir(path)]
+    if is_directory:
+        raise ValueError(
+            f"The directory {name!r} was given; name its files by a pattern, such as {name.rstrip('/') + '/*'!r}."
+        )
+    paths = [name] if exists else sorted(path for path in paths if not path.rpartition("/")[2].startswith("."))
+    if not paths:
+        raise ValueError(f"No file matches {name!r}: correct the path or the pattern.")
+    return paths
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path goes through fsspec."""
+    return "://" in path
+
+
+def file_system(url: str) -> Any:
+    """Returns fsspec's file system of a URL.
+
+    Raises:
+        ValueError: if fsspec, or its package for such URLs, is not installed.
+    """
+    try:
+        import fsspec
+    except ImportError:
+        raise ValueError(f"The URL {url!r} needs fsspec: pip install 'distloop[records]', or copy the files.") from None
+    try:
+        return fsspec.core.url_to_fs(url)[0]
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"The URL {url!r} cannot be opened: {error}") from error

@@ -1,0 +1,161 @@
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import distloop
+from distloop.data import record_index
+from distloop.data.file_ranges import LocalFiles
+from distloop.data.record_index import index_path, open_index
+from tests.record_shards import contents, write
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Three shards of 10, 20 and 30 records."""
+    shards = [str(tmp_path / f"{i}.tfrecord") for i in range(3)]
+    for i, path in enumerate(shards):
+        write(path, contents(10 * (i + 1)))
+    return shards
+
+
+@pytest.fixture
+def scanned(monkeypatch):
+    """The shards whose headers have been read, by name."""
+    names = []
+    scan = record_index.scan_shards
+
+    def scan_shards(files, numbers, stats):
+        names.extend(os.path.basename(files.paths[i]) for i in numbers)
+        return scan(files, numbers, stats)
+
+    monkeypatch.setattr(record_index, "scan_shards", scan_shards)
+    return names
+
+
+def equal(index, other):
+    return index.shards == other.shards and np.array_equal(index.positions, other.positions)
+
+
+def test_the_headers_are_read_once(paths, scanned):
+    index = open_index(LocalFiles(paths))
+    assert scanned == ["0.tfrecord", "1.tfrecord", "2.tfrecord"]
+    assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+    assert index.positions.dtype == np.int64 and len(index.positions) == 63
+
+
+def test_a_copied_shard_is_read_again_and_the_index_is_refreshed(paths, scanned, caplog):
+    before = distloop.open_records(paths)
+    scanned.clear()
+    shutil.copy(paths[1], f"{paths[1]}.new")
+    os.utime(f"{paths[1]}.new", (1, 1))
+    os.replace(f"{paths[1]}.new", paths[1])
+    for _ in range(2):
+        assert distloop.open_records(paths).fingerprint == before.fingerprint
+    assert scanned == ["1.tfrecord"] and not caplog.records
+
+
+@pytest.mark.parametrize("same_size", [False, True])
+def test_a_shard_with_other_records_is_named_with_what_changed_and_what_to_do(paths, same_size):
+    records = distloop.open_records(paths)
+    old = records.shards[1]
+    write(paths[1], contents(20, b"ROW") if same_size else contents(7))
+    count, size = 20 if same_size else 7, os.path.getsize(paths[1])
+    sentence = f"20 records in {old.num_bytes} bytes, and it has {count} other ones in {size} bytes"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"The shard '.*1.tfrecord' has changed: .*{sentence}") as error:
+            distloop.open_records(paths)
+    index = index_path(paths)
+    assert f"delete {index!r}" in str(error.value)
+    os.remove(index)
+    assert "1.tfrecord" in distloop.open_records(paths).describe_change(records.fingerprint)
+
+
+def test_another_list_of_files_has_another_index(paths, scanned):
+    for files in (paths, paths[:2], paths[::-1]):
+        for _ in range(2):
+            assert len(open_index(LocalFiles(files)).shards) == len(files)
+    assert len(scanned) == 8
+
+
+def test_the_index_goes_with_a_directory_that_is_moved(paths, scanned, tmp_path):
+    open_index(LocalFiles(paths))
+    shutil.copytree(tmp_path, tmp_path / "elsewhere", copy_function=shutil.copy2)
+    scanned.clear()
+    moved = [str(tmp_path / "elsewhere" / os.path.basename(path)) for path in paths]
+    assert [shard.path for shard in open_index(LocalFiles(moved)).shards] == moved and not scanned
+
+
+def test_the_index_is_kept_in_another_directory_if_one_is_named(paths, scanned, tmp_path):
+    for _ in range(2):
+        distloop.open_records(paths, index_dir=tmp_path / "new" / "indices")
+    assert len(scanned) == 3 and len(os.listdir(tmp_path / "new" / "indices")) == 1
+    assert sorted(os.listdir(tmp_path)) == ["0.tfrecord", "1.tfrecord", "2.tfrecord", "new"]
+
+
+def test_the_index_is_hidden_from_patterns(paths, tmp_path):
+    for _ in range(2):
+        assert len(distloop.open_records(tmp_path / "*").shards) == 3
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the end", "all", "another format"])
+def test_a_damaged_index_is_made_again(paths, scanned, caplog, damage):
+    index = open_index(LocalFiles(paths))
+    path = pathlib.Path(index_path(paths))
+    data = bytearray(path.read_bytes())
+    if damage == "a bit":
+        data[-20] ^= 4
+    path.write_bytes(
+        {"the end": data[:-8], "all": b"", "another format": b"distloop records 0" + data[18:]}.get(damage, data)
+    )
+    scanned.clear()
+    assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+    assert "damaged: the headers of the shards are read again" in caplog.text
+    assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+
+
+def test_an_index_that_cannot_be_written_is_a_warning(paths, scanned, caplog, monkeypatch):
+    def replacing(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(record_index, "replacing", replacing)
+    for count in (1, 2):
+        assert len(distloop.open_records(paths)) == 60 and len(scanned) == 3 * count
+    assert "cannot be kept beside the shards" in caplog.text and "index_dir=" in caplog.text
+
+
+def test_an_index_that_cannot_be_read_is_a_warning(paths, caplog):
+    os.mkdir(index_path(paths))
+    assert len(distloop.open_records(paths)) == 60
+    assert "cannot be read" in caplog.text
+
+
+def test_whoever_makes_the_index_at_the_same_time_leaves_a_whole_one(paths, scanned, monkeypatch):
+    scan, everyone = record_index.scan_shards, threading.Barrier(4)
+
+    def scan_shards(files, numbers, stats):
+        everyone.wait(60)
+        return scan(files, numbers, stats)
+
+    monkeypatch.setattr(record_index, "scan_shards", scan_shards)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        indices = list(pool.map(lambda _: open_index(LocalFiles(paths)), range(4)))
+    assert len(scanned) == 12
+    assert all(equal(index, open_index(LocalFiles(paths))) for index in indices) and len(scanned) == 12
+    assert len(os.listdir(os.path.dirname(paths[0]))) == 4
+
+
+def test_a_million_records_open_in_a_moment(tmp_path, scanned):
+    path = str(tmp_path / "many")
+    write(path, [b"row"])
+    index = open_index(LocalFiles([path]))
+    many = index._replace(positions=np.arange(1_000_001, dtype=np.int64))
+    record_index._store(index_path([path]), many)
+    start = time.process_time()
+    assert equal(open_index(LocalFiles([path])), many)
+    assert time.process_time() - start < 0.1 and len(scanned) == 1
