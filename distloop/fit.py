@@ -115,7 +115,8 @@ class Fit:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
-        return bool(self._stop_reason) or self.units.run.is_over(self._step, self._loop.secs)
+        is_at_end = self.units.run.is_over(self._step, self._loop.secs) and self._loop.open_boundary is None
+        return bool(self._stop_reason) or is_at_end
 
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
@@ -131,6 +132,8 @@ class Fit:
         stays, has_workdir = notebook.is_active(), bool(self.config.workdir)
         stops = StopRequests(self.config.max_secs, catch_signals=has_workdir or stays, may_quit=not stays)
         with stops as self._stop_requests:
+            for evaluation in self.evaluations:
+                evaluation.stop_requests = stops
             try:
                 yield
             except Interrupted as interrupted:
@@ -243,23 +246,19 @@ class Fit:
 
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
-        strategy = self.state.strategy
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
         actions.append(PipelineUsage(self.state.placement.devices, profile))
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions]
         if self._loop.histograms is not None:
             actions.append(self._loop.histograms)
-        if self.actions and workers.num_workers(strategy) > 1:
-            actions.append(SyncStop(functools.partial(workers.gather, strategy), self.actions, self._plan))
+        if self.actions and workers.num_workers(self.state.strategy) > 1:
+            actions.append(SyncStop(functools.partial(workers.gather, self.state.strategy), self.actions, self._plan))
         saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None
         for action in actions:
             member(action, "set_saves")(saves)
-        return [
-            *actions,
-            write,
-            *([Save(saves, self._plan.period(self.config.checkpoint_every).steps)] if saves else []),
-        ]
+        last = [Save(saves, self._plan.period(self.config.checkpoint_every).steps)] if saves else []
+        return [*actions, write, *last]
 
     def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         with self.checkpoints.disk_watch.over("saving"):
@@ -276,7 +275,8 @@ class Fit:
                 os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
                 writers.append(SummaryWriter(workdir, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
-                writers.append(rows := JsonWriter(os.path.join(workdir, "metrics.jsonl"), self._step))
+                path, is_open = os.path.join(workdir, "metrics.jsonl"), self._loop.open_boundary is not None
+                writers.append(rows := JsonWriter(path, self._step, is_written_again=is_open))
                 if rows.renamed:
                     self._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
             except OSError as error:

@@ -11,6 +11,7 @@ import keras
 from distloop import durations
 from distloop.actions.action import Action, Report
 from distloop.data.source import Data
+from distloop.distributed.preemption import StopRequests
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
 
@@ -65,29 +66,44 @@ class Evaluation:
 
 
 class Evaluate(Action):
-    """Evaluates on a dataset; reports `<name>/<metric>`."""
+    """Evaluates on a dataset; reports `<name>/<metric>`.
+
+    Attributes:
+        stop_requests: of the run, which leave an evaluation before its end; None: nothing does.
+    """
 
     phase = "evaluation"
     has_fixed_metrics = True
 
-    def __init__(self, name: str, evaluate: Callable[[], Mapping[str, float]], every: int | str, data: Any = None):
+    def __init__(
+        self,
+        name: str,
+        evaluate: Callable[[StopRequests | None], Mapping[str, float]],
+        every: int | str,
+        data: Any = None,
+    ):
         """Stores the function.
 
         Args:
             name: name of the evaluation, such as "test".
-            evaluate: returns the metrics by name.
+            evaluate: returns the metrics by name, unless it is asked to stop.
             every: how often, a duration.
             data: the dataset.
         """
         self.name = name
         self.every = every
         self.data = data
+        self.stop_requests: StopRequests | None = None
         self._evaluate = evaluate
         self.rows: list[dict[str, float]] = []  # `step`, and one metric: the best and the last value of each
 
     def __call__(self, report: Report) -> Mapping[str, float]:
-        """Returns the metrics, with the evaluation's name before each."""
-        metrics = {f"{self.name}/{key}": value for key, value in self._evaluate().items()}
+        """Returns the metrics, with the evaluation's name before each.
+
+        Raises:
+            Interrupted: on every worker, if one is asked to stop before the end.
+        """
+        metrics = {f"{self.name}/{key}": value for key, value in self._evaluate(self.stop_requests).items()}
         rows = [*self.rows, *({"step": report.step, name: float(value)} for name, value in metrics.items())]
         self.rows = [row for name in metrics for row in _best_and_last([row for row in rows if name in row], name)]
         return metrics

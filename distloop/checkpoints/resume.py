@@ -163,7 +163,7 @@ class RunCheckpoints:
                     self._say(f"Skipping the {num_batches:,} batches already seen.")
                 source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
-            window = saved.notes["window"]
+            window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
             loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
         action_state.check(self._actions)
         self._saved, self.is_new = None, False
@@ -196,7 +196,7 @@ class RunCheckpoints:
             "reported": {name: float(value) for name, value in reported.items()},
             "actions": action_state.states_of(self._actions),
             "stop_reason": report.stop_reason if report is not None else None,
-            **_length(self._run, report, self._loop),
+            **_place(self._run, report, self._loop),
         }
         if self._saved is not None:  # restored since: the parts get their state from it at the next fit
             notes = self._saved.notes
@@ -301,11 +301,11 @@ def _num_to_skip(saved: Saved, source: Source, run: Period) -> int:
     return int(saved.notes["input"]["batches"]) if goes_on and not source.seeks else 0
 
 
-def _length(run: Period, report: Report | None, loop: TrainLoop) -> dict[str, Any]:
-    """Returns what a checkpoint notes of the length of its run; the last step may not be known yet."""
+def _place(run: Period, report: Report | None, loop: TrainLoop) -> dict[str, Any]:
+    """Returns what a checkpoint notes of its run's length and place; the last step may not be known yet."""
     is_at_end = report is not None and report.step >= report.until and not report.stop_reason
     until = run.steps or (report.step if report is not None and is_at_end else None)
-    return {"until": until, "until_secs": run.secs, "secs": loop.secs}
+    return {"until": until, "until_secs": run.secs, "secs": loop.secs, "open_boundary": loop.open_boundary}
 
 
 def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:

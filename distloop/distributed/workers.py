@@ -19,6 +19,7 @@ import tensorflow as tf
 from distloop.distributed import payloads, tensorflow_internals
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import GATHERING
+from distloop.distributed.preemption import Interrupted, StopRequests
 
 _HEARTBEAT = "_distloop_heartbeat"  # the attribute of a strategy that holds its heartbeat
 _MIN_WORDS, _MAX_WORDS = 32, 2**17  # of 8 bytes, that workers exchange in one collective
@@ -173,6 +174,27 @@ def gather(strategy: tf.distribute.Strategy, value: float | Sequence[float]) -> 
     if num_workers(strategy) == 1:
         return np.array([value], np.float64)
     return _gather(strategy, np.asarray(value, np.float64))
+
+
+def agree_to_go_on(
+    strategy: tf.distribute.Strategy, requests: StopRequests | None, step: int, *numbers: float
+) -> np.ndarray:
+    """Returns the chief's numbers, `[K]`, on every worker. All workers must call it.
+
+    Args:
+        strategy: of the run.
+        requests: this worker's; None: it is asked for nothing.
+        step: number of steps done, for the message.
+        *numbers: K of them; the chief's count.
+
+    Raises:
+        Interrupted: on every worker, if any is asked to stop.
+    """
+    reason = requests.reason if requests is not None else None
+    answers = gather(strategy, [float(reason is not None), *numbers])  # [W, 1 + K]
+    if (is_asked := answers[:, 0]).any():
+        raise Interrupted(f"Interrupted {reason or f'by worker {is_asked.argmax()}'} at step {step}")
+    return answers[0, 1:]
 
 
 def _gather_bytes(strategy: tf.distribute.Strategy, data: bytes, sizes: Sequence[int]) -> list[bytes]:

@@ -36,13 +36,14 @@ class JsonWriter:
         renamed: where the rows of an earlier run are now; empty if there were none.
     """
 
-    def __init__(self, path: str, start: int | None = None):
+    def __init__(self, path: str, start: int | None = None, *, is_written_again: bool = False):
         """Opens the file, and creates its directory if it is missing.
 
         Args:
             path: the file.
             start: the global step that the run starts from; later rows, of an interrupted run, are removed. 0: the file
                 of an earlier run is renamed, with a number at its end. None: all rows stay.
+            is_written_again: whether the row of `start` comes again, and is removed, too.
 
         Raises:
             OSError: if it cannot be written.
@@ -54,7 +55,7 @@ class JsonWriter:
         make_directory(directory)
         if start is not None and os.path.isfile(path):
             if start:
-                _drop_rows(path, start)
+                _drop_rows(path, start - is_written_again)
             elif os.path.getsize(path):
                 self.renamed = next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))
                 os.replace(path, self.renamed)

@@ -1,14 +1,17 @@
 """Evaluation: one step over a batch, and the loop that makes a pass over a dataset.
 
-It changes nothing but the Keras metrics of evaluation: what the forward pass writes is restored. It does not know when
-a run evaluates, or what is done with the numbers.
+A pass runs in parts of about a second, between which the host looks whether it is to stop; they change no number. It
+changes nothing but the Keras metrics of evaluation: what the forward pass writes is restored. It does not know when a
+run evaluates, or what is done with the numbers.
 """
 
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
@@ -16,6 +19,7 @@ from distloop.data.shards import Batch, Layout
 from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
+from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
@@ -25,6 +29,9 @@ from distloop.training.spec import LossFn
 from distloop.training.state import TrainState
 from distloop.training.variable_creation import refusing_new_variables
 from distloop.training.variable_writes import restored_writes
+
+_SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
+_PART_SECS = 1.0  # after which a part of a pass begins no other batch
 
 
 class EvalStep:
@@ -123,7 +130,10 @@ class EvalLoop:
         self._state = state
         self._eager = eager
         self._step = EvalStep(state, loss_fn, metrics)
-        self._run = compiled(self._pass, eager, name="evaluation")
+        self._run = compiled(self._part, eager, name="evaluation")
+        self._most_batches = 1  # of the next part, on several workers
+        with tf.device(HOST):  # of the parts before, [2 * M]; one zero before the first batch
+            self._tallies = tf.Variable(tf.zeros([1], tf.float64), shape=[None], trainable=False)
 
     def with_values(self, loss_fn: LossFn | None, metrics: Mapping[str, keras.metrics.Metric] | None) -> "EvalLoop":
         """Returns a loop that evaluates the model with another `loss_fn`; None: this one."""
@@ -156,34 +166,32 @@ class EvalLoop:
             tf.function(trace, autograph=False).get_concrete_function(source.info.element_spec)
         self._step.keras_metrics.build(fed, eager=self._eager)
 
-    def evaluate(self, source: Source, limit: int = 0) -> dict[str, float]:
+    def evaluate(self, source: Source, limit: int = 0, stop_requests: StopRequests | None = None) -> dict[str, float]:
         """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.
 
         Args:
             source: data that ends, unless there is a limit.
             limit: the largest number of batches; 0: all.
+            stop_requests: asked about every second whether to leave the pass; None: it is not left.
 
         Returns:
             Name -> number, over all examples.
 
         Raises:
             ValueError: if the data is empty.
+            Interrupted: on every worker, if one is asked to stop before the end.
         """
         workers.report_phase(self._state.strategy, "evaluating")
         self.build_metrics(source)
         state = self._state
         with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
             try:
-                arguments = source.new_iterator(), source.layout, tf.constant(limit or tf.int64.max, tf.int64)
-                if workers.num_workers(state.strategy) > 1:
-                    self._compare_workers(arguments)
-                result = self._run(*arguments)
+                result = self._run_parts(source, limit, stop_requests)
             except tf.errors.OpError as error:
                 explained = as_user_error(error)
                 if explained is None:
                     raise
                 raise explained from error
-        result = tf.nest.map_structure(lambda t: t.numpy(), result)
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
         if source.info.num_batches is None and not source.layout.is_sharded:
@@ -191,17 +199,53 @@ class EvalLoop:
         means = metrics.means(self._step.names, result["tallies"])
         return means | metrics.flatten_results(result["keras_metrics"])
 
-    def _compare_workers(self, arguments: tuple[Any, ...]) -> None:
+    def _run_parts(self, source: Source, limit: int, stop_requests: StopRequests | None) -> dict[str, Any]:
+        """Makes a pass; returns what the last part returned, as NumPy arrays, and the batches of all parts.
+
+        On several workers a part has as many batches as the chief has time for.
+        """
+        strategy, iterator = self._state.strategy, source.new_iterator()
+        is_alone = workers.num_workers(strategy) == 1
+        is_cut = is_alone or stop_requests is not None
+        if not is_alone:
+            self._compare_workers(iterator, source.layout, limit)
+        self._tallies.assign([0.0])
+        batches = 0
+        while True:
+            start = time.time()
+            most = limit - batches if limit else tf.int64.max
+            most = most if is_alone or not is_cut else min(most, self._most_batches)
+            deadline = start + _PART_SECS if is_alone else np.inf
+            result = self._run(iterator, source.layout, *_limits(most, deadline))
+            result = tf.nest.map_structure(lambda t: t.numpy(), result)
+            batches += int(result["batches"])
+            if not is_cut or workers.gather(strategy, bool(result["has_ended"]) or batches == limit).all():
+                return result | {"batches": batches}
+            in_time = int(result["batches"] * _PART_SECS / max(time.time() - start, 1e-6))
+            most = max(1, min(in_time, 2 * self._most_batches))
+            self._most_batches = int(
+                workers.agree_to_go_on(strategy, stop_requests, int(self._state.step), most).item()
+            )
+
+    def _compare_workers(self, iterator: Any, layout: Layout, limit: int) -> None:
         """Traces a pass, and compares between the workers what it sums."""
-        self._run.get_concrete_function(*arguments)
-        facts = {"the limit of batches": int(arguments[-1]), "the values of loss_fn": self._step.names}
+        self._run.get_concrete_function(iterator, layout, *_limits(0, np.inf))
+        facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
         facts["the Keras metrics"] = sorted(self._step.keras_metrics)
         workers.require_same(self._state.strategy, "evaluate", facts)
 
-    def _pass(self, iterator: Any, layout: Layout, max_batches: tf.Tensor) -> dict[str, Any]:
-        """Sums the tallies of all batches, up to `max_batches`, over all workers."""
+    def _part(self, iterator: Any, layout: Layout, max_batches: tf.Tensor, deadline: tf.Tensor) -> dict[str, Any]:
+        """Adds the tallies of up to `max_batches` batches to those of the parts before; sums them over all workers.
 
-        def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor) -> Any:
+        After the deadline (Unix, seconds) no batch begins, but for the first one.
+        """
+
+        def goes_on(has_more: tf.Tensor, batches: tf.Tensor, _: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([before]):  # the clock is read when the batch before the last has ended
+                in_time = tf.timestamp() < deadline
+            return has_more & (batches < max_batches) & (in_time | (batches == 0))
+
+        def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor, _: tf.Tensor) -> Any:
             with tf.device(HOST):
                 has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
             with unsaved_draws.refused(self._state):
@@ -210,20 +254,26 @@ class EvalLoop:
                     lambda: tallies + self._step(get_batch(), layout),
                     lambda: tf.identity(tallies),
                 )
-            return has_batch, batches + tf.cast(has_batch, tf.int64), more
+            return has_batch, batches + tf.cast(has_batch, tf.int64), more, tallies
 
         with tf.device(HOST):
             # The number of tallies is known once the body is traced: until then, one zero broadcasts to all.
-            start = (tf.constant(True), tf.constant(0, tf.int64), tf.zeros([1], tf.float64))
-            _, batches, tallies = tf.while_loop(
-                lambda has_more, batches, _: has_more & (batches < max_batches),
+            tallies = self._tallies.read_value()
+            has_more, batches, tallies, _ = tf.while_loop(
+                goes_on,
                 body,
-                start,
-                shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), tf.TensorShape([None])),
+                (tf.constant(True), tf.constant(0, tf.int64), tallies, tallies),
+                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
+            self._tallies.assign(tallies)
         if workers.num_workers(self._state.strategy) > 1:  # one sum over workers for the whole pass
             tallies = workers.sum_over_workers(self._state.strategy, tallies)
-        return {"batches": batches, "tallies": tallies, "keras_metrics": self._step.keras_metrics.results()}
+        results = self._step.keras_metrics.results()
+        return {"has_ended": ~has_more, "batches": batches, "tallies": tallies, "keras_metrics": results}
+
+
+def _limits(max_batches: int, deadline: float) -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.constant(max_batches, tf.int64), tf.constant(deadline, tf.float64)
 
 
 def _copied(metrics: Mapping[str, keras.metrics.Metric], strategy: tf.distribute.Strategy) -> KerasMetrics:

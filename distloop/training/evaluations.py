@@ -14,6 +14,7 @@ from distloop.actions.evaluate import Evaluate, Evaluation
 from distloop.config import Config
 from distloop.data.passes import Passes
 from distloop.data.source import Data
+from distloop.distributed.preemption import StopRequests
 from distloop.training.evaluation import EvalLoop
 from distloop.training.predictor import Predictor
 
@@ -42,11 +43,14 @@ def make_evaluations(
 
 
 def _with_rows(
-    evaluate: Callable[[], Mapping[str, float]], predict: Callable[[], Any], rows_fn: Callable[[Any], Any]
+    evaluate: Callable[..., Mapping[str, float]],
+    predict: Callable[..., Any],
+    rows_fn: Callable[[Any], Any],
+    stop_requests: StopRequests | None,
 ) -> dict[str, float]:
     """Returns the numbers of an evaluation, and those that `rows_fn` computes from all rows."""
-    means = evaluate()
-    values = rows_fn(predict())
+    means = evaluate(stop_requests)
+    values = rows_fn(predict(stop_requests=stop_requests))
     if not isinstance(values, Mapping) or not all(_is_number(value) for value in values.values()):
         raise ValueError(f"rows_fn returned {values!r:.100}; it returns a dict of numbers by name, of all rows.")
     if both := sorted(set(means) & set(values)):

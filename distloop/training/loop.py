@@ -57,6 +57,7 @@ class TrainLoop:
         reported: the numbers of the last report, by name; empty: there was none.
         secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
             set before `train`.
+        open_boundary: of this step, whose actions were interrupted: `train` calls all of them; None: there is none.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class TrainLoop:
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
         self.secs = 0.0
+        self.open_boundary: Any = None
         self._eager = eager
         self._on_trace = on_trace
         self._compiled = CompiledLoop(state, step, eager=eager)
@@ -149,6 +151,8 @@ class TrainLoop:
         else:
             self._window = Window(window)
         step = int(self._state.step)
+        if self.open_boundary is not None and self._act_again(step, until, actions):
+            return self.reported
         while step < until:
             for row in self._run_to_boundary(source, step, until, actions):
                 step += row.steps
@@ -158,10 +162,7 @@ class TrainLoop:
                     raise self._explain_failure(source, step, row.diagnosis)
                 if not self._is_boundary(step, until, actions):
                     continue
-                report = self._report(step, until, row.end)
-                self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
-                if stop_reason:
-                    log.warning("Stopped at step %d: %s.", step, stop_reason)  # shown even before flags are parsed
+                if self._act(actions, self._report(step, until, row.end)):
                     return self.reported
             self._show_progress(step, "")
             if step < until:
@@ -250,6 +251,28 @@ class TrainLoop:
         everys = [self._log_every, *(action.every for action in actions if action.every is not None)]
         return any(self._plan.is_due(every, step, until) for every in everys)
 
+    def _act(self, actions: Sequence[Action], report: Report) -> bool:
+        """Calls the actions of a boundary; returns whether one of them ended the run."""
+        try:
+            self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
+        except Interrupted:
+            due_secs = sorted(self._plan.due_secs)
+            self.open_boundary = {"metrics": dict(report.metrics), "time": report.time, "due_secs": due_secs}
+            raise
+        if stop_reason:
+            log.warning("Stopped at step %d: %s.", report.step, stop_reason)  # shown even before flags are parsed
+        return bool(stop_reason)
+
+    def _act_again(self, step: int, until: float, actions: Sequence[Action]) -> bool:
+        """Calls the actions of a boundary that was left open; returns as `_act`."""
+        boundary, self.open_boundary = self.open_boundary, None
+        is_over = self._plan.units.run.is_over(step, self.secs)
+        self._plan.due_secs = set(boundary["due_secs"])
+        until = step if is_over else until
+        is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
+        self._plan.due_secs = set()
+        return is_stopped or is_over
+
     def _report(self, step: int, until: float, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
@@ -274,13 +297,9 @@ class TrainLoop:
         Raises:
             Interrupted: if any worker has a reason to leave the run.
         """
-        reason = stop_requests.reason if stop_requests is not None else None
-        secs = time.monotonic() - self._started_at
-        answers = workers.gather(self._state.strategy, [0 if reason else self._most_steps, secs])
-        most_steps = answers[:, 0]
-        if not most_steps.all():
-            raise Interrupted(f"Interrupted {reason or f'by worker {most_steps.argmin()}'} at step {step}")
-        self._most_steps, self.secs = int(answers[0, 0]), float(answers[0, 1])
+        numbers = self._most_steps, time.monotonic() - self._started_at
+        most_steps, self.secs = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers).tolist()
+        self._most_steps = int(most_steps)
 
     def _call_by_clock(self, action: Action, step: int, until: float) -> None:
         with self._clock.phase(phase_of(action)):

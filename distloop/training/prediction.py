@@ -9,6 +9,7 @@ It changes no variable. It does not know where the outputs go.
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +20,14 @@ from distloop.data.shards import Batch, Layout
 from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
+from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error, require
 from distloop.training.compiled_loop import compiled
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import restored_writes
 
 _MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same time
+_MAX_JOINED_SECS = 1.0  # after which no other batch is joined to those before
 
 
 class PredictStep:
@@ -84,10 +87,15 @@ class PredictLoop:
         self._state = state
         self._row_specs = lambda: step.row_specs
         self._step = compiled(step, eager, name="prediction")  # one trace for its several callers
+        run_many = compiled(self._batches, eager)
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
-        self._run_many = compiled(self._batches, eager)
+        self._run_many = lambda iterator, layout: run_many(
+            iterator, layout, tf.constant(time.time() + _MAX_JOINED_SECS, tf.float64)
+        )
 
-    def predict(self, source: Source, *, is_joined: bool = False, limit: int = 0) -> Iterator[Any]:
+    def predict(
+        self, source: Source, *, is_joined: bool = False, limit: int = 0, stop_requests: StopRequests | None = None
+    ) -> Iterator[Any]:
         """Yields the outputs of one pass, in order, with the averaged weights if the state has any.
 
         Args:
@@ -95,22 +103,26 @@ class PredictLoop:
             is_joined: whether the outputs of several batches may come in one piece, which takes less time; else a
                 piece a batch.
             limit: the largest number of batches; 0: all.
+            stop_requests: asked between two pieces whether to leave the pass; None: it is not left.
 
         Raises:
             ValueError: if outputs that are to be joined have different shapes.
+            Interrupted: on every worker, if one is asked to stop before the end.
         """
         workers.report_phase(self._state.strategy, "predicting")
         iterator = source.new_iterator()
         streams = self._state.random_streams.read()
         # Where workers meet in a step, each batch is a call, which all of them make.
         is_alone = workers.num_workers(self._state.strategy) == 1
-        run = self._run_many if is_joined and is_alone and not limit else self._run
+        run: Any = self._run_many if is_joined and is_alone and not limit else self._run
         if not is_alone:
             run.get_concrete_function(iterator, source.layout)
             workers.require_same(self._state.strategy, "predict", {"the rows of outputs": self._row_specs()})
             if source.info.num_batches is None:
                 run = self._run_if_all_have_a_batch
-        for _ in range(limit) if limit else itertools.count():
+        for piece in range(limit) if limit else itertools.count():
+            if piece and stop_requests is not None:
+                workers.agree_to_go_on(self._state.strategy, stop_requests, int(self._state.step))
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
             with self._state.averaged(), self._state.random_streams.preserved():
                 self._state.random_streams.write(streams)
@@ -138,8 +150,8 @@ class PredictLoop:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._step(get_batch(), layout)
 
-    def _batches(self, iterator: Any, layout: Layout) -> Any:
-        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins their outputs."""
+    def _batches(self, iterator: Any, layout: Layout, deadline: tf.Tensor) -> Any:
+        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after the deadline (Unix)."""
         first = self._step(shards.next_batch(iterator, layout), layout)
         leaves = tf.nest.flatten(first)
         if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
@@ -162,7 +174,7 @@ class PredictLoop:
                 return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
 
             _, _, arrays = tf.while_loop(
-                lambda count, has_more, _: has_more & (count < _MAX_JOINED_BATCHES),
+                lambda count, has_more, _: has_more & (count < _MAX_JOINED_BATCHES) & (tf.timestamp() < deadline),
                 body,
                 (tf.constant(1), tf.constant(True), arrays),
                 parallel_iterations=1,

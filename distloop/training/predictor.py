@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.source import Source
+from distloop.distributed.preemption import StopRequests
 from distloop.training.prediction import PredictLoop, PredictStep, cannot_join
 from distloop.training.state import TrainState
 
@@ -48,9 +49,17 @@ class Predictor:
         """Returns a predictor of the same model with another function; None: this one."""
         return self if predict_fn is None else Predictor(self._state, eager=self._eager, predict_fn=predict_fn)
 
-    def predict(self, source: Source, signature: str | None = None, keep_dtypes: bool = False, limit: int = 0) -> Any:
-        """Returns the outputs for all rows, as for `Trainer.predict`."""
-        batches = list(self.stream(source, signature, keep_dtypes, limit, is_joined=True))
+    def predict(
+        self,
+        source: Source,
+        signature: str | None = None,
+        keep_dtypes: bool = False,
+        limit: int = 0,
+        *,
+        stop_requests: StopRequests | None = None,
+    ) -> Any:
+        """Returns the outputs for all rows, as for `Trainer.predict`; `stop_requests` as for `PredictLoop`."""
+        batches = list(self.stream(source, signature, keep_dtypes, limit, is_joined=True, stop_requests=stop_requests))
         if not batches:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         try:
@@ -59,14 +68,22 @@ class Predictor:
             raise cannot_join(error) from None
 
     def stream(
-        self, source: Source, signature: str | None, keep_dtypes: bool, limit: int = 0, *, is_joined: bool = False
+        self,
+        source: Source,
+        signature: str | None,
+        keep_dtypes: bool,
+        limit: int = 0,
+        *,
+        is_joined: bool = False,
+        stop_requests: StopRequests | None = None,
     ) -> Iterator[Any]:
-        """Returns an iterator over outputs, as for `Trainer.stream_predictions`; `is_joined` as for `PredictLoop`."""
+        """Returns an iterator over outputs, as for `Trainer.stream_predictions`; the last two as for `PredictLoop`."""
         name = self._find(signature)
         if (name, keep_dtypes) not in self._loops:
             step = PredictStep(self._state, self.predict_fns[name], keep_dtypes)
             self._loops[name, keep_dtypes] = PredictLoop(self._state, step, eager=self._eager)
-        return self._loops[name, keep_dtypes].predict(source, is_joined=is_joined, limit=limit)
+        loop = self._loops[name, keep_dtypes]
+        return loop.predict(source, is_joined=is_joined, limit=limit, stop_requests=stop_requests)
 
     def _find(self, signature: str | None) -> str:
         """Returns the name of the function to call; None and the default signature stand for the first one."""

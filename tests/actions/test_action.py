@@ -150,7 +150,7 @@ def test_a_plain_function_has_the_defaults_of_the_protocol():
 
 
 def test_own_members_go_before_the_defaults():
-    evaluate = Evaluate("test", dict, every=3)
+    evaluate = Evaluate("test", lambda _: {}, every=3)
     assert member(evaluate, "phase") == "evaluation" and member(evaluate, "only_writes") is False
 
 
@@ -268,7 +268,7 @@ def test_an_action_for_the_chief_returns_nothing():
 
 @pytest.mark.parametrize("make", [StopEarly, SaveBest])
 def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
-    evaluate = Evaluate("test", lambda: {"loss": 1.0}, every=10)
+    evaluate = Evaluate("test", lambda _: {"loss": 1.0}, every=10)
     now_and_then = action(10, {})
     for wrong, others in (("tst/loss", [evaluate]), ("test/los", [evaluate, now_and_then])):
         actions = [*others, make(wrong)]
@@ -279,7 +279,7 @@ def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
 
 @pytest.mark.parametrize("make", [StopEarly, SaveBest])
 def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
-    actions = [Evaluate("test", lambda: {"loss": 1.0}, every=10), action(10, {}), make("score")]
+    actions = [Evaluate("test", lambda _: {"loss": 1.0}, every=10), action(10, {}), make("score")]
     run(actions, report(step=10, loss=1.0))
     run(actions, report(step=20, loss=1.0))
     assert not caplog.text
@@ -288,7 +288,7 @@ def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_withou
 
 
 def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
-    evaluate, stop_early = Evaluate("test", lambda: {"loss": 1.0}, every=10), StopEarly("test/loss")
+    evaluate, stop_early = Evaluate("test", lambda _: {"loss": 1.0}, every=10), StopEarly("test/loss")
     run([evaluate, stop_early], report(step=10))
     _, reason = run([evaluate, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
     assert reason == "enough"

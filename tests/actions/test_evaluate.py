@@ -9,18 +9,18 @@ from distloop.actions.evaluate import Evaluate
 
 
 def test_evaluate_reports_under_its_name():
-    evaluate = Evaluate("test", lambda: {"loss": 0.5, "auc": 0.9}, every=20)
+    evaluate = Evaluate("test", lambda _: {"loss": 0.5, "auc": 0.9}, every=20)
     assert evaluate.every == 20
     assert evaluate(Report(10, 100, {}, state=None)) == {"test/loss": 0.5, "test/auc": 0.9}
 
 
 def test_the_best_and_the_last_values_go_through_a_checkpoint():
     values = iter([0.5, 0.25, float("nan"), 0.75])
-    evaluate = Evaluate("test", lambda: {"loss": (value := next(values)), "other": value}, 1)
+    evaluate = Evaluate("test", lambda _: {"loss": (value := next(values)), "other": value}, 1)
     assert evaluate.get_state() is None
     for step in (1, 2, 3, 4):
         evaluate(Report(step, 9, {}, None))
-    again = Evaluate("test", lambda: {"loss": 0.125, "other": 1.0}, 1)
+    again = Evaluate("test", lambda _: {"loss": 0.125, "other": 1.0}, 1)
     again.set_state(action_state.states_of({"test": evaluate})["test"])
     assert again.rows == [
         {"step": 2, "test/loss": 0.25},

@@ -103,15 +103,9 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_exports_what_it_would_predict_and_goes_on_with_the_best_value(tmp_path):
-    def fit(steps):
-        trainer = make_trainer(workdir=str(tmp_path / "run"), average_decay=0.5, eval_every=1, console="quiet")
-        export = distloop.Export(trainer.export, tmp_path / "models", metric="test/loss", keep=2)
-        trainer.fit(dataset(), steps=steps, evals={"test": dataset()}, actions=[export])
-        return trainer, export
-
-    _, first = fit(2)
-    trainer, second = fit(3)
-    assert names_in(tmp_path / "models") == ["2", "3"] and second.best < first.best  # the loss falls
-    outputs = serve(tmp_path / "models" / "3")["output"]
+def test_a_run_exports_what_it_would_predict(tmp_path):
+    trainer = make_trainer(workdir=str(tmp_path / "run"), average_decay=0.5, eval_every=2, console="quiet")
+    export = distloop.Export(trainer.export, tmp_path / "models", metric="test/loss", keep=1)
+    trainer.fit(dataset(), steps=2, evals={"test": dataset()}, actions=[export])
+    outputs = serve(tmp_path / "models" / "2")["output"]
     tf.debugging.assert_near(outputs, trainer.predict(dataset()), rtol=1e-5, atol=1e-6)

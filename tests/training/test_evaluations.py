@@ -40,16 +40,20 @@ def test_a_function_of_all_rows_gets_them_in_order_and_reports_numbers(tmp_path)
     np.testing.assert_array_equal(np.load(tmp_path / "predictions" / "outputs.npy"), logits)
 
 
+def with_rows(means, rows_fn):
+    return _with_rows(lambda _: means, lambda stop_requests: np.zeros(2), rows_fn, None)
+
+
 @pytest.mark.parametrize("values", [None, 3.0, {"a": "b"}, {"a": np.zeros(2)}, {"a": [1.0]}])
 def test_what_is_no_dict_of_numbers_is_refused(values):
     with pytest.raises(ValueError, match="rows_fn returned .*; it returns a dict of numbers by name, of all rows"):
-        _with_rows(dict, lambda: np.zeros(2), lambda rows: values)
+        with_rows({}, lambda rows: values)
 
 
 def test_a_name_that_is_reported_already_is_refused():
     with pytest.raises(ValueError, match="rows_fn returned 'loss', which loss_fn or a metric reports, too"):
-        _with_rows(lambda: {"loss": 1.0}, lambda: np.zeros(2), lambda rows: {"loss": 2.0})
-    values = _with_rows(lambda: {"loss": 1.0}, lambda: np.zeros(2), lambda rows: {"a": keras.ops.sum(rows), "b": True})
+        with_rows({"loss": 1.0}, lambda rows: {"loss": 2.0})
+    values = with_rows({"loss": 1.0}, lambda rows: {"a": keras.ops.sum(rows), "b": True})
     assert values == {"loss": 1.0, "a": 0.0, "b": 1.0}
 
 

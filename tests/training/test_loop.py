@@ -1,14 +1,17 @@
 """What the workers agree on between two loops; how a run is cut changes no bit: tests/test_laws.py."""
 
+import os
 import types
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import distloop
-from distloop.distributed.preemption import Interrupted
+from distloop.distributed.preemption import Interrupted, StopRequests
+from distloop.monitoring.records import OF_THE_MACHINE, append_row
 from distloop.training.loop import TrainLoop
-from tests.problems import classification, classifier, on, seconds_of_one_loop
+from tests.problems import assert_equal, classification, classifier, on, seconds_of_one_loop, weights
 
 
 @pytest.fixture
@@ -30,22 +33,22 @@ def answer(monkeypatch, *values):
 
 
 def test_all_workers_run_as_many_steps_as_the_chief_has_time_for(loop, monkeypatch):
-    sent = answer(monkeypatch, [3.0, 50.0], [8.0, 70.0])
+    sent = answer(monkeypatch, [0.0, 3.0, 50.0], [0.0, 8.0, 70.0])
     loop._agree_on_next_loop(None, 100)
-    assert sent == [[8, 20.0]] and loop._most_steps == 3 and loop.secs == 50.0  # the chief's time
+    assert sent == [[0.0, 8, 20.0]] and loop._most_steps == 3 and loop.secs == 50.0  # the chief's time
 
 
 def test_every_worker_leaves_when_one_is_to_stop(loop, monkeypatch):
-    answer(monkeypatch, [3.0, 50.0], [0.0, 70.0])
+    answer(monkeypatch, [0.0, 3.0, 50.0], [1.0, 8.0, 70.0])
     with pytest.raises(Interrupted, match="^Interrupted by worker 1 at step 100$"):
         loop._agree_on_next_loop(types.SimpleNamespace(reason=None), 100)
 
 
 def test_a_worker_that_is_to_stop_says_why(loop, monkeypatch):
-    sent = answer(monkeypatch, [3.0, 50.0], [0.0, 70.0])
+    sent = answer(monkeypatch, [0.0, 3.0, 50.0], [1.0, 8.0, 70.0])
     with pytest.raises(Interrupted, match="^Interrupted by SIGTERM at step 100$"):
         loop._agree_on_next_loop(types.SimpleNamespace(reason="by SIGTERM"), 100)
-    assert sent == [[0, 20.0]]
+    assert sent == [[1.0, 8, 20.0]]
 
 
 def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_gets_more(tmp_path, monkeypatch, capsys):
@@ -74,3 +77,51 @@ def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_g
     assert "Already at step 6, after 0:00:05 of 0:00:05: raise until or use another workdir." in output
     assert "already seen" not in output
     assert fit("8 s")[0] == 10 and [step for step, *_ in reports[4:]] == [8, 10]
+
+
+def rows_of(workdir):
+    """Returns the rows of a run without times."""
+    return [
+        {name: value for name, value in row.items() if name != "time" and name not in OF_THE_MACHINE}
+        for row in distloop.read_metrics(workdir)
+    ]
+
+
+@pytest.mark.slow
+def test_a_stop_leaves_an_evaluation_between_batches_and_the_run_that_goes_on_makes_it_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("distloop.training.evaluation._PART_SECS", 0.0)  # each part has one batch
+    monkeypatch.setattr("distloop.training.prediction._MAX_JOINED_SECS", 0.0)
+    asked = {"reason": None, "at": None, "batches": 0}
+    monkeypatch.setattr(StopRequests, "reason", property(lambda _: asked["reason"]))
+    rows = {name: values[:32] for name, values in classification(64).items()}
+
+    def batches():
+        for row in range(0, 32, 2):
+            asked["batches"] += 1
+            if asked["batches"] == asked["at"]:
+                asked["reason"] = "by SIGTERM"
+            yield {name: values[row : row + 2] for name, values in rows.items()}
+
+    def fit(name, stop_at=None):
+        asked.update(reason=None, at=stop_at, batches=0)
+        spec = {name: tf.TensorSpec([2, *value.shape[1:]], value.dtype) for name, value in rows.items()}
+        slow = tf.data.Dataset.from_generator(batches, output_signature=spec)
+        trainer = distloop.Trainer(classifier(), on(1, workdir=f"{tmp_path}/{name}", log_every=2, steps=6))
+        evals = {
+            "first": distloop.make_dataset(rows, 8),
+            "slow": distloop.Evaluation(slow, every=4, rows_fn=lambda logits: {"rows": len(logits)}),
+        }
+        stop_early = distloop.StopEarly("slow/loss", patience=5)
+        trainer.fit(distloop.make_dataset(rows, 8), evals=evals, actions=[stop_early])
+        return weights(trainer)
+
+    undisturbed = fit("whole")
+    # Of each evaluation, batches 1 to 16 are those of its means, 17 to 32 those of its rows.
+    for stop_at, step in ((20, 4), (40, 6)):
+        with pytest.raises(SystemExit) as left:
+            fit("run", stop_at)
+        assert left.value.code == 75 and asked["batches"] < stop_at + 8  # some are read ahead
+        assert max(os.listdir(tmp_path / "run" / "checkpoints")) == str(step)
+    append_row(f"{tmp_path}/run/metrics.jsonl", {"step": 6, "loss": 0.0})  # as if killed between this row and its save
+    assert_equal(fit("run"), undisturbed)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
