@@ -151,7 +151,7 @@ def test_a_stop_on_the_last_worker_stops_all(on_workers):
         assert int(result["step"]) == 8
     assert [result["local/rows"].tolist() for result in results["stops"]] == [[4, 8, -1], []]  # the chief's writer
     for result in results["interrupts"]:
-        assert int(result["code"]) == 75 and int(result["step"]) == 8
+        assert int(result["code"]) == 75 and int(result["step"]) == 8 and result["local/is_left"]
 
 
 def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_workers):

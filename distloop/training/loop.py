@@ -172,7 +172,8 @@ class TrainLoop:
                 if self._plan.is_over:
                     until = step + 1
                 elif by_clock is not None and before // by_clock[0] < self.secs // by_clock[0]:
-                    self._call_by_clock(by_clock[1], step, until)
+                    with self._clock.phase(phase_of(by_clock[1])):
+                        by_clock[1](Report(step, until, self.reported, self._state, time=time.time()))
         return self.reported
 
     @property
@@ -256,8 +257,7 @@ class TrainLoop:
         try:
             self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
         except Interrupted:
-            due_secs = sorted(self._plan.due_secs)
-            self.open_boundary = {"metrics": dict(report.metrics), "time": report.time, "due_secs": due_secs}
+            self.open_boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*self._plan.due_secs]}
             raise
         if stop_reason:
             log.warning("Stopped at step %d: %s.", report.step, stop_reason)  # shown even before flags are parsed
@@ -266,9 +266,9 @@ class TrainLoop:
     def _act_again(self, step: int, until: float, actions: Sequence[Action]) -> bool:
         """Calls the actions of a boundary that was left open; returns as `_act`."""
         boundary, self.open_boundary = self.open_boundary, None
-        is_over = self._plan.units.run.is_over(step, self.secs)
         self._plan.due_secs = set(boundary["due_secs"])
-        until = step if is_over else until
+        if is_over := self._plan.units.run.is_over(step, self.secs):
+            until = step
         is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
         self._plan.due_secs = set()
         return is_stopped or is_over
@@ -300,10 +300,6 @@ class TrainLoop:
         numbers = self._most_steps, time.monotonic() - self._started_at
         most_steps, self.secs = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers).tolist()
         self._most_steps = int(most_steps)
-
-    def _call_by_clock(self, action: Action, step: int, until: float) -> None:
-        with self._clock.phase(phase_of(action)):
-            action(Report(step, until, self.reported, self._state, time=time.time()))
 
 
 def _show_nothing(step: int, doing: str) -> None:
