@@ -14,7 +14,7 @@ _INDEX_BYTES = 1 << 16  # the end of a file, which holds sizes and places of its
 
 
 class ArrayRecords:
-    """The records of ArrayRecord files by number; may be read from several threads at once.
+    """The records of ArrayRecord files by number; may be read from several threads at once, and pickled.
 
     Attributes:
         fingerprint: a digest of the files' sizes and ends, where their indices are.
@@ -50,6 +50,9 @@ class ArrayRecords:
     def __len__(self) -> int:
         """Returns the number of records."""
         return len(self._source)
+
+    def __repr__(self) -> str:
+        return f"ArrayRecords({len(self)}, {self.fingerprint})"
 
     def __getitem__(self, number: int) -> bytes:
         """Returns the data of a record; raises an IndexError if there is no such record."""

@@ -10,7 +10,7 @@ It does not know what the files hold.
 import functools
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
@@ -37,8 +37,8 @@ class Files(Protocol):
             OSError: if there is no such file.
         """
 
-    def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Returns the bytes of each range; fewer than asked for where a file ends.
+    def read(self, ranges: Sequence[Range]) -> Iterable[bytes]:
+        """Returns the bytes of each range in turn; fewer than asked for where a file ends.
 
         Raises:
             OSError: if a file cannot be read.
@@ -54,14 +54,18 @@ class LocalFiles:
         self.paths = paths
         self._open = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFiles, (self.paths,)
+
     def stat(self, file: int) -> tuple[int, str]:
         """Returns the size of a file, and when it was written."""
         status = os.stat(self.paths[file])
         return status.st_size, str(status.st_mtime_ns)
 
-    def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Returns the bytes of each range."""
-        return [self._open(self.paths[file]).read(begin, end) for file, begin, end in ranges]
+    def read(self, ranges: Sequence[Range]) -> Iterator[bytes]:
+        """Yields the bytes of each range."""
+        for file, begin, end in ranges:
+            yield self._open(self.paths[file]).read(begin, end)
 
 
 class RemoteFiles:

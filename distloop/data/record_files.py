@@ -30,7 +30,7 @@ _MAX_LISTED = 3  # in a sentence
 
 
 class Records:
-    """The records of TFRecord shards by number; may be read from several threads at once.
+    """The records of TFRecord shards by number; may be read from several threads at once, and pickled.
 
     Attributes:
         shards: the files in the order of their records, with their sizes and digests.
@@ -49,6 +49,9 @@ class Records:
     def __len__(self) -> int:
         """Returns the number of records."""
         return self._firsts[-1]
+
+    def __repr__(self) -> str:
+        return f"Records({len(self)} of {len(self.shards)} files, {self.fingerprint.partition(':')[0]})"
 
     @property
     def num_skipped(self) -> int:
@@ -128,7 +131,8 @@ class Records:
     def _read(self, row: int, shard: int) -> tuple[int, bytes | None]:
         """Returns where a record of a shard begins, in bytes, and its data; None if that is corrupt."""
         begin, end = self._positions[row + shard : row + shard + 2].tolist()
-        return begin, self._checked(self._files.read([(shard, begin, end)])[0])
+        (record,) = self._files.read([(shard, begin, end)])
+        return begin, self._checked(record)
 
     def _checked(self, record: bytes) -> bytes | None:
         """Returns the data of a record that was read whole; None if the data does not fit its checksum."""

@@ -112,10 +112,12 @@ def _load(path: str, paths: Sequence[str]) -> Index | None:
         log.warning("The index %r cannot be read (%s): the headers of the shards are read again.", path, error)
         return None
     try:
-        first, head, rest = data.split(b"\n", 2)
-        assert first == b"%s %08x" % (_FORMAT, zlib.crc32(data[len(first) :]))
-        shards = tuple(Shard(name, *row) for name, row in zip(paths, json.loads(head), strict=True))
-        return Index(shards, np.frombuffer(rest, "<i8"))
+        first = data.index(b"\n")
+        assert data[:first] == b"%s %08x" % (_FORMAT, zlib.crc32(memoryview(data)[first:]))
+        second = data.index(b"\n", first + 1)
+        rows = json.loads(data[first:second])
+        shards = tuple(Shard(path, *row) for path, row in zip(paths, rows, strict=True))
+        return Index(shards, np.frombuffer(data, "<i8", offset=second + 1))
     except (ValueError, TypeError, AssertionError):
         log.warning("The index %r is damaged: the headers of the shards are read again.", path)
         return None
@@ -123,8 +125,9 @@ def _load(path: str, paths: Sequence[str]) -> Index | None:
 
 def _store(path: str, index: Index) -> None:
     """Writes an index whole or not at all; warns if that is not possible."""
-    head = json.dumps([shard[1:] for shard in index.shards]).encode()
-    data = b"\n".join((b"", head, index.positions.astype("<i8").tobytes()))
+    head = b"\n" + json.dumps([shard[1:] for shard in index.shards]).encode()
+    head += b" " * (-(len(_FORMAT) + 9 + len(head) + 1) % 8) + b"\n"  # so that the positions are aligned
+    data = head + index.positions.astype("<i8").tobytes()
     data = b"%s %08x" % (_FORMAT, zlib.crc32(data)) + data
     try:
         if is_url(path):
@@ -135,7 +138,7 @@ def _store(path: str, index: Index) -> None:
             file.write(data)
     except OSError as error:
         log.warning(
-            "The index cannot be kept beside the shards (%s), so each start reads their headers again: name a "
+            "The index %r cannot be written (%s), so each start reads the headers of the shards again: name a "
             "directory for it by open_records(..., index_dir=...).",
-            error,
+            *(path, error),
         )

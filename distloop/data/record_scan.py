@@ -119,7 +119,8 @@ def _scan_shard(
     """Returns one shard and where its records begin; calls `advance` with the bytes that are done."""
 
     def read(begin: int, end: int) -> bytes:
-        if len(data := files.read([(number, begin, end)])[0]) < end - begin:
+        (data,) = files.read([(number, begin, end)])
+        if len(data) < end - begin:
             raise ValueError(f"The shard {path!r} became shorter while it was read: wait until it is written.")
         return data
 

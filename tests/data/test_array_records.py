@@ -1,3 +1,4 @@
+import pickle
 import sys
 
 import numpy as np
@@ -23,6 +24,8 @@ def test_records_are_read_by_number_from_all_files(paths, tmp_path):
     records = distloop.open_records(tmp_path / "*.array_record")
     assert len(records) == 120 and records[-1] == b"19 of 20" and records[np.int64(100)] == b"0 of 20"
     assert records.__getitems__([101, 3, 3, -120]) == [b"1 of 20", b"3 of 100", b"3 of 100", b"0 of 100"]
+    copy = pickle.loads(pickle.dumps(records))
+    assert list(copy) == list(records) and repr(copy) == repr(records) == f"ArrayRecords(120, {records.fingerprint})"
     assert records.__getitems__([]) == [] and len(list(records)) == 120
     with pytest.raises(IndexError, match="Of 120 records"):
         records[120]

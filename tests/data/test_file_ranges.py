@@ -11,7 +11,7 @@ def test_ranges_of_many_files_are_read_and_end_where_the_file_does(tmp_path):
         with open(path, "w") as file:
             file.write(f"the text of {path[-1]}")
     files = open_files(paths)
-    assert files.read([(1, 0, 3), (0, 12, 13), (1, 4, 99), (0, 50, 60)]) == [b"the", b"a", b"text of b", b""]
+    assert list(files.read([(1, 0, 3), (0, 12, 13), (1, 4, 99), (0, 50, 60)])) == [b"the", b"a", b"text of b", b""]
     assert files.stat(0)[0] == 13
 
 
@@ -19,7 +19,7 @@ def test_a_read_that_the_system_cuts_short_is_continued(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"0123456789")
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, offset: pread(file, min(size, 3), offset))
-    assert LocalFiles([str(tmp_path / "a")]).read([(0, 1, 9), (0, 5, 20)]) == [b"12345678", b"56789"]
+    assert list(LocalFiles([str(tmp_path / "a")]).read([(0, 1, 9), (0, 5, 20)])) == [b"12345678", b"56789"]
 
 
 def test_patterns_are_sorted_and_lists_are_not(tmp_path, monkeypatch):
@@ -36,4 +36,4 @@ def test_patterns_are_sorted_and_lists_are_not(tmp_path, monkeypatch):
 
 def test_a_file_that_is_missing_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        LocalFiles([str(tmp_path / "a")]).read([(0, 0, 1)])
+        list(LocalFiles([str(tmp_path / "a")]).read([(0, 0, 1)]))

@@ -1,5 +1,7 @@
 import gzip
 import os
+import pickle
+import re
 import threading
 import zlib
 
@@ -53,6 +55,13 @@ def test_neighbours_are_read_at_once_up_to_some_megabytes(shards, monkeypatch):
     monkeypatch.setattr(record_files, "_READ_BYTES", 50)
     assert records.__getitems__(range(42)) == shards[2]
     assert reads[0] == 2 and reads[1] > 10
+
+
+def test_processes_may_get_the_records_as_a_pickle(shards):
+    records = distloop.open_records(shards[0])
+    copy = pickle.loads(pickle.dumps(records))
+    assert list(copy) == shards[2] and repr(copy) == repr(records)
+    assert re.fullmatch(r"Records\(42 of 2 files, [0-9a-f]{16}\)", repr(copy))
 
 
 def test_threads_share_few_open_files(tmp_path, monkeypatch):
