@@ -17,6 +17,7 @@ from distloop import versions
 # the launcher, starts at once.
 _MODULES = {
     "Action": "actions.action",
+    "ActivationHistograms": "actions.activations",
     "Audio": "monitoring.media",
     "BatchTest": "diagnostics.tuning",
     "Config": "config",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import Action as Action
     from distloop.actions.action import Report as Report
     from distloop.actions.action import StopTraining as StopTraining
+    from distloop.actions.activations import ActivationHistograms as ActivationHistograms
     from distloop.actions.evaluate import Evaluation as Evaluation
     from distloop.actions.exports import Export as Export
     from distloop.actions.keras_callback import from_callback as from_callback

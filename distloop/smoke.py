@@ -23,6 +23,7 @@ from distloop.comparison import relative_difference
 from distloop.config import Config
 from distloop.data.arrays import make_dataset
 from distloop.distributed import strategies
+from distloop.graph_functions import graph_function
 from distloop.trainer import Trainer
 from distloop.training.spec import ModelSpec
 from distloop.variables import named_variables, tensorflow_variable
@@ -87,7 +88,7 @@ def _reduction(config: Config) -> str:
         number = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, number * tf.ones([3]))
 
-    sums = strategy.experimental_local_results(tf.function(lambda: strategy.run(add), autograph=False)())
+    sums = strategy.experimental_local_results(graph_function(lambda: strategy.run(add))())
     count = strategy.num_replicas_in_sync
     for total in sums:
         _require(total.numpy().tolist() == [count * (count + 1) / 2] * 3, f"the replicas' numbers add up to {total}")

@@ -38,6 +38,7 @@ ORDER = [
         "durations",
         "variables",
         "errors",
+        "graph_functions",
         "log",
         "atomic_files",
         "comparison",

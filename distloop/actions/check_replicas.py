@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.distributed import workers
+from distloop.graph_functions import graph_function
 from distloop.variables import tensorflow_variable
 
 _INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
@@ -39,7 +40,7 @@ class CheckReplicas(Action):
         shared = {name: v for name, v in state.all_variables().items() if id(v) not in own}
         if self._checksums is None:  # traced once
             parts = [strategy.experimental_local_results(tensorflow_variable(v)) for v in shared.values()]
-            self._checksums = tf.function(lambda: [[checksum(p) for p in of] for of in parts], autograph=False)
+            self._checksums = graph_function(lambda: [[checksum(p) for p in of] for of in parts])
         local = [np.array([int(number) for number in of]) for of in self._checksums()]  # [L] each, L local replicas
         of_workers = workers.Workers(strategy).gather(dict(zip(shared, local, strict=True)))
         different = [name for name in shared if len({int(s) for of in of_workers for s in of[name]}) > 1]

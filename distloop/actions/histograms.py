@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
+from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, scaled
 from distloop.variables import tensorflow_variable
@@ -38,7 +39,7 @@ class WeightHistograms(Action):
         self._variables, self._paths = variables, paths
         self._packings: dict[str, Packing] = {}
         self._gradients: dict[str, list[tf.Variable]] = {}  # by update: packed segments, then their scale
-        self._read_all = tf.function(self._weights_and_gradients, autograph=False)  # faster than many small reads
+        self._read_all = graph_function(self._weights_and_gradients)  # faster than many small reads
         self._previous: dict[str, list[np.ndarray]] | None = None  # the weights at the last multiple of `every`
         if self._is_multiple(int(step)):
             self._previous = {update: [w.numpy() for w in weights] for update, weights in self._weights().items()}

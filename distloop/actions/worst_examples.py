@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from distloop.actions.summary import Summary
 from distloop.data.arrays import as_dataset
+from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Images, Media, Text
 from distloop.monitoring.records import show_number
 
@@ -82,7 +83,7 @@ def _compile_losses(loss_fn: Any) -> Any:
         weights = tf.reshape(weights, tf.concat([tf.shape(weights), missing], 0)) * tf.ones_like(values)
         return tf.math.divide_no_nan(tf.reduce_sum(values * weights, axes), tf.reduce_sum(weights, axes))
 
-    return tf.function(losses, autograph=False, reduce_retracing=True)
+    return graph_function(losses, reduce_retracing=True)
 
 
 def _row(batch: Any, i: int) -> list[tuple[str, np.ndarray]]:

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.data import shards
+from distloop.graph_functions import graph_function
 from distloop.training.prediction import check_outputs
 from distloop.training.predictor import DEFAULT_SIGNATURE
 
@@ -55,7 +56,7 @@ def make_signature(
                 raise ValueError(_same_name(name))
             flat_specs[name] = tf.TensorSpec(part.shape, part.dtype, name=name)
     # Not a concrete function: TensorFlow traces it again while saving, where several replicas' variables are one.
-    return tf.function(serve, autograph=False, input_signature=list(flat_specs.values()))
+    return graph_function(serve, input_signature=list(flat_specs.values()))
 
 
 def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
@@ -87,7 +88,7 @@ def specs_read(
     def trace(*flat: Any) -> Any:
         return predict_fn(tf.nest.pack_sequence_as(element_spec, flat))
 
-    graph = tf.function(trace, autograph=False).get_concrete_function(*specs.values()).graph
+    graph = graph_function(trace).get_concrete_function(*specs.values()).graph
     graph_inputs = iter(graph.inputs)
     read = {}
     for entry, spec in specs.items():

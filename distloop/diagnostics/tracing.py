@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from distloop.graph_functions import graph_function
 from distloop.training import unsaved_draws
 
 _HELD = 0.9  # a draw; Keras's dropout then drops nothing
@@ -126,4 +127,4 @@ def hold_draws(operations: Sequence[tf.Operation]) -> bool:
 
 def compiled(fn: Callable[..., Any], *arguments: Any) -> Any:
     """Returns a concrete function for the given arguments."""
-    return tf.function(fn, autograph=False).get_concrete_function(*arguments)
+    return graph_function(fn).get_concrete_function(*arguments)

@@ -20,6 +20,7 @@ from distloop.distributed import payloads, tensorflow_internals
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import GATHERING
 from distloop.distributed.preemption import Interrupted, StopRequests
+from distloop.graph_functions import graph_function
 
 _HEARTBEAT = "_distloop_heartbeat"  # the attribute of a strategy that holds its heartbeat
 _MIN_WORDS, _MAX_WORDS = 32, 2**17  # of 8 bytes, that workers exchange in one collective
@@ -225,7 +226,7 @@ def _gather_function(strategy: tf.distribute.Strategy, shape: tuple[int, ...], d
     def gather_values(values: tf.Tensor) -> tf.Tensor:
         return sum_over_workers(strategy, tf.where(is_this_one, values, tf.zeros_like(values)))  # [W, ...]
 
-    return tf.function(gather_values, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
+    return graph_function(gather_values).get_concrete_function(tf.TensorSpec(shape, dtype))
 
 
 def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:

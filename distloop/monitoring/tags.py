@@ -26,6 +26,10 @@ GROUPS = {
         "update_norm": "How far the weights moved since the last histograms: the norm of the difference.",
         "update_ratio": "`update_norm` divided by `weight_norm`.",
     },
+    "per_layer": {
+        "activation_mean": "The mean of a layer's outputs, over the examples of `distloop.ActivationHistograms`.",
+        "activation_deviation": "The standard deviation of a layer's outputs over those examples.",
+    },
     "speed": {
         "steps_per_sec": "Training steps a second, without evaluations, checkpoints and logging.",
         "examples_per_sec": "Training examples a second, of all replicas together.",
@@ -56,6 +60,7 @@ _MEDIA_GROUPS = {
     "keras": "The layers of the model.",
     "run": "Written when the run starts.",
     "weights": "The values of a variable.",
+    "activations": "At most 131,072 outputs of a layer, for the examples of `distloop.ActivationHistograms`.",
     "gradients": "The gradient of a variable in one step, after clipping.",
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from distloop.graph_functions import graph_function
 from distloop.variables import tensorflow_variable
 
 
@@ -32,7 +33,7 @@ class MovingAverage(tf.Module):
                 self._averaged[id(variable)] = tf.Variable(tf.convert_to_tensor(variable), trainable=False)
         self._variables = list(variables)
 
-        @tf.function(autograph=False)
+        @graph_function
         def swap() -> None:
             for variable in self._variables:
                 average = self._averaged[id(variable)]

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from distloop.distributed import gathering
 from distloop.errors import user_line
+from distloop.graph_functions import graph_function
 from distloop.training.metrics import Weighted
 
 NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
@@ -74,7 +75,7 @@ def traced_apart(loss_fn: Callable[..., Any], rows: Any, training: bool) -> Any:
             returned.append(loss_fn(batch, training))
 
     def run() -> Any:
-        return tf.function(trace, autograph=False).get_concrete_function(specs)
+        return graph_function(trace).get_concrete_function(specs)
 
     with ThreadPoolExecutor(1) as thread:
         try:

@@ -17,6 +17,7 @@ from distloop.data.shards import Layout
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
+from distloop.graph_functions import graph_function
 from distloop.training import diagnosis, metrics, unsaved_draws
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -263,9 +264,7 @@ def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "functi
         traces.add(arguments)
         return fn(*arguments)
 
-    function = tf.function(traced, autograph=False)
-    function._omit_frequent_tracing_warning = True  # a trace for each kind of data: users could not avoid it
-    return function
+    return graph_function(traced)
 
 
 def _limits(count: int, log_every: int, deadline: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
 from distloop.distributed import workers
+from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import metrics, nonfinite, variable_writes
@@ -195,7 +196,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
     def write(values: Any) -> None:
         strategy.run(functools.partial(variable_writes.assign, changed), args=(values,))
 
-    read, write = (tf.function(fn, autograph=False) for fn in (read, write))
+    read, write = (graph_function(fn) for fn in (read, write))
     first = read()
     try:
         for update in train_step.updates:
@@ -206,7 +207,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
                 if len(seen_by):
                     return origin or f"worker {seen_by[0]} tells where they came from"
             write(before)
-            tf.function(functools.partial(train_step.advance, update, batch, layout), autograph=False)()
+            graph_function(functools.partial(train_step.advance, update, batch, layout))()
     finally:
         write(first)
     looks = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
@@ -229,7 +230,7 @@ def _find_origin(
         segments, tallies, *_ = update.compute(rows, row_weights, update.loss_factor(examples))
         return segments, tallies
 
-    @tf.function(autograph=False)
+    @graph_function
     def check(batch: Batch) -> tf.Tensor:
         per_replica = strategy.run(compute, args=(batch, train_step.count_examples(batch, layout)))
         results[:] = [t for part in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(part)]

@@ -21,6 +21,7 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error
+from distloop.graph_functions import graph_function
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
@@ -163,7 +164,7 @@ class EvalLoop:
         if self._eager:
             trace(source.first_rows())
         else:
-            tf.function(trace, autograph=False).get_concrete_function(source.info.element_spec)
+            graph_function(trace).get_concrete_function(source.info.element_spec)
         self._step.keras_metrics.build(fed, eager=self._eager)
 
     def evaluate(self, source: Source, limit: int = 0, stop_requests: StopRequests | None = None) -> dict[str, float]:

@@ -20,6 +20,7 @@ from distloop.data import shards
 from distloop.data.shards import Batch, Layout
 from distloop.distributed.devices import HOST
 from distloop.errors import explaining_merge_call
+from distloop.graph_functions import graph_function
 from distloop.optimizers.gradients import Packing
 from distloop.training import metrics, variable_writes
 from distloop.training.differentiation import Differentiation, divisor_of
@@ -178,7 +179,7 @@ class ForwardBackward:
         if self._jit_compile:
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
-            compute = tf.function(compute, autograph=False, jit_compile=True)
+            compute = graph_function(compute, jit_compile=True)
 
         def microbatch(index: tf.Tensor | int) -> Any:
             rows, row_weights = shards.take_shard(batch, layout, self._microbatches, index)

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
+from distloop.graph_functions import graph_function
 from distloop.variables import tensorflow_variable
 
 Arguments = Mapping[str, Any]  # name of a metric -> the arguments for its `update_state`
@@ -47,8 +48,8 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         self._metrics = dict(metrics)
         self._strategy = strategy
         self._restored: Mapping[str, tf.Tensor] | None = None  # until the metrics are built
-        self._reset_gathered = tf.function(lambda: strategy.run(self._reset_on_replica), autograph=False)
-        self._gather_sums = tf.function(lambda: strategy.run(self._gather_on_replica), autograph=False)
+        self._reset_gathered = graph_function(lambda: strategy.run(self._reset_on_replica))
+        self._gather_sums = graph_function(lambda: strategy.run(self._gather_on_replica))
         self.gathered = [name for name, metric in self._metrics.items() if not _is_sum(metric)]
         self.row_specs: dict[str, list[tf.TensorSpec]] = {}
         self.is_built = not self.gathered and all(map(_is_built, self._metrics.values()))
@@ -218,7 +219,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
                 update(*rows.tensors)
                 writes: list[tf.Operation] = []
             else:
-                traced = tf.function(update, autograph=False)
+                traced = graph_function(update)
                 graph = traced.get_concrete_function(*[_spec_of(tensor) for tensor in rows.tensors]).graph
                 writes = [op for op in graph.get_operations() if op.type.startswith(("Assign", "ResourceScatter"))]
         if writes or not metric.variables:

@@ -23,6 +23,7 @@ from distloop import flags
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
+from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.monitoring import flops, records
 from distloop.monitoring.console import show_parts, show_split
@@ -229,7 +230,7 @@ def trace_forward(
                 update.loss_fn(batch, False)
 
     try:
-        traced = tf.function(forward, autograph=False).get_concrete_function(_named(element_spec, batch_size))
+        traced = graph_function(forward).get_concrete_function(_named(element_spec, batch_size))
         graph: tf.Graph = traced.graph
         return graph
     except Exception as error:  # a model that cannot be traced here may still train

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from distloop.graph_functions import graph_function
+
 # Offset between the keys of the random streams of two replicas; a prime, so that few streams meet.
 SEED_STRIDE = 1_000_003
 
@@ -50,9 +52,9 @@ class RandomStreams:
                 variable.assign(value)
 
         if self.seeds and strategy.num_replicas_in_sync > 1:
-            tf.function(lambda: strategy.run(separate), autograph=False)()
-        self._read = tf.function(lambda: strategy.run(read), autograph=False)
-        self._write = tf.function(lambda values: strategy.run(write, args=(values,)), autograph=False)
+            graph_function(lambda: strategy.run(separate))()
+        self._read = graph_function(lambda: strategy.run(read))
+        self._write = graph_function(lambda values: strategy.run(write, args=(values,)))
 
     def read(self) -> Any:
         """Returns the states, a value per replica."""

@@ -1,0 +1,156 @@
+"""`ActivationHistograms`: the action that shows what the layers of a Keras model compute: histogram, mean, deviation.
+
+    with recorded_outputs(model) as outputs:        # in a graph that is being traced
+        loss_fn(batch, False)
+    outputs                                         # {"net/hidden": Tensor, "net/relu": Tensor}
+
+It changes no variable: a run with it and one without it end bit for bit alike.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from distloop.actions.action import Action, Report
+from distloop.data.arrays import as_dataset
+from distloop.graph_functions import graph_function
+from distloop.monitoring.media import Histogram, Media
+from distloop.variables import top_layers
+
+_MOST_VALUES = 2**17  # of a layer, in its histogram
+
+
+class ActivationHistograms(Action):
+    """Shows the outputs of each layer for some examples: their histogram, mean and standard deviation.
+
+        trainer.fit(train, actions=[distloop.ActivationHistograms(test, every=500)])
+
+    The examples are the same each time, so a change is the model's. Layers compute as in an evaluation, with the
+    weights that train. Of a layer with parts, such as a block, the parts are shown; of a recurrent layer the whole.
+    """
+
+    def __init__(self, dataset: Any, *, every: int | str = 0, rows: int = 64, layers: str = ""):
+        """Stores the dataset.
+
+        Args:
+            dataset: a `tf.data.Dataset` of batches, or NumPy arrays; every worker reads the first batch.
+            every: how often, a duration; 0: at the end only.
+            rows: the number of examples, from the first of that batch.
+            layers: a regular expression; only layers in whose path it is found are shown.
+
+        Raises:
+            ValueError: if the data is something else.
+        """
+        self.every = every
+        self._rows = rows
+        self._pattern = re.compile(layers)
+        self._batches = as_dataset(dataset, rows)
+        if not isinstance(self._batches, tf.data.Dataset):
+            raise ValueError(
+                f"ActivationHistograms was given {type(dataset).__name__} as its data; it takes a tf.data.Dataset of "
+                "batches, or NumPy arrays: make one of them."
+            )
+        self._batch: Any = None
+        self._model: Any = None
+        self._measure: Any = None  # compiled, for the model of the last call
+
+    def __call__(self, report: Report) -> dict[str, float | Media]:
+        """Returns `<layer>/activation_mean`, `<layer>/activation_deviation`, and as `activations/<layer>` a histogram.
+
+        Raises:
+            ValueError: if no layer was seen.
+        """
+        state = report.state
+        if self._batch is None:
+            self._batch = tf.nest.map_structure(lambda t: t[: self._rows], next(iter(self._batches)))
+        if self._model is not state.model:
+            self._model, self._measure = state.model, graph_function(functools.partial(self._trace, state))
+        with state.random_streams.preserved():
+            measured = self._measure(self._batch)
+        if not measured:
+            raise ValueError(
+                f"ActivationHistograms(layers={self._pattern.pattern!r}) saw no such layer of Keras compute in loss_fn"
+                ": give another pattern, or leave the action out."
+            )
+        result: dict[str, float | Media] = {}
+        for path, (mean, deviation, values) in measured.items():
+            result[f"{path}/activation_mean"] = float(mean)
+            result[f"{path}/activation_deviation"] = float(deviation)
+            result[f"activations/{path}"] = Histogram(values.numpy())
+        return result
+
+    def _trace(self, state: Any, batch: Any) -> dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
+        """Returns mean, deviation and values of each layer's outputs, by its path."""
+        with recorded_outputs(state.model) as outputs:
+            for update in state.spec.updates:
+                update.loss_fn(batch, False)
+        return {path: _measure(output) for path, output in outputs.items() if self._pattern.search(path)}
+
+
+@contextlib.contextmanager
+def recorded_outputs(model: Any) -> Iterator[dict[str, tf.Tensor]]:
+    """Records what the layers of a model compute in the block, which is traced into one graph.
+
+    Args:
+        model: as for `named_variables`.
+
+    Yields:
+        A dict that the block fills: the floating-point outputs of layers without parts, by the layer's path; a layer's
+        second output or call has `#2` behind it. What is computed in a loop of TensorFlow is left out.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    outputs: dict[str, tf.Tensor] = {}
+
+    def recording(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            num_before = len(outputs)
+            result = call(*arguments, **options)
+            if len(outputs) > num_before:  # those of its parts
+                return result
+            passed_on = {id(value) for value in tf.nest.flatten([arguments, options])}  # as by a dropout
+            for output in tf.nest.flatten(result):
+                is_computed = isinstance(output, tf.Tensor) and id(output) not in passed_on and output.graph is graph
+                if is_computed and output.dtype.is_floating:
+                    path, count = layer.path or layer.name, 1
+                    while (name := path if count == 1 else f"{path}#{count}") in outputs:
+                        count += 1
+                    outputs[name] = output
+            return result
+
+        return recorded
+
+    with contextlib.ExitStack() as stack:
+        for layer in _watched_layers(model):
+            stack.callback(_set_call, layer, vars(layer).get("call"))
+            _set_call(layer, recording(layer, layer.call))
+        yield outputs
+
+
+def _watched_layers(model: Any) -> list[Any]:
+    """Returns all layers of a model, each once, without the cells of recurrent layers, which compute in loops."""
+    layers = {id(part): part for top in top_layers(model) for part in top._flatten_layers()}
+    recurrent = [layer for layer in layers.values() if isinstance(layer, keras.layers.RNN)]
+    cells = {id(part) for layer in recurrent for part in layer._flatten_layers(include_self=False)}
+    return [layer for layer in layers.values() if id(layer) not in cells]
+
+
+def _set_call(layer: Any, call: Callable[..., Any] | None) -> None:
+    """Has Keras call this function as the layer's `call`; None: the one of its class."""
+    if call is None:
+        vars(layer).pop("call", None)
+    else:
+        vars(layer)["call"] = call  # not by setattr, which Keras watches
+
+
+def _measure(output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns mean and standard deviation of a tensor's values, and evenly spaced ones of them."""
+    values = tf.reshape(tf.cast(output, tf.float32), [-1])
+    mean, variance = tf.nn.moments(values, [0])
+    spacing = tf.maximum((tf.size(values) + _MOST_VALUES - 1) // _MOST_VALUES, 1)
+    return mean, tf.sqrt(variance), values[::spacing]
