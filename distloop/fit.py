@@ -35,9 +35,11 @@ from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
+from distloop.distributed.strategies import has_gpus
 from distloop.durations import Units
 from distloop.keras_models.fit_arguments import FitData
-from distloop.monitoring import notebook
+from distloop.log import log
+from distloop.monitoring import notebook, run_starts
 from distloop.monitoring.console import Console, say
 from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
 from distloop.monitoring.history import History, Recorder
@@ -272,7 +274,7 @@ class Fit:
         workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:
-                os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
+                _begin_in(workdir, self.state)
                 writers.append(SummaryWriter(workdir, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
                 path, is_open = os.path.join(workdir, "metrics.jsonl"), self._loop.open_boundary is not None
@@ -330,6 +332,17 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
 
 def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
     return {metric for action in actions if (metric := member(action, "metric_to_restore"))}
+
+
+def _begin_in(workdir: str, state: TrainState) -> None:
+    """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
+    os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
+    devices = len(state.placement.devices) or state.strategy.num_replicas_in_sync
+    kind = "GPU" if has_gpus(state.strategy) else "CPU"
+    try:
+        run_starts.note_start(workdir, step=int(state.step), devices=devices, kind=kind)
+    except OSError as error:
+        log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)
 
 
 def make_train_loop(state: TrainState, config: Config) -> TrainLoop:

@@ -7,7 +7,8 @@
     python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
 
 It shows for each run the status, steps, training time (without tracing,
-evaluations, saves and pauses) and speed; for each metric the last value, the
+evaluations, saves and pauses), speed, and the hours that devices were held
+over all starts (with tracing, evaluations and saves); for each metric the last value, the
 best and its step, the least and largest, and a curve; incidents; settings that
 differ.
 
@@ -129,7 +130,7 @@ def _write_csv(runs: Sequence[Run], path: str) -> None:
 
 
 def _runs(runs: Sequence[Run]) -> _Table:
-    header = ["run", "status", "step", "training", "steps/s", "examples/s", "silent"]
+    header = ["run", "status", "step", "training", "steps/s", "examples/s", "device-hours", "silent"]
     rows = [
         [
             run.name,
@@ -138,6 +139,7 @@ def _runs(runs: Sequence[Run]) -> _Table:
             _show_secs(run.training_secs),
             _show_known(run.steps_per_sec),
             _show_known(run.examples_per_sec),
+            _show_known(run.device_hours),
             "-" if run.status in ("complete", "stopped") else _show_secs(run.silent_secs),
         ]
         for run in runs
@@ -289,6 +291,8 @@ def _as_json(runs: Sequence[Run]) -> dict[str, Any]:
             "silent_secs": run.silent_secs,
             "steps_per_sec": known(run.steps_per_sec),
             "examples_per_sec": known(run.examples_per_sec),
+            "device_hours": known(run.device_hours),
+            "starts": run.starts,
             "metrics": {name: of_metric(series) for name, series in run.series.items()},
             "incidents": run.incidents,
             "settings": run.settings,

@@ -69,7 +69,8 @@ WITHOUT_TENSORFLOW = {
 }
 WITHOUT_TENSORFLOW |= {"actions.schedule"}
 WITHOUT_TENSORFLOW |= {
-    f"monitoring.{name}" for name in ("records", "run_files", "run_lock", "console", "curves", "timing", "deliveries")
+    f"monitoring.{name}"
+    for name in ("records", "run_files", "run_starts", "run_lock", "console", "curves", "timing", "deliveries")
 }
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"

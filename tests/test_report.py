@@ -15,6 +15,7 @@ import pytest
 
 from distloop import report
 from distloop.monitoring import run_files
+from distloop.monitoring.records import append_row, read_metrics
 from tests.problems import write_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -75,9 +76,20 @@ def test_a_pipe_gets_one_line_per_run(sweep, capsys):
     assert report.main([str(sweep)]) == 0
     first, second = table(capsys.readouterr().out.splitlines(), "run")
     assert float(second.pop("silent").replace(":", "")) == pytest.approx(10000, abs=100)  # 1:00:00
-    common = {"steps/s": "50", "examples/s": "3200"}
+    common = {"steps/s": "50", "examples/s": "3200", "device-hours": "-"}
     assert first == {"run": "a", "status": "complete", "step": "300/300", "training": "6.0s", "silent": "-", **common}
     assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "4.0s", **common}
+
+
+def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_without_pauses(tmp_path, capsys):
+    path = write_run(tmp_path / "a", [{"step": 100, "loss": 1.0}, {"step": 200, "loss": 1.0}], age_secs=0)
+    (row,) = (row for row in read_metrics(path) if row["step"] == 100)
+    starts = [(row["time"] - 7200, 4, None), (row["time"] - 5400, 4, row["time"] - 6300), (row["time"], 2, None)]
+    for time, devices, last in starts:
+        append_row(str(path / "starts.jsonl"), {"step": 0, "time": time, "devices": devices, "last_row_time": last})
+    report.main([str(tmp_path), "--json"])
+    (only,) = json.loads(capsys.readouterr().out)["runs"]
+    assert only["device_hours"] == pytest.approx(4 * 900 / 3600 + 2 / 3600) and len(only["starts"]) == 3
 
 
 def test_a_pipe_gets_one_line_per_metric_and_run_the_best_first(sweep, capsys):

@@ -126,6 +126,12 @@ def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
     return [row for row in reversed(rows) if row["step"] <= until]
 
 
+def last_row(path: str) -> dict[str, Any] | None:
+    """Returns the last row of a file; None if there is none."""
+    lines = _lines_from_end(path) if os.path.isfile(path) else iter(())
+    return next((row for row in map(parse_row, lines) if row is not None), None)
+
+
 def _drop_rows(path: str, after: int) -> None:
     """Cuts off the rows after a step, and an incomplete one, at the end of a file; reads no more than its end."""
     size = end = os.path.getsize(path)

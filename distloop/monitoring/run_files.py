@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distloop.monitoring import records
+from distloop.monitoring import records, run_starts
 
 # A run counts as running if its last row is at most this old,
 _FRESH_SECS = 60
@@ -92,6 +92,7 @@ class Run:
         until: the step at which it ends; None: unknown.
         stop_reason: why an action ended it early; None: no action did.
         silent_secs: age of the last row.
+        starts: the rows of `starts.jsonl`.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Run:
     until: int | None
     stop_reason: str | None
     silent_secs: float
+    starts: list[dict[str, Any]]
 
     @property
     def step(self) -> int:
@@ -152,6 +154,11 @@ class Run:
         """The time from the first step to the last row, with pauses; None: unknown."""
         times = self._times
         return times[-1] - times[0] + self._windows[0][1] if self._windows else None
+
+    @property
+    def device_hours(self) -> float | None:
+        """The hours that devices were held by all starts together, up to the last row; None: unknown."""
+        return run_starts.device_hours(self.starts, self._times[-1] if self.rows else math.nan)
 
     @property
     def steps_per_sec(self) -> float | None:
@@ -269,7 +276,8 @@ def _load(path: str, name: str) -> Run:
     elif until is None and (saved.get("until") or 0) > step:  # a run given by `epochs`
         until = saved["until"]
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(os.path.join(path, "metrics.jsonl"))
-    return Run(name, path, rows, incidents, settings, until, reason, max(0.0, time.time() - since))
+    silent_secs = max(0.0, time.time() - since)
+    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, run_starts.read_starts(path))
 
 
 def _read_end(directory: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _TAKEN = frozenset(
         "flags.txt",
         "metrics.jsonl",
         "incidents.jsonl",
+        "starts.jsonl",
         "writers.json",
     ]
 )

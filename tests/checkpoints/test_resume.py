@@ -13,6 +13,7 @@ import distloop
 from distloop.checkpoints import store
 from distloop.monitoring import run_lock
 from distloop.monitoring.run_lock import RunLock
+from distloop.monitoring.run_starts import read_starts
 from tests.problems import assert_equal, classification, classifier, everything, on, weights
 
 
@@ -37,6 +38,8 @@ def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp
     further = make_trainer(tmp_path)
     further.fit(data(), steps=8)
     assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
+    replicas = first.strategy.num_replicas_in_sync
+    assert [(start["step"], start["devices"]) for start in read_starts(tmp_path)] == [(0, replicas), (6, replicas)]
 
 
 @pytest.mark.slow
