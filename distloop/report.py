@@ -5,12 +5,18 @@
     python -m distloop.report runs --json           # for programs
     python -m distloop.report runs --png=runs.png   # curves, with matplotlib
     python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
+    python -m distloop.report runs --prune          # removes what no run needs
 
 It shows for each run the status, steps, training time (without tracing,
 evaluations, saves and pauses), speed, and the hours that devices were held
 over all starts (with tracing, evaluations and saves); for each metric the last value, the
 best and its step, the least and largest, and a curve; incidents; settings that
 differ.
+
+`--prune` lists, with sizes, and removes after a question: checkpoints that are
+neither the newest nor the best, those that the run went back from, and exports
+numbered by step but for the last. Rows, settings and TensorBoard's files stay;
+a run that is training is left as it is.
 
 Whether smaller or larger is better follows from a metric's name: smaller for
 `loss`, `error`, `mae`, `perplexity` and similar names, larger for `accuracy`,
@@ -24,6 +30,7 @@ columns.
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import json
@@ -44,6 +51,7 @@ from distloop.monitoring import run_files
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_number
 from distloop.monitoring.run_files import Run, Series
+from distloop.monitoring.run_lock import RunLock
 
 _LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of text, aligned to the left
 _STYLES = {
@@ -70,15 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        runs = run_files.load_all(options.workdirs, lambda why: print(f"distloop.report: {why}", file=sys.stderr))
+        runs = run_files.load_all(options.workdirs, _complain)
+        if options.prune:
+            return _prune(runs, options.keep, is_agreed=options.yes)
         if options.png:
             draw_picture(runs, options.png)
-            print(f"distloop.report: the curves are in {options.png}", file=sys.stderr)
+            _complain(f"the curves are in {options.png}")
         if options.csv:
             _write_csv(runs, options.csv)
-            print(f"distloop.report: the rows are in {options.csv}", file=sys.stderr)
+            _complain(f"the rows are in {options.csv}")
     except ValueError as error:
-        print(f"distloop.report: {error}", file=sys.stderr)
+        _complain(str(error))
         return 2
     if options.json:
         print(json.dumps(_without_nan(_as_json(runs)), indent=2, allow_nan=False))
@@ -108,7 +118,79 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--csv", metavar="PATH", help="also write the rows of metrics.jsonl as a table, a column a name"
     )
-    return parser.parse_args(arguments)
+    parser.add_argument("--prune", action="store_true", help="remove what the runs do not need; lists it, and asks")
+    parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
+    parser.add_argument("--yes", action="store_true", help="with --prune: do not ask")
+    options = parser.parse_args(arguments)
+    if options.keep < 1:
+        parser.error(f"--keep={options.keep} was given; the newest checkpoint always stays: give 1 or more")
+    return options
+
+
+def _complain(sentence: str) -> None:
+    """Prints a sentence apart from the tables."""
+    print(f"distloop.report: {sentence}", file=sys.stderr)
+
+
+def _prune(runs: Sequence[Run], keep: int, *, is_agreed: bool) -> int:
+    """Removes what runs do not need, once somebody has agreed; returns the exit code: 2 if a run is left as it is.
+
+    Args:
+        runs: those that train are left as they are.
+        keep: as for `prune.find`.
+        is_agreed: whether to remove it without a question.
+
+    Raises:
+        ValueError: if something cannot be removed.
+    """
+    from distloop.checkpoints import prune  # imports TensorFlow
+
+    superfluous: dict[RunLock, list[prune.Superfluous]] = {}
+    is_any_left = False
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            try:
+                lock = locks.enter_context(RunLock(run.path))
+                superfluous[lock] = prune.find(run.path, keep)
+            except (ValueError, OSError) as error:
+                _complain(f"{run.name} is left as it is: {error}")
+                is_any_left = True
+        listed = list(itertools.chain(*superfluous.values()))
+        root = os.path.commonpath([os.path.dirname(os.path.abspath(run.path)) for run in runs])
+        what = f"{len(listed)} path{'s' * (len(listed) != 1)}, {_show_bytes(sum(item.num_bytes for item in listed))}"
+        if listed:
+            rows = [[os.path.relpath(item.path, root), _show_bytes(item.num_bytes), item.why] for item in listed]
+            _print(_Table("", ["path", "size", "why"], rows))
+        if not listed:
+            print("There is nothing to remove.")
+        elif not is_agreed and not sys.stdin.isatty():
+            print(f"Nothing was removed: give --yes to remove {what}.")
+        elif is_agreed or _agrees(f"Remove {what}? [y/N] "):
+            try:
+                for lock, items in superfluous.items():
+                    prune.remove(items, lock.verify)
+            except OSError as error:
+                raise ValueError(f"{error.filename!r} cannot be removed ({error.strerror}).") from error
+            print(f"Removed {what}.")
+        else:
+            print("Nothing was removed.")
+    return 2 if is_any_left else 0
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return False
+
+
+def _show_bytes(count: float) -> str:
+    """Returns a number of bytes with its unit, such as `1.2 GB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
 
 
 def _write_csv(runs: Sequence[Run], path: str) -> None:

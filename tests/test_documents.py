@@ -23,7 +23,20 @@ BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "hosts"}
-OTHERS = LAUNCHER | {"help", "json", "png", "csv", "workloads", "replicas", "logdir", "flagfile", "config"}
+OTHERS = LAUNCHER | {
+    "help",
+    "json",
+    "png",
+    "csv",
+    "prune",
+    "keep",
+    "yes",
+    "workloads",
+    "replicas",
+    "logdir",
+    "flagfile",
+    "config",
+}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -275,24 +275,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Deletes all but the newest whole checkpoints and the best, and those of which the run diverged."""
-        best = {step for steps in self.best_steps.values() for step in steps}
-        num_whole = 0
-        for step in reversed(self.steps):
-            if num_whole == self._keep:
-                if step not in best:
-                    delete(self._path(step), verify=self._verify)
-            elif self._is_whole(step):
-                num_whole += 1
-        for name in os.listdir(self.directory):
-            if re.fullmatch(rf"({_STEP.pattern})\.{_DIVERGED}(-\d+)?", name):
-                delete(self._path(name), verify=self._verify)
-
-    def _is_whole(self, step: int) -> bool:
-        """Returns whether a checkpoint has its files; the bytes of the values are not read."""
-        try:
-            return bool(patiently(lambda: read_manifest(self._path(step)), self._path(step))["step"] == step)
-        except DamagedError:
-            return False
+        for path in itertools.chain(superfluous(self, self._keep), set_aside(self.directory, _DIVERGED)):
+            delete(path, verify=self._verify)
 
 
 def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
@@ -304,6 +288,50 @@ def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
         settings: as for `Checkpoints`.
     """
     return Checkpoints(os.path.join(workdir, "checkpoints"), keep, **settings)
+
+
+def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
+    """Yields the paths of all checkpoints but the newest whole ones, damaged later ones, and the best.
+
+    Args:
+        checkpoints: of a run.
+        keep: the number of newest ones.
+
+    Raises:
+        OSError: if the directory or a manifest cannot be read.
+    """
+    best = {step for steps in checkpoints.best_steps.values() for step in steps}
+    num_whole = 0
+    for step in reversed(checkpoints.steps):
+        path = os.path.join(checkpoints.directory, str(step))
+        if num_whole == keep:
+            if step not in best:
+                yield path
+        elif _is_whole(path, step):
+            num_whole += 1
+
+
+def set_aside(directory: str, *ends: str) -> list[str]:
+    """Returns the paths of checkpoints that were renamed, as the run has gone back to an earlier one.
+
+    Args:
+        directory: of the checkpoints; may be missing.
+        ends: of their names; none given: all of them.
+
+    Raises:
+        OSError: if the directory cannot be read.
+    """
+    pattern = rf"({_STEP.pattern})\.({'|'.join(ends or (_ABANDONED, _DIVERGED))})(-\d+)?"
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    return [os.path.join(directory, name) for name in names if re.fullmatch(pattern, name)]
+
+
+def _is_whole(path: str, step: int) -> bool:
+    """Returns whether a checkpoint has its files; the bytes of the values are not read."""
+    try:
+        return bool(patiently(lambda: read_manifest(path), path)["step"] == step)
+    except DamagedError:
+        return False
 
 
 def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:

@@ -1,0 +1,95 @@
+"""Prune: finds what a run that has ended, or stopped, has no more use for, and removes it.
+
+    with RunLock("run") as lock:
+        found = find("run", keep=1)             # [Superfluous(path, why, size), ...]
+        remove(found, lock.verify)
+
+Rows, event files, settings, the newest checkpoint and the best ones stay. `distloop.report --prune` asks before.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from distloop import atomic_files
+from distloop.checkpoints import store
+
+
+class Superfluous(NamedTuple):
+    """A file or directory of a run that nothing needs.
+
+    Attributes:
+        path: where it is.
+        why: why nothing needs it.
+        num_bytes: its size, with all that is in it.
+    """
+
+    path: str
+    why: str
+    num_bytes: int
+
+
+def find(workdir: str, keep: int = 1) -> list[Superfluous]:
+    """Returns what a run has no use for; call it under the run's lock.
+
+    Args:
+        workdir: of the run.
+        keep: how many of the newest checkpoints, and of the last exports of a directory, to keep, 1 or more.
+
+    Raises:
+        OSError: if something cannot be read.
+    """
+    checkpoints = store.in_workdir(workdir)
+    unfinished = (leftover.path for leftover in atomic_files.leftovers(checkpoints.directory) if not leftover.is_old)
+    reasons: list[tuple[str, Iterable[str]]] = [
+        ("older than the newest, and not the best", store.superfluous(checkpoints, keep)),
+        ("later than the one that the run went on from", store.set_aside(checkpoints.directory)),
+        ("not finished by a process that was killed", unfinished),
+        ("an older export", _older_exports(workdir, keep)),
+    ]
+    return [Superfluous(path, why, _size(path)) for why, paths in reasons for path in sorted(paths, key=_by_number)]
+
+
+def remove(found: Iterable[Superfluous], verify: Callable[[], None]) -> None:
+    """Removes what was found, each in one step as seen by others.
+
+    Args:
+        found: from `find`.
+        verify: called before each removal; raises if this process may no longer write.
+
+    Raises:
+        OSError: if something cannot be removed.
+    """
+    for superfluous in found:
+        if os.path.isdir(superfluous.path):
+            atomic_files.delete(superfluous.path, verify=verify)
+        else:
+            verify()
+            os.remove(superfluous.path)
+
+
+def _older_exports(workdir: str, keep: int) -> Iterator[str]:
+    """Yields the exports that are numbered by step, as `distloop.Export` numbers them, without the last ones."""
+    for entry in os.scandir(workdir):
+        if not entry.is_dir(follow_symlinks=False) or entry.name == "checkpoints":
+            continue
+        by_kind: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        for export in os.scandir(entry.path):
+            match = re.fullmatch(r"(0|[1-9]\d*)(|\.keras|\.tflite|\.npz)", export.name)
+            if match and (match[2] or os.path.isfile(os.path.join(export.path, "saved_model.pb"))):
+                by_kind[match[2]][int(match[1])] = export.path
+        for paths in by_kind.values():
+            yield from (paths[step] for step in sorted(paths)[:-keep])
+
+
+def _size(path: str) -> int:
+    """Returns the bytes of a file, or of all files in a directory."""
+    if not os.path.isdir(path):
+        return os.lstat(path).st_size
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
+
+
+def _by_number(path: str) -> list[int | str]:
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", path))]
