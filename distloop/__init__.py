@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from distloop import versions
+from distloop import tensorflow_import, versions
 
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
@@ -73,6 +73,8 @@ versions.require_supported()
 # TensorFlow reads this when it is imported: of its own log lines, errors remain. Without a driver for GPUs it reports
 # missing libraries as errors, so none remain; what fails raises an error in Python all the same.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if os.path.exists("/proc/driver/nvidia/version") else "3")
+if os.environ["TF_CPP_MIN_LOG_LEVEL"] in ("2", "3"):
+    tensorflow_import.hold_back_known_lines()
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
     from distloop.actions.action import Action as Action

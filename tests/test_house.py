@@ -40,6 +40,7 @@ ORDER = [
         "errors",
         "graph_functions",
         "log",
+        "tensorflow_import",
         "atomic_files",
         "comparison",
         "versions",
@@ -64,6 +65,7 @@ WITHOUT_TENSORFLOW = {
     "flags",
     "durations",
     "log",
+    "tensorflow_import",
     "atomic_files",
     "versions",
 }
