@@ -83,7 +83,7 @@ class Trainer:
         check_model_fn(model_fn)
         devices.prepare_process(config)
         self.strategy = strategies.make_strategy(config) if strategy is None else strategies.check_strategy(strategy)
-        strategies.refuse_eager(self.strategy, config.eager)
+        strategies.prepare_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
         is_scaled = loss_scale.needs_loss_scale(config.precision)

@@ -8,6 +8,7 @@ The only module that names a strategy class. It does not know what runs on the d
 """
 
 import functools
+import logging
 import signal
 import threading
 
@@ -244,10 +245,21 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     return strategy
 
 
-def refuse_eager(strategy: tf.distribute.Strategy, is_eager: bool) -> None:
-    """Raises a ValueError if steps run as plain Python on several workers."""
-    if is_eager and workers.num_workers(strategy) > 1:
+def prepare_eager(strategy: tf.distribute.Strategy, is_eager: bool) -> None:
+    """Prepares for steps as plain Python, if asked for: TensorFlow then does not warn five times that they are slow.
+
+    Raises:
+        ValueError: if there are several workers.
+    """
+    if not is_eager:
+        return
+    tf.get_logger().addFilter(_is_not_about_eager)  # adds it once
+    if workers.num_workers(strategy) > 1:
         raise ValueError(
             "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
             "on one worker, with as many devices."
         )
+
+
+def _is_not_about_eager(record: logging.LogRecord) -> bool:
+    return "eagerly has significant overhead" not in record.getMessage()

@@ -1,5 +1,7 @@
 """Strategies: which one a Config means, and which executor runs its steps."""
 
+import logging
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -114,3 +116,13 @@ def test_a_strategy_is_described_by_its_replicas_and_devices(settings, descripti
 
 def test_a_strategy_that_the_user_created_is_described_too():
     assert strategies.describe(tf.distribute.OneDeviceStrategy("/cpu:1")) == "1 replica (CPU:1)"
+
+
+def test_tensorflow_does_not_warn_that_eager_steps_are_slow():
+    logger, text = tf.get_logger(), "Using MirroredStrategy eagerly has significant overhead currently."
+    for _ in range(2):
+        strategies.prepare_eager(tf.distribute.get_strategy(), True)
+    logged = [logger.filter(logging.makeLogRecord({"msg": message})) for message in (text, "Another warning.")]
+    logger.removeFilter(strategies._is_not_about_eager)
+    assert [bool(is_logged) for is_logged in logged] == [False, True]
+    assert logger.filter(logging.makeLogRecord({"msg": text}))  # it was added once
