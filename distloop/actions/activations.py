@@ -2,7 +2,7 @@
 
     with recorded_outputs(model) as outputs:        # in a graph that is being traced
         loss_fn(batch, False)
-    outputs                                         # {"net/hidden": Tensor, "net/relu": Tensor}
+    outputs                                         # {"net/hidden": [Tensor], "net/relu": [Tensor]}
 
 It changes no variable: a run with it and one without it end bit for bit alike.
 """
@@ -89,55 +89,60 @@ class ActivationHistograms(Action):
         with recorded_outputs(state.model) as outputs:
             for update in state.spec.updates:
                 update.loss_fn(batch, False)
-        return {path: _measure(output) for path, output in outputs.items() if self._pattern.search(path)}
+        return {path: _measure(tensors) for path, tensors in outputs.items() if self._pattern.search(path)}
 
 
 @contextlib.contextmanager
-def recorded_outputs(model: Any) -> Iterator[dict[str, tf.Tensor]]:
+def recorded_outputs(model: Any) -> Iterator[dict[str, list[tf.Tensor]]]:
     """Records what the layers of a model compute in the block, which is traced into one graph.
 
     Args:
         model: as for `named_variables`.
 
     Yields:
-        A dict that the block fills: the floating-point outputs of layers without parts, by the layer's path; a layer's
-        second output or call has `#2` behind it. What is computed in a loop of TensorFlow is left out.
+        A dict that the block fills: the floating-point outputs of all calls of each layer without parts, by its path; a
+        second layer of one path has `#2` behind it. What is computed in a loop of TensorFlow is left out.
     """
     graph = tf.compat.v1.get_default_graph()
-    outputs: dict[str, tf.Tensor] = {}
+    outputs: dict[str, list[tf.Tensor]] = {}
 
-    def recording(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def recorded(*arguments: Any, **options: Any) -> Any:
-            num_before = len(outputs)
+            num_before = sum(map(len, outputs.values()))
             result = call(*arguments, **options)
-            if len(outputs) > num_before:  # those of its parts
+            if sum(map(len, outputs.values())) > num_before:  # those of its parts
                 return result
             passed_on = {id(value) for value in tf.nest.flatten([arguments, options])}  # as by a dropout
             for output in tf.nest.flatten(result):
                 is_computed = isinstance(output, tf.Tensor) and id(output) not in passed_on and output.graph is graph
                 if is_computed and output.dtype.is_floating:
-                    path, count = layer.path or layer.name, 1
-                    while (name := path if count == 1 else f"{path}#{count}") in outputs:
-                        count += 1
-                    outputs[name] = output
+                    outputs.setdefault(name, []).append(output)
             return result
 
         return recorded
 
     with contextlib.ExitStack() as stack:
-        for layer in _watched_layers(model):
+        for name, layer in _watched_layers(model).items():
             stack.callback(_set_call, layer, vars(layer).get("call"))
-            _set_call(layer, recording(layer, layer.call))
+            _set_call(layer, recording(name, layer.call))
         yield outputs
 
 
-def _watched_layers(model: Any) -> list[Any]:
-    """Returns all layers of a model, each once, without the cells of recurrent layers, which compute in loops."""
+def _watched_layers(model: Any) -> dict[str, Any]:
+    """Returns all layers of a model by path, without the cells of recurrent layers, which compute in loops."""
     layers = {id(part): part for top in top_layers(model) for part in top._flatten_layers()}
     recurrent = [layer for layer in layers.values() if isinstance(layer, keras.layers.RNN)]
-    cells = {id(part) for layer in recurrent for part in layer._flatten_layers(include_self=False)}
-    return [layer for layer in layers.values() if id(layer) not in cells]
+    for part in (part for layer in recurrent for part in layer._flatten_layers(include_self=False)):
+        layers.pop(id(part), None)
+    named: dict[str, Any] = {}
+    for layer in layers.values():
+        path = layer.path or layer.name
+        unique, count = path, 2
+        while unique in named:
+            unique, count = f"{path}#{count}", count + 1
+        named[unique] = layer
+    return named
 
 
 def _set_call(layer: Any, call: Callable[..., Any] | None) -> None:
@@ -148,9 +153,9 @@ def _set_call(layer: Any, call: Callable[..., Any] | None) -> None:
         vars(layer)["call"] = call  # not by setattr, which Keras watches
 
 
-def _measure(output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns mean and standard deviation of a tensor's values, and evenly spaced ones of them."""
-    values = tf.reshape(tf.cast(output, tf.float32), [-1])
+def _measure(outputs: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns mean and standard deviation of the values of some tensors, and evenly spaced ones of them."""
+    values = tf.concat([tf.reshape(tf.cast(output, tf.float32), [-1]) for output in outputs], 0)
     mean, variance = tf.nn.moments(values, [0])
     spacing = tf.maximum((tf.size(values) + _MOST_VALUES - 1) // _MOST_VALUES, 1)
     return mean, tf.sqrt(variance), values[::spacing]
