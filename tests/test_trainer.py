@@ -415,7 +415,7 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
         f"distloop: tensorboard --logdir '{workdir}'",
     ]
     assert lines[7] == "step 0/4  tracing the train step ..."
-    assert lines[8] == "distloop: the step does not read these entries of a batch: weight"
+    assert lines[8] == "distloop: entries of each batch that no loss_fn reads: weight (loaded all the same)"
     assert lines[9].startswith("step 4/4  loss ")
     assert lines[10].startswith("distloop: Finished 4 steps in ")
     assert [line.split()[1] for line in lines[11:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time:"]

@@ -72,7 +72,7 @@ def report(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
     if policy == "warn" and is_shown:
         log.warning("%s", sentence)
     elif is_shown:
-        say(f"the step does not read these entries of a batch: {names}")
+        say(f"entries of each batch that no loss_fn reads: {names} (loaded all the same)")
 
 
 def _count_consumers(rows: Any) -> dict[str, int]:

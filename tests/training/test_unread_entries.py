@@ -48,7 +48,10 @@ def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
         for fn in (lambda batch: tf.reduce_sum(batch["image"]), lambda batch: batch["meta"]["age"] + 1.0)
     )
     report([images, ages], "ignore", is_shown=True)
-    assert capsys.readouterr().out == "distloop: the step does not read these entries of a batch: meta/id\n"
+    assert (
+        capsys.readouterr().out
+        == "distloop: entries of each batch that no loss_fn reads: meta/id (loaded all the same)\n"
+    )
     report([images, ages], "ignore", is_shown=False)
     assert capsys.readouterr() == ("", "")
     report([images], "warn", is_shown=True)
@@ -58,7 +61,7 @@ def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
 
 def test_of_many_entries_the_first_are_named(capsys):
     report([traced(lambda batch: None, {f"x{i}": tf.TensorSpec([2]) for i in range(9)})], "ignore", is_shown=True)
-    assert capsys.readouterr().out.endswith("x0, x1, x2, x3, x4, x5, x6, x7, 1 more\n")
+    assert capsys.readouterr().out.endswith("x0, x1, x2, x3, x4, x5, x6, x7, 1 more (loaded all the same)\n")
 
 
 @pytest.mark.slow
@@ -73,7 +76,7 @@ def test_a_run_names_them_once_and_refuses_them_on_request(capsys):
     trainer = distloop.Trainer(model_fn, on(2, microbatches=2))
     trainer.fit(data, steps=2)
     trainer.fit(data, steps=4)
-    assert capsys.readouterr().out.count("the step does not read these entries of a batch: meta/id, path\n") == 1
+    assert capsys.readouterr().out.count("entries of each batch that no loss_fn reads: meta/id, path (") == 1
     trainer = distloop.Trainer(model_fn, on(2, unread_entries="refuse"))
     refused(lambda: trainer.fit(data, steps=2), "No loss_fn reads these entries", "all the same: meta/id, path;")
     assert trainer.step == 0
