@@ -296,6 +296,10 @@ ODD = {
     + [f'{{"step": 1, "loss": 1{"0" * 400}}}\n', f'{{"step": 1{"0" * 400}}}\n', '{"step": 1, "time": -1e999}\n']
     + ['{"step": 1, "steps_per_sec": 1e999}\n', '{"step": 1, "steps_per_sec": 1e-320, "loss": NaN}\n'],
     "incidents.jsonl": ['{"step": 1, "action": "raise", "time": "x"}\n', '{"step": 1, "action": {}, "reason": NaN}\n'],
+    "starts.jsonl": [
+        '{"step": 1, "time": 1e999, "devices": [2]}\n',
+        '{"step": 1}\n{"step": 2, "last_row_time": NaN}\n',
+    ],
     "config.json": ['{"steps": "many", "a": NaN}', '{"steps": [1]}', "[" * 100_000, "\xff"],
     "checkpoints/9/manifest.json": ['{"step": "9", "notes": {"until": 9, "stop_reason": null}}', '{"notes": 3}']
     + ['{"step": 9, "notes": {"until": null, "stop_reason": {}}}', '{"step": 9, "notes": [1]}'],
