@@ -12,8 +12,19 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import distloop  # noqa: E402
 from distloop.log import log  # noqa: E402
 
-distloop.prepare(distloop.Config(device="cpu", num_devices=4))
-log.propagate = True  # to pytest's caplog
+is_ending = threading.Event()
+
+
+def pytest_configure(config):
+    log.propagate = True  # to pytest's caplog
+    if not hasattr(config, "workerinput") and config.getoption("tx", None):
+        return  # the process that hands tests to others needs no TensorFlow, which takes 5 CPU seconds to import
+    distloop.prepare(distloop.Config(device="cpu", num_devices=4))
+    gc.freeze()  # what TensorFlow and Keras made at their import is never garbage, and takes long to look through
+    gc.disable()
+    thread = threading.Thread(target=collect_garbage, daemon=True)
+    thread.start()
+    config.add_cleanup(lambda: end(thread))
 
 
 def collect_garbage():
@@ -22,16 +33,9 @@ def collect_garbage():
         gc.collect()
 
 
-gc.freeze()  # what TensorFlow and Keras made at their import is never garbage, and takes long to look through
-gc.disable()
-is_ending = threading.Event()
-garbage_collector = threading.Thread(target=collect_garbage, daemon=True)
-garbage_collector.start()
-
-
-def pytest_unconfigure():
+def end(thread):
     is_ending.set()
-    garbage_collector.join(60)  # a thread that is inside TensorFlow when Python ends may abort the process
+    thread.join(60)  # a thread that is inside TensorFlow when Python ends may abort the process
 
 
 # The files that take longest, which two processes had better begin with.

@@ -14,7 +14,7 @@ from tests.problems import assert_equal, on, refused, weights
 RNG = np.random.default_rng(0)
 ROWS = {"x": RNG.normal(size=(12, 3)).astype(np.float32), "y": RNG.normal(size=(12, 2)).astype(np.float32)}
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+REPLICAS = pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
 def dataset(rows=ROWS, batch_size=4):

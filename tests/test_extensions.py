@@ -84,6 +84,7 @@ def test_batch_fn_changes_what_training_and_evaluation_see():
     assert modes == {True, False}
 
 
+@pytest.mark.slow
 def test_gradient_fn_sees_gradients_reduced_divided_and_clipped():
     def one_each(gradients):
         norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(g)) for g in gradients.values()]))

@@ -224,6 +224,7 @@ def test_nothing_is_clipped_without_a_norm():
     assert float(trainer.model["weight"].numpy()) == -301.0
 
 
+@pytest.mark.slow
 def test_several_updates_report_a_clipped_share_each():
     def model_fn():
         a, b = tf.Variable(0.0), tf.Variable(0.0)
@@ -485,6 +486,7 @@ def test_an_epoch_may_take_some_batches_only():
     assert trainer.step == 6
 
 
+@pytest.mark.slow
 def test_the_same_batches_again_and_again_are_learned_by_heart():
     model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(0.05))
     losses = []

@@ -280,7 +280,7 @@ def test_evaluating_and_predicting_do_not_touch_the_loss_scale():
 
 # The loss-scale optimizer in a loop written by hand ------------------------------------------------------------------
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 4])
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.125),

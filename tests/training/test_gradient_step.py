@@ -98,6 +98,7 @@ def by_hand(step_fn, steps=3):
     return {v.path: v.numpy() for v in net.variables}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_fn", [sam, pcgrad, lookahead])
 def test_a_step_fn_trains_as_by_hand_on_replicas_with_microbatches(step_fn):
     keras.utils.set_random_seed(0)
@@ -106,6 +107,7 @@ def test_a_step_fn_trains_as_by_hand_on_replicas_with_microbatches(step_fn):
     assert_close(weights(trainer), expected)
 
 
+@pytest.mark.slow
 def test_all_looks_draw_the_same_and_the_first_alone_writes():
     def twice(step):
         first = step.gradients()
@@ -119,6 +121,7 @@ def test_all_looks_draw_the_same_and_the_first_alone_writes():
     assert runs[0][1]["loss"] == runs[1][1]["loss"]
 
 
+@pytest.mark.slow
 def test_float16_an_overflow_in_the_second_look_changes_nothing_but_the_scale():
     def far(step):
         gradients = step.gradients()
@@ -143,6 +146,7 @@ def test_float16_an_overflow_in_the_second_look_changes_nothing_but_the_scale():
     assert after["loss_scale/@0"] == before["loss_scale/@0"] / 2
 
 
+@pytest.mark.slow
 def test_float16_gradients_are_unscaled_before_a_step_fn_sees_them_and_clipped_after():
     def tenfold(step):
         return {path: 10.0 * g for path, g in step.gradients().items()}
