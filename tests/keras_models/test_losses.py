@@ -27,7 +27,7 @@ def mean_of(loss, target, output, sample_weight=None):
     """Returns the mean that distloop computes of a loss."""
     loss = resolve_loss(loss, target, output)
     values, mask = loss_values(loss, target, output)
-    total, weight, _ = tally("loss", weigh("loss", values, mask, sample_weight), ROWS, None)
+    total, weight, *_ = tally("loss", weigh("loss", values, mask, sample_weight), ROWS, None)
     return float(total / weight)
 
 

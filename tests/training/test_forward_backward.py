@@ -31,7 +31,7 @@ def make_pass(**settings):
 
 def run(update_pass, x, factor=None):
     rows = {"x": tf.constant(x, tf.float32)}
-    return tf.function(lambda: update_pass(Batch(rows, None), LAYOUT, factor), autograph=False)()
+    return tf.function(lambda rows: update_pass(Batch(rows, None), LAYOUT, factor), autograph=False)(rows)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])

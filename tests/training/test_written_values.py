@@ -21,7 +21,8 @@ def run_step(model_fn, x, **settings):
     state = TrainState.make(model_fn, tf.distribute.get_strategy())
     step = TrainStep(state, **settings)
     rows = {"x": tf.constant(x, tf.float32)}
-    tf.function(lambda: step(Batch(rows, None), Layout(is_split=False, is_padded=False)).applied, autograph=False)()
+    layout = Layout(is_split=False, is_padded=False)
+    tf.function(lambda rows: step(Batch(rows, None), layout).applied, autograph=False)(rows)
     return state
 
 
