@@ -21,6 +21,7 @@ def a_cell(**times):
     return {"workload": "tiny", "place": "1 replica", "times": times}
 
 
+@pytest.mark.slow
 def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
     systems = ["bare", "handloop", "distloop"]
     spec = {"workload": "tiny", "place": "1 replica", "replicas": 1, "rounds": 2, "turn_secs": 0.01}

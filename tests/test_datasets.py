@@ -125,6 +125,7 @@ def test_python_source_counts_each_byte_of_the_held_out_files_once():
     assert bytes(bytes_[0, :9]) == b"\0" + files[0][:8]
 
 
+@pytest.mark.slow
 def test_python_files_are_on_one_side_and_no_tests_are_among_them():
     train, test = (datasets.python_files(split) for split in ("train", "test"))
     assert 0.005 < sum(map(len, test)) / sum(map(len, train)) < 0.05

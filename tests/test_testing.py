@@ -54,6 +54,7 @@ def test_a_function_that_another_process_cannot_import_is_refused():
     refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "top of a module")
 
 
+@pytest.mark.slow
 def test_layers_need_no_names_to_be_compared():
     def model_fn():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])  # dense, then dense_1
@@ -114,6 +115,7 @@ def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
     testing.assert_replica_law(attentive, data(), (1, 2), steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("violation", [0.0, 1e-4])
 def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_without_that_it_is_rounding(violation):
     def model_fn():

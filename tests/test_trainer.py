@@ -276,6 +276,7 @@ def test_a_run_leaves_its_files(tmp_path):
     assert "test/accuracy" in rows[-1] and "test/accuracy" not in rows[0]
 
 
+@pytest.mark.slow
 def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = distloop.Trainer(classifier(), on(1))
@@ -472,6 +473,7 @@ def test_an_evaluation_may_come_before_the_first_step(tmp_path):
     assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_take_some_batches_only():
     rows = classification(67)
     trainer = distloop.Trainer(classifier(), on(2, limit_eval_batches=2))
@@ -480,6 +482,7 @@ def test_an_evaluation_may_take_some_batches_only():
     assert trainer.evaluate(distloop.make_dataset(rows, 16)) == pytest.approx(some)
 
 
+@pytest.mark.slow
 def test_an_epoch_may_take_some_batches_only():
     trainer = distloop.Trainer(classifier(), on(1, limit_train_batches=2))
     trainer.fit(batches(), epochs=3)

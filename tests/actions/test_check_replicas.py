@@ -20,6 +20,7 @@ def test_a_checksum_changes_with_one_element(dtype):
     assert int(checksum(variable)) != before
 
 
+@pytest.mark.slow
 def test_a_variable_that_differs_between_replicas_ends_the_run_before_it_is_saved(tmp_path):
     def change(report):
         if report.step == 3:

@@ -34,6 +34,7 @@ class Seen(keras.callbacks.Callback):
         self.calls.append("end")
 
 
+@pytest.mark.slow
 def test_a_callback_is_called_at_the_end_of_an_epoch():
     seen = Seen()
     trainer = distloop.Trainer(classifier(), on(1, eval_every=4))

@@ -50,6 +50,7 @@ def frozen_weights(trainer):
     return [w.numpy() for w in trainer.model.weights if not w.trainable]
 
 
+@pytest.mark.slow
 def test_training_changes_adapters_and_head_alone():
     changed, fresh = trained(), make_trainer()
     for now, before in zip(frozen_weights(changed), frozen_weights(fresh), strict=True):

@@ -179,6 +179,7 @@ def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
     assert sorted(int(name) for name in os.listdir(tmp_path / "spoiled" / "checkpoints")) == [18, 24, 30]
 
 
+@pytest.mark.slow
 def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
     with pytest.raises(FloatingPointError, match="Step 11 is .* The run went back 2 times"):
         fit(tmp_path, stream(poison=range(11, 100)), steps=40, max_rollbacks=2)

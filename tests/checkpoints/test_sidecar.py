@@ -54,6 +54,7 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
     assert again.stdout.strip().endswith(f"measured {sorted(kept - set(steps))}")
 
 
+@pytest.mark.slow
 def test_following_a_run_that_does_not_go_on_times_out(tmp_path):
     data = distloop.make_dataset(classification(67), 16)
 

@@ -26,6 +26,7 @@ def trainer_of(layer):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
 def test_a_quantized_file_predicts_as_the_model_does(tmp_path):
     trainer = trainer_of(lambda: keras.layers.Dense(64, "tanh"))

@@ -212,6 +212,7 @@ def test_arrays_are_audited_and_build_a_model():
     assert trainer.audit(rows).findings == trainer.audit(make_dataset(rows, 16, shuffle=True)).findings
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_found_on_arrays():
     rows = classification(67)
     trainer = distloop.Trainer(classifier(), on(1, batch_size=16))

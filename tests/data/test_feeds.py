@@ -100,6 +100,7 @@ def rows_of(seed):
     return {"x": random.normal(size=[12, 8]).astype(np.float32), "label": random.integers(0, 4, [12])}
 
 
+@pytest.mark.slow
 def test_fit_evaluate_and_predict_take_a_generator_function(tmp_path, capsys):
     def batches():
         yield from map(rows_of, range(4))

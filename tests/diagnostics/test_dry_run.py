@@ -56,6 +56,7 @@ def test_the_directory_goes_with_its_owner():
     assert not os.path.exists(directory)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_restore_everything_is_found(tmp_path, monkeypatch):
     original = SavedState.restore
 
@@ -80,6 +81,7 @@ def test_a_model_without_predict_fn_is_not_predicted(tmp_path, capsys):
     assert "ModelSpec has no predict_fn" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_evaluation", [False, True])
 def test_a_predict_fn_that_reads_what_training_batches_lack_is_told(has_evaluation, capsys):
     def model_fn():

@@ -72,6 +72,7 @@ def test_a_learning_rate_test_changes_no_bit():
     assert_equal(everything(pair[0]), everything(pair[1]))
 
 
+@pytest.mark.slow
 def test_a_learning_rate_test_leaves_the_learning_rate_to_its_variable():
     trainer = trainer_of()
     distloop.find_learning_rate(trainer, batches(), steps=3)

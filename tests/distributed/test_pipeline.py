@@ -178,6 +178,7 @@ def test_a_profile_shows_where_operations_ran_and_how_busy_each_device_was(tmp_p
         assert 0 < found.busy_share <= 1
 
 
+@pytest.mark.slow
 def test_losses_of_a_layer_are_computed_where_its_weights_are():
     trainer = train(classifier(num_stages=2, optimizer=lambda: keras.optimizers.SGD(0.1)), settings(2), steps=1)
     squares = [place(op) for op in operations(trainer) if op.type in ("Square", "Pow")]
@@ -336,6 +337,7 @@ def test_masks_pass_from_stage_to_stage(recompute):
     np.testing.assert_allclose(found, model(tokens), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
     def make():
         return [keras.layers.Dense(6), keras.layers.Dense(4)]
@@ -346,6 +348,7 @@ def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
     assert [device_of(v) for v in slots] == ["CPU:0"] * 4 + ["CPU:1"] * 4
 
 
+@pytest.mark.slow
 def test_a_run_says_how_much_is_on_each_device(capsys):
     trainer = train(classifier(modules, num_stages=2), settings(2, console="lines"), steps=1)
     assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from tensorflow.python.ops import custom_gradient
 
 import distloop
@@ -36,6 +37,7 @@ def test_workers_may_be_silent_for_longer_than_tensorflow_allows(monkeypatch):
     assert eager.coordination_service.heartbeat_timeout_in_ms == 0
 
 
+@pytest.mark.slow
 def test_synchronized_batch_normalization_is_traced_without_walks_through_the_graph(monkeypatch):
     walks = []
 

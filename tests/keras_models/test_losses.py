@@ -166,6 +166,7 @@ def test_a_loss_that_pairs_the_rows_is_refused(rows):
         trace.get_concrete_function(tf.TensorSpec([rows, 1], tf.int32), output)
 
 
+@pytest.mark.slow
 def test_values_of_as_many_parts_as_rows_are_taken():
     trace = tf.function(lambda target: loss_values(keras.losses.MeanSquaredError(), target, target)[0])
     assert trace.get_concrete_function(tf.TensorSpec([None, None, 2])).structured_outputs.shape.rank == 2

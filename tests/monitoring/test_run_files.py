@@ -219,6 +219,7 @@ def test_a_path_without_runs_is_refused(tmp_path):
 # Real runs.
 
 
+@pytest.mark.slow
 def test_real_runs_have_the_right_status(tmp_path):
     def stop(report):
         raise distloop.StopTraining("seen enough")

@@ -163,6 +163,7 @@ def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(
     assert steps["run/config"] == [1, 5]  # of each start that is left: from step 0 and from 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_counts_as_running(tmp_path):
     data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path), max_secs=1e-9))
@@ -210,6 +211,7 @@ def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp
 # A disk that is full.
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_no_training_and_is_logged_once(tmp_path, monkeypatch, caplog):
     os.symlink("/dev/full", tmp_path / "metrics.jsonl")
     data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)

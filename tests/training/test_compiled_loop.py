@@ -1,6 +1,7 @@
 """The compiled steps between two boundaries: which rows they return, and how often they are traced."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import distloop
@@ -11,6 +12,7 @@ from distloop.training.step import TrainStep
 from tests.problems import classification, classifier, on
 
 
+@pytest.mark.slow
 def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
     trainer = distloop.Trainer(classifier(), on(2))
     data = distloop.make_dataset(classification(64), 16)

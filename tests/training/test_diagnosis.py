@@ -76,6 +76,7 @@ def test_errors_that_are_not_about_xla_are_not_explained():
     assert "(no such op for XLA)" in str(diagnosis.explain_compile_error(SimpleNamespace(jit_compile=True), about_xla))
 
 
+@pytest.mark.slow
 def test_a_model_that_xla_cannot_compile_is_explained_in_one_sentence():
     def model_fn():
         layer = keras.layers.Dense(1)
@@ -111,6 +112,7 @@ def test_float16_layers_without_a_loss_scale_are_named(caplog):
     assert "float16" not in caplog.text
 
 
+@pytest.mark.slow
 def test_unreached_and_unsynchronized_variables_are_named(caplog):
     def model_fn():
         model = [tf.Variable(1.0, name="used"), tf.Variable(1.0, name="unused")]

@@ -47,6 +47,7 @@ def test_statistics_that_the_forward_pass_writes_are_restored():
     assert_equal(weights(trainer), before)
 
 
+@pytest.mark.slow
 def test_each_dataset_has_its_schedule_limit_and_values():
     def model_fn():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

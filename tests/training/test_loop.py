@@ -51,6 +51,7 @@ def test_a_worker_that_is_to_stop_says_why(loop, monkeypatch):
     assert sent == [[1.0, 8, 20.0]]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_gets_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("distloop.training.loop.time", seconds_of_one_loop())
     reports = []

@@ -107,6 +107,7 @@ def test_an_eager_step_passes_tensors_with_values():
     assert seen == [(training, half) for training in (True, True, False) for half in halves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas, settings", [(1, {}), (2, {"microbatches": 2, "precision": "mixed_float16"})])
 def test_where_no_row_of_a_batch_has_a_weight_its_regularizers_alone_count(replicas, settings):
     rows = {**classification(6), "weight": np.zeros(6, np.float32)}
