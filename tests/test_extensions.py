@@ -67,6 +67,7 @@ def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
     assert_close(trained(model_fn, 2, clip_norm=0.1, microbatches=2), trained(model_fn, clip_norm=0.1))
 
 
+@pytest.mark.slow
 def test_batch_fn_changes_what_training_and_evaluation_see():
     modes = set()
 

@@ -80,6 +80,7 @@ def test_a_model_that_breaks_the_replica_law_is_an_error_that_names_the_differen
         testing.assert_replica_law(classifier(batch_norm="plain"), data(), (1, 2), steps=3)
 
 
+@pytest.mark.slow
 def test_a_value_that_breaks_the_replica_law_is_an_error():
     def model_fn():
         weight = tf.Variable(1.0, name="w")

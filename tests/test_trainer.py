@@ -33,6 +33,7 @@ def test_fit_trains_until_a_global_step_and_does_nothing_after_it(capsys):
     assert first["loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_second_fit_on_the_same_dataset_goes_on_where_the_first_stopped():
     data = batches(shuffle=True)
     whole = distloop.Trainer(classifier(), on(1))
@@ -447,6 +448,7 @@ def test_a_quiet_run_prints_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_time_between_two_loops_counts_to_the_host(capsys):
     seen = []
 

@@ -58,6 +58,7 @@ def test_training_changes_adapters_and_head_alone():
     assert np.abs(changed.predict(DATA) - fresh.predict(DATA)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path):
     trained().export(path := str(tmp_path / "adapters.npz"))
     with np.load(path) as file:

@@ -118,6 +118,7 @@ def test_a_run_may_go_on_with_other_metrics(tmp_path):
     assert make_trainer(tmp_path, model_fn=more).fit(data(), steps=7)["one"] == 1.0
 
 
+@pytest.mark.slow
 def test_another_shape_is_refused_with_both_shapes(tmp_path):
     def model_fn(units):
         def make():

@@ -147,6 +147,7 @@ def test_left_out_batches_stay_out_when_the_run_is_resumed(tmp_path):
     assert len(incidents(tmp_path / "poisoned")) == 1
 
 
+@pytest.mark.slow
 def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
     def model_fn():
         model = keras.Sequential(

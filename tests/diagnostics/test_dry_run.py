@@ -71,6 +71,7 @@ def test_a_checkpoint_that_does_not_restore_everything_is_found(tmp_path, monkey
         leave_the_workdir(tmp_path, console="quiet").fit(batches())
 
 
+@pytest.mark.slow
 def test_a_model_without_predict_fn_is_not_predicted(tmp_path, capsys):
     def model_fn():
         spec = classifier()()

@@ -135,6 +135,7 @@ def operations(trainer):
     return step.get_concrete_function(element).graph.get_operations()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute):
     make_model = classifier(modules, num_stages=2, recompute=recompute)

@@ -380,6 +380,7 @@ def test_inf_on_any_replica_halves_the_scale_on_every_replica(value, replicas):
         assert loop.scale() == 1024.0 / 2 ** (on_replica + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_opposite_infinities_on_two_replicas_skip_the_step(replicas):
     loop = Loop(scaling(), replicas)

@@ -162,6 +162,7 @@ def test_float16_gradients_are_unscaled_before_a_step_fn_sees_them_and_clipped_a
         assert size(trainer, before) == pytest.approx(0.5 * 0.25, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_a_step_fn_keeps_in_variables_is_undone_with_the_step():
     def model_fn():
         spec = model_fn_with(None)()

@@ -89,6 +89,7 @@ def test_the_operation_its_layer_and_its_line_are_named(how, op, direction, repl
     assert f"came from {op} in layer net/faulty in the {direction} pass (test_nonfinite.py:{line_of(how)})" in message
 
 
+@pytest.mark.slow
 def test_a_harmless_infinity_is_not_the_origin():
     message = failure(make_trainer("mask"), data_with([21]))
     assert f"came from Exp in layer net/faulty in the forward pass (test_nonfinite.py:{line_of('exp')})" in message

@@ -89,6 +89,7 @@ def test_auto_ends_where_a_microbatch_has_one_row(monkeypatch):
     assert tried == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_once_batches_of_one_shape_have_fit_nothing_is_copied(monkeypatch):
     trainer = distloop.Trainer(classifier(), on(1, microbatches="auto"))
     data = tf.data.Dataset.from_tensor_slices(classification(16)).batch(8, drop_remainder=True)
@@ -98,6 +99,7 @@ def test_once_batches_of_one_shape_have_fit_nothing_is_copied(monkeypatch):
         trainer.fit(data, steps=2)
 
 
+@pytest.mark.slow
 def test_several_workers_agree_on_what_fits_on_all(monkeypatch):
     strategy = tf.distribute.get_strategy()
     state = TrainState.make(classifier(batch_norm="local"), strategy)

@@ -36,6 +36,7 @@ def test_the_model_is_a_table_of_its_variables():
     assert text.startswith("244 trained parameters of 276 in 8 variables")
 
 
+@pytest.mark.slow
 def test_a_large_model_is_cut_off():
     def model_fn():
         layers = [keras.layers.Dense(1) for _ in range(120)]
