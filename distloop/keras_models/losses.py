@@ -108,15 +108,22 @@ def loss_values(loss: keras.losses.Loss, target: tf.Tensor, output: tf.Tensor) -
 
 
 def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, output: tf.Tensor, values: Any) -> None:
-    """Raises ValueError if a loss makes values `[B, B]`, as CategoricalGeneralizedCrossEntropy of targets `[B, 1]`."""
+    """Raises ValueError if a loss makes values `[B, B]`, as CategoricalGeneralizedCrossEntropy of targets `[B, 1]`.
+
+    Of targets `[B, T, 1]` it makes `[B, T, T]`, where B is 1 or T, and an error for other batches. Keras's losses
+    reduce the last axis, so that values of the output's rank show it.
+    """
     shape = getattr(values, "shape", tf.TensorShape([]))
-    if tf.executing_eagerly() or len(shape) < 2 or shape[0] != shape[1]:
+    is_of_keras = type(loss).__module__.startswith("keras.")
+    may_be_pairs = len(shape) > 1 and (shape[0] == shape[1] or (is_of_keras and len(shape) == len(output.shape)))
+    if tf.executing_eagerly() or not may_be_pairs:
         return
     apart = broadcasts.traced_apart(lambda rows, _: unreduced(*rows), (target, output), True)
-    if apart is not None and apart.shape[:2] == [broadcasts.NUM_ROWS] * 2:
+    are_pairs = is_of_keras if apart is None else apart.shape[:2] == [broadcasts.NUM_ROWS] * 2
+    if are_pairs:
         raise ValueError(
             f"The loss {loss.name!r} makes a number for each pair of rows, [B, B], of targets {target.shape} and "
-            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets [B]."
+            f"outputs {output.shape}; distloop needs one value per example, [B]: give targets without their last axis."
         )
 
 

@@ -287,7 +287,7 @@ def _draw_input(draw: Draw, name: str, style: str) -> tuple[Input, Any]:
 def _add_step(draw: Draw, steps: list[Step], tensor: Any, style: str, kind: str | None = None, array: Any = None):
     """Draws a step that Keras accepts after the tensor, and returns the tensor after it."""
     kind = kind or kind_of(tensor)
-    for _ in range(20):
+    for _ in range(20 if kind else 0):
         step = _draw_step(draw, kind, style)
         if OF_COLOURS.search(step.layers[0]) and tensor.shape[-1] != 3:
             continue

@@ -166,6 +166,17 @@ def test_a_loss_that_pairs_the_rows_is_refused(rows):
         trace.get_concrete_function(tf.TensorSpec([rows, 1], tf.int32), output)
 
 
+@pytest.mark.parametrize("rows", [None, 5])
+def test_a_loss_that_pairs_the_rows_of_a_sequence_is_refused(rows):
+    """Targets [B, T, 1] pair rows with time steps where B is 1 or T; other batches are an error of TensorFlow's."""
+    loss = keras.losses.CategoricalGeneralizedCrossEntropy()
+    trace = tf.function(lambda target, output: loss_values(loss, target, output)[0], autograph=False)
+    output = tf.TensorSpec([rows, 5, 3])
+    assert trace.get_concrete_function(tf.TensorSpec([rows, 5], tf.int32), output).structured_outputs.shape == [rows, 5]
+    with pytest.raises(ValueError, match=r"^The loss 'categorical_gen.* a number for each pair of rows.* their last axis"):
+        trace.get_concrete_function(tf.TensorSpec([rows, 5, 1], tf.int32), output)
+
+
 @pytest.mark.slow
 def test_values_of_as_many_parts_as_rows_are_taken():
     trace = tf.function(lambda target: loss_values(keras.losses.MeanSquaredError(), target, target)[0])
