@@ -39,12 +39,12 @@ python -m experiments.public_models --models="MobileNet|hub/Bert"  # a part; wit
 python -m experiments.public_models --page
 ```
 
-Each trial takes {steps} steps of SGD with momentum on one batch of {rows} rows: images of 32 x 32 pixels, or the
-smallest that the architecture accepts; backbones of one or two layers of width 16. Dropout is off,
-BatchNormalization is synchronized, and routers of experts have no balancing loss: it multiplies means over the rows
-that it sees, so that on several replicas it is the mean of the replicas' losses. All trials of a model start from the
-same weights. A number is the largest difference of a variable, relative to the distance that it moved in those steps,
-which is far stricter than relative to the variable.
+Each trial takes {steps} steps ({exact_steps} in float64) of SGD with momentum on one batch of {rows} rows: images
+of 32 x 32 pixels, or the smallest that the architecture accepts; backbones of one or two layers of width 16.
+Dropout is off, BatchNormalization is synchronized, and routers of experts have no balancing loss: it multiplies
+means over the rows that it sees, so that on several replicas it is the mean of the replicas' losses. All trials of
+a model start from the same weights. A number is the largest difference of a variable, relative to the distance that
+it moved in those steps, which is far stricter than relative to the variable.
 
 | column | what is compared | tolerance |
 |---|---|---|
@@ -57,13 +57,23 @@ which is far stricter than relative to the variable.
 | SavedModel, Keras file | predictions of the export, loaded again, with `trainer.predict` | {float32:g} |
 | 2 stages | `distloop.split` over 2 devices with 1 replica | {float32:g} |
 
-How to read a cell: a number within its tolerance holds. **A number in bold** is beyond it, and what follows says why:
-*float64* is the same comparison of the trained weights in float64, where rounding is gone (tolerance {float64:g}; for 4
-replicas, that of 2; for MobileNetV2 one step, with `eager=True`). If that
-holds, float32 is ill-conditioned for this model at this size, and nothing is wrong. In float16 and
-bfloat16, *Keras* is how far Keras's own `fit` in the same precision is from float32. A letter stands for a sentence
-below the table: distloop *refused* with it, or it is an *error* of Keras, TensorFlow or the model. *not run* means what
-it says.
+Members of a family have the same blocks in other numbers: float16, bfloat16, 4 replicas and 2 stages are tried with
+one model of each family, and with the others of keras.applications neither *rebuilt* nor *Keras file*. There a cell
+says *family*, and the row names the model that has it in parentheses. {four} is tried on 4 replicas for all of
+keras.applications.
+
+Architectures of keras.applications are trained with `eager=True`, as tracing their graphs takes most of a minute
+each, and compared in float64: BatchNormalization over the few values of such small images is ill-conditioned in
+float32 (InceptionV3 0.4 next to Keras, MobileNetV2 0.8 on 2 replicas; in float64 8e-11 and 2e-13). Their tolerance
+is {float64:g} wherever the trial was done so; cells.jsonl calls it `exact`. Keras's own `fit` runs eagerly there,
+and the restart from step 1 is a new trainer in the same process.
+
+How to read a cell: a number within its tolerance holds. **A number in bold** is beyond it, and what follows says
+why: *float64* is the same comparison of the trained weights in float64, where rounding is gone (tolerance
+{float64:g}; for 4 replicas, that of 2). If that holds, float32 is ill-conditioned for this model at this size, and
+nothing is wrong. In float16 and bfloat16, *Keras* is how far Keras's own `fit` in the same precision is from
+float32 (1: it applied none of 40 steps, as no gradient was finite). A letter stands for a sentence below the table:
+distloop *refused* with it, or it is an *error* of Keras, TensorFlow or the model. *not run* means what it says.
 
 {count}
 
@@ -85,7 +95,8 @@ def write(cells: Sequence[Mapping[str, Any]], *, is_page: bool) -> None:
 def introduction(cells: Sequence[Mapping[str, Any]]) -> str:
     packages = ("tensorflow", "keras", "keras-hub")
     return INTRODUCTION.format(
-        backbones=len(zoo.BACKBONES), steps=trials.STEPS, rows=zoo.ROWS, saved=trials.SAVED_STEP,
+        backbones=len(zoo.BACKBONES), steps=trials.STEPS, exact_steps=trials.EXACT_STEPS, four=zoo.ON_FOUR_REPLICAS,
+        rows=zoo.ROWS, saved=trials.SAVED_STEP,
         float32=trials.FLOAT32, float64=trials.FLOAT64, half=trials.HALF, count=counted(cells),
         date=datetime.date.today(), python=platform.python_version(), cores=os.cpu_count(),
         versions=", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
@@ -100,7 +111,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     for model in zoo.NAMES:
         texts = [text(by_place, model, column, sentences) for column in COLUMNS]
         if any(cell["model"] == model for cell in cells):
-            rows.append([model.removesuffix("Backbone"), *texts])
+            rows.append([_title(model), *texts])
     missing = [model for model in zoo.NAMES if not any(cell["model"] == model for cell in cells)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if missing:
@@ -109,17 +120,27 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _title(model: str) -> str:
+    """Returns a model's name, and after it the model that stands for its family."""
+    representative = zoo.representative_of(model, "mixed_float16")
+    names = [name.removesuffix("Backbone") for name in (model, representative)]
+    return names[0] if representative == model else f"{names[0]} ({names[1]})"
+
+
 def text(cells: Mapping[tuple[str, str], Any], model: str, column: str, sentences: dict[str, str]) -> str:
     """Returns the text of a cell; adds to the sentences, each with its letter."""
     cell = cells.get((model, column))
+    if cell is None and zoo.representative_of(model, column) != model:
+        return "family"
     if cell is None:  # its trial may have ended before it
-        cell = cells.get((model, "one_replica"))
+        cell = cells.get((model, "one_replica"), cells.get((model, "exact")))
         if cell is None or column not in ("rebuilt", "keras", "export", "keras_file"):
             return "not run"
     for kind in ("refused", "error", "unfinished"):
         if kind in cell:
             sentence = f"{kind}: {shortened(cell[kind])}"
-            return sentences.setdefault(sentence, letters(len(sentences)))
+            letter = sentences.setdefault(sentence, letters(len(sentences)))
+            return letter + (f" Keras {cell['keras']:.0e}" if "keras" in cell else "")
     number = f"{cell['difference']:.0e}" if column != "resume" else str(cell["difference"])
     if cell["difference"] <= cell["tolerance"]:
         return number.replace("0e+00", "0")
@@ -131,15 +152,16 @@ def text(cells: Mapping[tuple[str, str], Any], model: str, column: str, sentence
 def counted(cells: Sequence[Mapping[str, Any]]) -> str:
     """Returns how many cells hold, are beyond their tolerance with a reason, or else."""
     by_place = {(cell["model"], cell["cell"]): cell for cell in cells}
-    counts = dict.fromkeys(("hold", "explained", "unexplained", "refused", "failed", "not run"), 0)
+    counts = dict.fromkeys(("hold", "explained", "unexplained", "refused", "failed", "not run", "family"), 0)
     for model in zoo.NAMES:
         for column in COLUMNS:
             counts[kind_of(by_place, model, column)] += 1
     return (
-        f"Of {sum(counts.values())} cells {counts['hold']} hold; {counts['explained']} are beyond their tolerance and "
+        f"Of {sum(counts.values()) - counts['family']} cells {counts['hold']} hold; {counts['explained']} are beyond "
+        "their tolerance and "
         f"explained beside it;\n{counts['unexplained']} are beyond it and not explained; {counts['refused']} are "
         f"refused in a sentence; {counts['failed']} ended in an error\nor took too long; {counts['not run']} were "
-        "not run."
+        f"not run. {counts['family']} more are left to the model of a family."
     )
 
 
@@ -148,7 +170,9 @@ def kind_of(cells: Mapping[tuple[str, str], Any], model: str, column: str) -> st
     if "difference" not in cell:
         if "refused" in cell:
             return "refused"
-        return "failed" if cell else "not run"
+        if cell:
+            return "failed" if cell.get("keras", 0.0) <= trials.HALF else "explained"  # Keras's own fit fails, too
+        return "not run" if zoo.representative_of(model, column) == model else "family"
     if cell["difference"] <= cell["tolerance"]:
         return "hold"
     exact = cells.get((model, f"{column.replace('replicas_4', 'replicas_2')}/float64"), {})

@@ -10,10 +10,10 @@ import multiprocessing
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.public_models import trials
+from experiments.public_models import trials, zoo
 
 _FORKS = multiprocessing.get_context(
     "forkserver"
@@ -36,39 +36,46 @@ def run(models: Sequence[str], names: Sequence[str], directory: str, limit_secs:
             if (model, trial) in done or not _is_wanted(model, trial, directory):
                 continue
             begun = time.monotonic()
-            cells = _in_a_process(model, trial, os.path.join(directory, model), limit_secs)
+            cells = list(_in_a_process(model, trial, os.path.join(directory, model), limit_secs))
             with open(os.path.join(directory, "cells.jsonl"), "a") as file:
                 file.writelines(json.dumps({**cell, "secs": round(time.monotonic() - begun)}) + "\n" for cell in cells)
             print(f"{model} {trial}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def _is_wanted(model: str, trial: str, directory: str) -> bool:
-    """Returns whether a trial can run, and has a question: float64 only where float32 leaves one open."""
+    """Returns whether a trial is for a model, has a question, and what it compares with."""
+    is_deep = zoo.is_deep(model)
+    if zoo.representative_of(model, "rebuilt" if trial == "one_replica" else trial) != model:
+        return False
+    if trial == "exact" or is_deep:
+        return is_deep and trial in ("exact", "one_replica", "mixed_float16", "mixed_bfloat16", "split")
     cells = [cell for cell in read(directory) if cell["model"] == model]
-    if trial == "one_replica":
-        return True
     if trial == "float64":
         return any(trials.is_open(cell) for cell in cells)
-    return any(cell["cell"] == "keras" for cell in cells)  # there is something to compare with
+    return trial == "one_replica" or any(cell["cell"] == "keras" for cell in cells)
 
 
-def _in_a_process(model: str, trial: str, directory: str, limit_secs: float) -> list[dict[str, Any]]:
+def _in_a_process(model: str, trial: str, directory: str, limit_secs: float) -> Iterator[dict[str, Any]]:
+    """Yields the cells of a trial as they come, and one more if its process dies, or is not done in time."""
     receiver, sender = _FORKS.Pipe(duplex=False)
     process = _FORKS.Process(target=_send, args=(sender, model, trial, directory))
     process.start()
     sender.close()
+    end = time.monotonic() + limit_secs
+    reason = {"unfinished": f"it had not ended after {limit_secs:.0f} s"}
     try:
-        if receiver.poll(limit_secs):
-            return receiver.recv()
-        reason = {"unfinished": f"it had not ended after {limit_secs:.0f} s"}
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            yield receiver.recv()
     except EOFError:
         process.join()
         reason = {"error": f"the process ended with exit code {process.exitcode}"}
     finally:
         process.kill()
         process.join()
-    return [{"model": model, "trial": trial, "cell": trial, **reason}]
+    if process.exitcode or "unfinished" in reason:
+        yield {"model": model, "trial": trial, "cell": trial, **reason}
 
 
 def _send(sender: Any, model: str, trial: str, directory: str) -> None:
-    sender.send(trials.run(model, trial, directory))
+    for cell in trials.run(model, trial, directory):
+        sender.send(cell)

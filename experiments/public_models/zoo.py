@@ -9,6 +9,7 @@ routers of experts have no balancing loss, which is a product of means over the 
 """
 
 import inspect
+import re
 from typing import Any
 
 import keras
@@ -82,6 +83,44 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = sorted(name for name in dir(keras.applications) if name[0].isupper())
 NAMES = [*ARCHITECTURES, *(f"hub/{name}" for name in sorted(BACKBONES))]
+
+# The model that stands for a family -> the other members: the same blocks in other numbers, or nearly.
+FAMILIES = {
+    "ConvNeXtTiny": "ConvNeXt.*",
+    "DenseNet121": "DenseNet.*",
+    "EfficientNetB0": "EfficientNetB.*",
+    "EfficientNetV2B0": "EfficientNetV2.*",
+    "MobileNetV3Small": "MobileNetV3.*",
+    "NASNetMobile": "NASNet.*",
+    "ResNet50": r"ResNet\d+",
+    "ResNet50V2": r"ResNet\d+V2",
+    "VGG16": r"VGG\d+",
+    "hub/BertBackbone": ("hub/(Albert|DebertaV3|DistilBert|ESM2?|Electra|FNet|(XLM)?Roberta|RoformerV2|XLNet)Backbone"),
+    "hub/GPT2Backbone": "hub/(Bloom|Falcon|GPTNeoX|OPT)Backbone",
+    "hub/LlamaBackbone": "hub/(Gemma3?|Llama3|Mistral|Phi3|Qwen|Qwen3|Qwen3_5|RWKV7|SmolLM3)Backbone",
+    "hub/MixtralBackbone": "hub/(GptOss|Qwen3?Moe)Backbone",
+    "hub/ResNetBackbone": "hub/(DenseNet|VGG)Backbone",
+    "hub/T5Backbone": "hub/(Bart|EdRec|T5Gemma|Whisper)Backbone",
+    "hub/ViTBackbone": "hub/(DINOV[23]|DeiT|MiT|SwinTransformer)Backbone",
+}
+
+
+ON_FOUR_REPLICAS = "MobileNet"  # for all of keras.applications: four eager replicas cost as much as the other cells
+
+
+def is_deep(name: str) -> bool:
+    """Returns whether a model is of keras.applications, where tracing a graph takes minutes."""
+    return name in ARCHITECTURES
+
+
+def representative_of(name: str, cell: str) -> str:
+    """Returns the model that has a cell of the table for a model's family; the model itself, where no other has it."""
+    if is_deep(name) and cell == "replicas_4":
+        return ON_FOUR_REPLICAS
+    of_family = ("replicas_4", "mixed_float16", "mixed_bfloat16", "split")
+    if cell not in (of_family if not is_deep(name) else (*of_family, "rebuilt", "keras_file")):
+        return name
+    return next((model for model, members in FAMILIES.items() if re.fullmatch(members, name)), name)
 
 
 def make(name: str) -> keras.Model:

@@ -173,7 +173,9 @@ def test_a_loss_that_pairs_the_rows_of_a_sequence_is_refused(rows):
     trace = tf.function(lambda target, output: loss_values(loss, target, output)[0], autograph=False)
     output = tf.TensorSpec([rows, 5, 3])
     assert trace.get_concrete_function(tf.TensorSpec([rows, 5], tf.int32), output).structured_outputs.shape == [rows, 5]
-    with pytest.raises(ValueError, match=r"^The loss 'categorical_gen.* a number for each pair of rows.* their last axis"):
+    with pytest.raises(
+        ValueError, match=r"^The loss 'categorical_gen.* a number for each pair of rows.* their last axis"
+    ):
         trace.get_concrete_function(tf.TensorSpec([rows, 5, 1], tf.int32), output)
 
 
