@@ -29,6 +29,8 @@ _MODULES = {
     "Images": "monitoring.media",
     "LossScaleOptimizer": "optimizers.loss_scale",
     "MLflowWriter": "monitoring.trackers",
+    "MemoryEstimate": "diagnostics.memory_estimate",
+    "Mixture": "data.mixtures",
     "ModelSpec": "training.spec",
     "PRCurve": "monitoring.media",
     "RateTest": "diagnostics.tuning",
@@ -46,14 +48,16 @@ _MODULES = {
     "WorstExamples": "actions.worst_examples",
     "autotune_batch": "diagnostics.tuning",
     "define_flags": "flags",
+    "estimate_memory": "diagnostics.memory_estimate",
     "find_learning_rate": "diagnostics.tuning",
     "from_callback": "actions.keras_callback",
     "from_keras": "keras_models.compiled_model",
     "gather_rows": "distributed.gathering",
-    "make_dataset": "data.arrays",
+    "make_dataset": "data.make_dataset",
     "make_schedule": "optimizers.learning_rates",
     "notebook_launch": "notebook",
     "open_records": "data.record_files",
+    "pack": "data.packing",
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
@@ -89,8 +93,12 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.summary import Summary as Summary
     from distloop.actions.worst_examples import WorstExamples as WorstExamples
     from distloop.config import Config as Config
-    from distloop.data.arrays import make_dataset as make_dataset
+    from distloop.data.make_dataset import make_dataset as make_dataset
+    from distloop.data.mixtures import Mixture as Mixture
+    from distloop.data.packing import pack as pack
     from distloop.data.record_files import open_records as open_records
+    from distloop.diagnostics.memory_estimate import MemoryEstimate as MemoryEstimate
+    from distloop.diagnostics.memory_estimate import estimate_memory as estimate_memory
     from distloop.diagnostics.tuning import BatchTest as BatchTest
     from distloop.diagnostics.tuning import RateTest as RateTest
     from distloop.diagnostics.tuning import autotune_batch as autotune_batch

@@ -243,6 +243,9 @@ class Config:
     audit: bool = setting(
         TRYOUT, False, "Check the program and its data for mistakes, then exit: code 1 if there are any, else 0."
     )
+    memory: bool = setting(
+        TRYOUT, False, "Estimate the memory of a step on each device, then exit: code 1 if it does not fit, else 0."
+    )
     fast_dev_run: bool = setting(
         TRYOUT, False, "Try each part of a run for one step, in a temporary directory; the workdir is not changed."
     )
@@ -266,7 +269,7 @@ class Config:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # shells leave --workdir=~/x unexpanded
-        profile_window(self.profile)
+        durations.profile_window(self.profile)
         contradictions.check(self)
         if self.replica_batch_size:
             object.__setattr__(self, "batch_size", 0)
@@ -312,23 +315,6 @@ def _describe_fields() -> str:
     wrap = functools.partial(textwrap.wrap, width=100, initial_indent=" " * 8, subsequent_indent=" " * 12)
     lines = ["", "    Attributes, with their defaults:", *itertools.chain(*map(wrap, described)), "    "]
     return "\n".join(lines)
-
-
-def profile_window(text: str) -> tuple[int, int]:
-    """Returns the steps done when the profile of `Config.profile` begins and when it ends; 0 and 0: there is none.
-
-    Raises:
-        ValueError: if the text is not two numbers, the smaller one first.
-    """
-    if not text:
-        return 0, 0
-    start, _, stop = text.partition(":")
-    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
-        raise ValueError(
-            f"profile={text!r} is not allowed: give two whole numbers, the smaller one first, as in profile=100:110 "
-            "for the steps after 100, up to 110."
-        )
-    return int(start), int(stop)
 
 
 def fields() -> dict[str, dataclasses.Field[Any]]:

@@ -145,3 +145,20 @@ def normalize(value: Any) -> int | str | None:
 def _whole(steps: float) -> int:
     """Returns a number of steps rounded up, but for the last bits of the arithmetic."""
     return math.ceil(steps * (1 - 1e-12))
+
+
+def profile_window(text: str) -> tuple[int, int]:
+    """Returns the steps done when the profile of `Config.profile` begins and when it ends; 0 and 0: there is none.
+
+    Raises:
+        ValueError: if the text is not two numbers, the smaller one first.
+    """
+    if not text:
+        return 0, 0
+    start, _, stop = text.partition(":")
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+        raise ValueError(
+            f"profile={text!r} is not allowed: give two whole numbers, the smaller one first, as in profile=100:110 "
+            "for the steps after 100, up to 110."
+        )
+    return int(start), int(stop)

@@ -28,6 +28,7 @@ EMPTY_DATASET = "The dataset given is empty; distloop needs one batch at least: 
 
 _CARRIED = "distloop carries error "
 _MOST_CARRIED = 8
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _carried: list[Exception] = []  # the latest
 
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -46,6 +47,22 @@ def require(condition: tf.Tensor, message: str) -> tf.Tensor:
     """
     with tf.control_dependencies([tf.debugging.Assert(condition, [f"{USER_ERROR}{message}{USER_ERROR}"])]):
         return tf.identity(condition)
+
+
+def cause(error: Exception) -> str:
+    """Returns the first sentence of the cause in a message of Keras's, without its end; the type's name if it is empty.
+
+    A sentence of more than 200 characters is cut between words, and before a bracket that would stay open.
+    """
+    text = " ".join(str(error).rpartition("Exception encountered: ")[2].split())
+    sentence: str = re.split(r"[.!?](?:\s|$)", text, maxsplit=1)[0].rstrip(" :")
+    if len(sentence) <= 200:
+        return sentence or type(error).__name__
+    sentence = sentence[:200].rpartition(" ")[0]
+    for left, right in ("{}", "[]", "()"):
+        while sentence.count(left) > sentence.count(right):
+            sentence = sentence.rpartition(left)[0]
+    return f"{sentence.rstrip(' :,')} ..."
 
 
 def carry(error: Exception) -> RuntimeError:
@@ -71,6 +88,12 @@ def as_user_error(error: tf.errors.OpError) -> Exception | None:
         return ValueError(
             f"A batch differs from those before it: {difference}; every batch has the same structure, dtypes and "
             "number of axes: correct the generator or its output_signature."
+        )
+    if match := _LABEL.search(message):
+        label, classes = match[1], int(match[2])
+        return ValueError(
+            f"A batch holds the label {label}, and the cross entropy has {classes} classes, 0 to {classes - 1}: number "
+            "labels from 0, give the last layer more outputs, or leave such rows out."
         )
     if "Shape mismatch in the collective" in message:
         shapes = " and ".join(re.findall(r"expected shape (\[[\d,]*\])", message)[:2])

@@ -21,6 +21,7 @@ from distloop import durations, flags
 from distloop.actions.action import Action, Report, Saves, member, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
+from distloop.actions.data_seen import DataSeen
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.pipeline_usage import PipelineUsage
@@ -29,6 +30,7 @@ from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
+from distloop.checkpoints.reading_again import read_again
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
@@ -139,10 +141,10 @@ class Fit:
             try:
                 yield
             except Interrupted as interrupted:
-                if has_workdir:
+                if saves := has_workdir and interrupted.has_trained:
                     self.checkpoints.save()
                     self.checkpoints.wait()
-                saved = ", checkpoint saved" if has_workdir else ""
+                saved = ", checkpoint saved" if saves else ""
                 if self._is_chief:  # with console=quiet, too
                     say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
                 if not stays:
@@ -191,6 +193,9 @@ class Fit:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
             actions = self._all_actions(write, profile)
             secs = self._plan.period(self.config.checkpoint_every).secs
+            console = next((writer for writer in write.writers if isinstance(writer, Console)), None)
+            show = console.show_progress if console is not None and not self.config.eager else None
+            read_again(self.source, self.state.strategy, self._stop_requests, self._say, show)
             self._loop.train(
                 self.source,
                 self.units.run.last_step,
@@ -201,17 +206,13 @@ class Fit:
                 clock=self.clock,
                 profile=profile,
                 executor=self._executor,
-                show_progress=self._show_progress(write),
+                show_progress=show,
                 by_clock=(secs, actions[-1]) if secs and self.config.workdir else None,  # the last one saves
             )
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
-        for writer in write.writers:
-            if isinstance(writer, Console):
-                writer.summarize(self.clock)
-
-    def _show_progress(self, write: Write) -> Callable[[int, str], None] | None:
-        return next((w.show_progress for w in write.writers if isinstance(w, Console) and not self.config.eager), None)
+        if console is not None:
+            console.summarize(self.clock)
 
     def _go_back(self, diverged: Diverged) -> None:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
@@ -234,7 +235,7 @@ class Fit:
         if self._is_chief and self.config.console != "quiet":
             notebook.announce(lines, may_draw=self.config.console == "auto")
         if workers.num_workers(self.state.strategy) > 1 and self.config.console != "quiet":
-            say(self.source.describe())  # each worker prints what it reads
+            say(overview.describe_shard(self.source, self.state.strategy))  # each worker prints what it reads
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
@@ -249,7 +250,7 @@ class Fit:
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
-        actions.append(PipelineUsage(self.state.placement.devices, profile))
+        actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile)]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions]
         if self._loop.histograms is not None:
@@ -321,7 +322,7 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
         if not callable(action) or not hasattr(action, "every"):
             raise ValueError(
                 f"The action {action!r} was given; an action is a callable with an attribute `every`: set it, as in "
-                "`action.every = 100` for steps or `action.every = '1 epoch'`."
+                "`action.every = '1 epoch'`, or give a Keras callback as distloop.from_callback(callback)."
             )
         if action.every is not None and durations.normalize(action.every) is None:
             raise ValueError(f"The action {action!r} has every={action.every!r}: give {durations.ALLOWED}, or None.")

@@ -1,4 +1,4 @@
-"""TensorFlow functions of distloop's own: without AutoGraph, and without TensorFlow's warning about many traces.
+"""TensorFlow functions: without AutoGraph if they are distloop's own, and without a warning about many traces.
 
     read = graph_function(lambda: strategy.run(read_on_replica))
 
@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 
-def graph_function(fn: Callable[..., Any], **options: Any) -> Any:
-    """Returns a `tf.function` of a function that is not the user's; the options are those of `tf.function`."""
-    traced = tf.function(fn, autograph=False, **options)
+def graph_function(fn: Callable[..., Any], *, autograph: bool = False, **options: Any) -> Any:
+    """Returns a `tf.function`, with AutoGraph if it is of a user's function; the options are those of `tf.function`."""
+    traced = tf.function(fn, autograph=autograph, **options)
     traced._omit_frequent_tracing_warning = True  # private: users could not avoid it
     return traced

@@ -8,10 +8,11 @@
     python -m distloop.report runs --prune          # removes what no run needs
 
 It shows for each run the status, steps, training time (without tracing,
-evaluations, saves and pauses), speed, and the hours that devices were held
-over all starts (with tracing, evaluations and saves); for each metric the last value, the
-best and its step, the least and largest, and a curve; incidents; settings that
-differ.
+evaluations, saves and pauses), speed, examples and epochs that it has trained
+on, with the shares of a mixture, and the hours that devices were held over all
+starts (with tracing, evaluations and saves); for each metric the last value,
+the best and its step, the least and largest, and a curve; incidents; settings
+that differ.
 
 `--prune` lists, with sizes, and removes after a question: checkpoints that are
 neither the newest nor the best, those that the run went back from, and exports
@@ -31,7 +32,6 @@ columns.
 
 import argparse
 import contextlib
-import csv
 import itertools
 import json
 import math
@@ -47,10 +47,10 @@ from rich.cells import cell_len, set_cell_size
 from rich.padding import Padding
 from rich.text import Text
 
-from distloop.monitoring import run_files
+from distloop.monitoring import run_exports, run_files
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_number
-from distloop.monitoring.run_files import Run, Series
+from distloop.monitoring.run_files import Run
 from distloop.monitoring.run_lock import RunLock
 
 _LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of text, aligned to the left
@@ -85,13 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_picture(runs, options.png)
             _complain(f"the curves are in {options.png}")
         if options.csv:
-            _write_csv(runs, options.csv)
+            run_exports.write_csv(runs, options.csv)
             _complain(f"the rows are in {options.csv}")
     except ValueError as error:
         _complain(str(error))
         return 2
     if options.json:
-        print(json.dumps(_without_nan(_as_json(runs)), indent=2, allow_nan=False))
+        print(json.dumps(run_exports.as_json(runs), indent=2, allow_nan=False))
         return 0
     console = rich.console.Console(highlight=False)
     is_terminal = (
@@ -193,26 +193,9 @@ def _show_bytes(count: float) -> str:
     return f"{count:.3g} {units[0]}"
 
 
-def _write_csv(runs: Sequence[Run], path: str) -> None:
-    """Writes all rows of the runs: a column for each name in any of them, empty where a row has no such number.
-
-    Raises:
-        ValueError: if the file cannot be written.
-    """
-    names = dict.fromkeys(["run", "step", "time", *(name for run in runs for row in run.rows for name in row)])
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(names))
-            writer.writeheader()
-            writer.writerows({"run": run.name, **row} for run in runs for row in run.rows)
-    except OSError as error:
-        raise ValueError(
-            f"{path!r} cannot be written ({error.strerror}): give a file in a directory that is there."
-        ) from error
-
-
 def _runs(runs: Sequence[Run]) -> _Table:
-    header = ["run", "status", "step", "training", "steps/s", "examples/s", "device-hours", "silent"]
+    speeds = ["training", "steps/s", "examples/s"]
+    header = ["run", "status", "step", *speeds, "examples", "epochs", "device-hours", "silent"]
     rows = [
         [
             run.name,
@@ -221,6 +204,8 @@ def _runs(runs: Sequence[Run]) -> _Table:
             _show_secs(run.training_secs),
             _show_known(run.steps_per_sec),
             _show_known(run.examples_per_sec),
+            _show_examples(run.seen),
+            _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),
             "-" if run.status in ("complete", "stopped") else _show_secs(run.silent_secs),
         ]
@@ -327,6 +312,13 @@ def _show_known(value: float | None) -> str:
     return "-" if value is None else show_number(value)
 
 
+def _show_examples(seen: Mapping[str, float]) -> str:
+    """Returns the examples that a run has seen, with the shares of a mixture's sources."""
+    counts = {name.rpartition("/")[0]: seen[name] for name in seen if name.endswith("/examples_seen")}
+    shares = ", ".join(f"{name} {count / max(1.0, sum(counts.values())):.0%}" for name, count in counts.items())
+    return _show_known(seen.get("examples_seen")) + (f" ({shares})" if shares else "")
+
+
 def _show_value(value: Any) -> str:
     return "-" if value is None else str(value) or "''"
 
@@ -337,51 +329,6 @@ def _show_secs(secs: float) -> str:
     if secs < 60:
         return f"{secs:.1f}s"
     return f"{int(secs) // 3600}:{int(secs) // 60 % 60:02}:{int(secs) % 60:02}"
-
-
-def _without_nan(value: Any) -> Any:
-    """Returns a value of JSON with null in place of numbers that are not finite, as a file of a run may hold them."""
-    if isinstance(value, dict):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _as_json(runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns the content of the tables as JSON can hold it; nan becomes null."""
-
-    def known(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
-    def of_metric(series: Series) -> dict[str, Any]:
-        value, step = series.best or (None, None)
-        numbers = {"last": series.last, "least": series.least, "largest": series.largest}
-        rest = {"better": run_files.better(series.name), "best": value, "best_step": step}
-        return {name: known(number) for name, number in numbers.items()} | rest
-
-    listed = [
-        {
-            "name": run.name,
-            "workdir": os.path.abspath(run.path),
-            "status": run.status,
-            "step": run.step,
-            "until": run.until,
-            "stop_reason": run.stop_reason,
-            "training_secs": known(run.training_secs),
-            "elapsed_secs": known(run.elapsed_secs),
-            "silent_secs": run.silent_secs,
-            "steps_per_sec": known(run.steps_per_sec),
-            "examples_per_sec": known(run.examples_per_sec),
-            "device_hours": known(run.device_hours),
-            "starts": run.starts,
-            "metrics": {name: of_metric(series) for name, series in run.series.items()},
-            "incidents": run.incidents,
-            "settings": run.settings,
-        }
-        for run in runs
-    ]
-    return {"runs": listed, "different_settings": list(run_files.different_settings(runs))}
 
 
 if __name__ == "__main__":

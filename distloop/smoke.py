@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.comparison import relative_difference
 from distloop.config import Config
-from distloop.data.arrays import make_dataset
+from distloop.data.make_dataset import make_dataset
 from distloop.distributed import strategies
 from distloop.graph_functions import graph_function
 from distloop.trainer import Trainer

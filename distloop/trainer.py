@@ -27,8 +27,8 @@ from distloop.data.arrays import as_dataset
 from distloop.data.copies import fresh_copy
 from distloop.data.passes import Passes
 from distloop.data.source import Data, Source
-from distloop.diagnostics import dry_run, tuning
-from distloop.diagnostics.audit import audit, print_and_exit
+from distloop.diagnostics import dry_run, tryouts
+from distloop.diagnostics.audit import audit
 from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
@@ -154,14 +154,10 @@ class Trainer:
             ValueError: if the data, the loss or an argument breaks a rule, or another process writes to the workdir.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
-            SystemExit: with code 75 after an interruption; in place of training with `audit` or `autotune_batch`.
+            SystemExit: with code 75 after an interruption; with `audit`, `memory` or `autotune_batch` without training.
         """
         clock, data = Clock(), read_arguments(train, evals, keras_arguments)
-        if self.config.audit:
-            print_and_exit(self.audit(train))
-        if self.config.autotune_batch:
-            tuning.autotune_batch(self, train)
-            raise SystemExit(0)
+        tryouts.run_instead(self, data)
         check_arguments(actions, writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
         length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)

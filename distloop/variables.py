@@ -3,19 +3,21 @@
     named_variables(model)       # {"encoder/dense_4/kernel": variable, ...}, as Keras names them
     portable_names(model)        # {"encoder/dense/kernel": variable, ...}, the same in every process
 
-Keras numbers layers without a name across the process, so the path of a variable may differ in the next process;
-portable names count within the model. A model is a Keras model or layer, a `tf.Module`, or a dict or list of them. This
-module does not know which variables are saved or trained.
+Keras numbers layers and variables without a name across the process, so the path of a variable may differ in the next
+process; portable names count layers within the model, and variables within their layer. A model is a Keras model or
+layer, a `tf.Module`, or a dict or list of them. This module does not know which variables are saved or trained.
 """
 
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+_UNNAMED = re.compile(r"(.*/|)variable(?:_(\d+))?")  # scope and number of a variable to which Keras gave a name
 
 
 class ModelRunner:
@@ -225,7 +227,31 @@ def portable_names(model: Any) -> dict[str, Any]:
             scope = f"{scope}/{part}" if scope else part
         portable[scope] = variable
     assert len(portable) == len(variables), sorted(variables)
-    return portable
+    return dict(zip(count_unnamed(portable).values(), portable.values(), strict=True))
+
+
+def count_unnamed(names: Iterable[str]) -> dict[str, str]:
+    """Returns names in which variables that were made without a name count within their layer.
+
+    Keras names them `variable_<n>`, where n counts all that the process has made.
+
+    Args:
+        names: of all variables of a model, portable but for these; names that this function returned stay as they are.
+
+    Returns:
+        Name -> the name with another number, in the same order: 0, which is left out, is the variable made first.
+    """
+    matches = {name: match for name in names if (match := _UNNAMED.fullmatch(name))}
+    numbers: dict[str, list[int]] = defaultdict(list)  # by scope
+    for scope, number in sorted((match[1], int(match[2] or 0)) for match in matches.values()):
+        numbers[scope].append(number)
+    counted = {}
+    for name in names:
+        counted[name] = name
+        if match := matches.get(name):
+            place = numbers[match[1]].index(int(match[2] or 0))
+            counted[name] = f"{match[1]}variable" + (f"_{place}" if place else "")
+    return counted
 
 
 def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Digits from TFRecord shards: each worker reads its own files.
+"""Digits from TFRecord shards: their records by number, so a run that resumes is at its place at once.
 
     python -m distloop.launch --workers=2 -m experiments.files --workdir=runs/files --device=cpu
 
-The program writes the shards first. With 2 workers, the function of `tf.distribute.InputContext` gives each worker
-every second file, in batches of half the global batch. If one worker has fewer rows, distloop pads them with rows of
-weight 0, so all workers end an epoch at the same step.
+The program writes the shards first. On any number of workers the batches are the same; each worker reads the records
+of its own replicas alone. `parse` gets a seed too, for augmentation that belongs to a record and an epoch.
 
-Measured on 2 workers with one CPU each (2 cores, busy): test accuracy 0.981 after 600 steps, 9 s of training, 21 s in
-total; 0.978 on one worker, which reads all files in another order.
+Measured on 2026-11-23 on 2 busy cores: test accuracy 0.983, loss 0.0523 after 600 steps, on one worker and on two; 34 s
+of training on one worker, 71 s on two workers with one CPU each.
 """
 
 import os
@@ -25,16 +24,18 @@ distloop.define_flags(steps=600, batch_size=128, eval_every=200)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The peak step size of Adam, reached after a warm-up.")
 SHARED = os.path.join(tempfile.gettempdir(), "digits_shards")
 DATA = flags.DEFINE_string("data", SHARED, "Directory of the shards, shared by all workers.")
-SHARDS = flags.DEFINE_integer("shards", 8, "Files per split; at least as many as workers.")
+SHARDS = flags.DEFINE_integer("shards", 8, "Files per split.")
 
 
 def write_shards(split):
-    """Writes a split's images to its files round-robin; each file appears only when it is complete."""
+    """Writes a split's images to files that are missing, round-robin; each file appears only when it is complete."""
     os.makedirs(DATA.value, exist_ok=True)
     rows = next(datasets.digits(split, 2_000, shuffle=False).as_numpy_iterator())
     pixels = np.round(16 * rows["image"]).reshape(-1, 64)
     records = np.column_stack([pixels, rows["label"]]).astype(np.uint8)  # [N, 65]
     for shard, path in enumerate(shard_paths(split)):
+        if os.path.exists(path):
+            continue
         temporary = f"{path}.{os.getpid()}.tmp"  # several workers may write the same file at once
         with tf.io.TFRecordWriter(temporary) as writer:
             for record in records[shard :: SHARDS.value]:
@@ -47,24 +48,17 @@ def shard_paths(split):
 
 
 def read_shards(split, batch_size):
-    """Returns the function of `InputContext` that reads one worker's shards."""
+    """Returns the global batches of a split; of each batch, a worker reads the records of its own replicas alone."""
 
-    def parse(records):  # [B]
-        rows = tf.io.decode_raw(records, tf.uint8, fixed_length=65)  # [B, 65]: 64 pixels and the label
+    def parse(record, seed):
+        row = tf.io.decode_raw(record, tf.uint8)  # [65]: 64 pixels and the label
         return {
-            "image": tf.cast(tf.reshape(rows[:, :64], [-1, 8, 8, 1]), tf.float32) / 16,
-            "label": tf.cast(rows[:, 64], tf.int32),
+            "image": tf.cast(tf.reshape(row[:64], [8, 8, 1]), tf.float32) / 16,
+            "label": tf.cast(row[64], tf.int32),
         }
 
-    def read_worker_shards(context):
-        paths = tf.data.Dataset.from_tensor_slices(shard_paths(split))
-        paths = paths.shard(context.num_input_pipelines, context.input_pipeline_id)
-        records = paths.interleave(tf.data.TFRecordDataset, cycle_length=4)
-        if split == "train":
-            records = records.shuffle(2_000, seed=context.input_pipeline_id)
-        return records.batch(batch_size // context.num_input_pipelines).map(parse)
-
-    return read_worker_shards
+    records = distloop.open_records(shard_paths(split))
+    return distloop.make_dataset(records, batch_size, shuffle=split == "train", map_fn=parse)
 
 
 def model_fn():

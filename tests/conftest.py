@@ -39,7 +39,8 @@ def end(thread):
 
 
 # The files that take longest, which two processes had better begin with.
-LONG = ["test_workers", "test_failures", "test_preemption", "test_laws", "test_experiments", "test_summaries"]
+LONG = ["test_workers", "test_failures", "test_preemption", "test_laws", "test_experiments"]
+LONG += ["test_resume", "test_documents", "test_nemesis", "test_tensorboard_server", "test_loss_scale", "test_pipeline"]
 
 
 def pytest_collection_modifyitems(items):

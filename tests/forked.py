@@ -1,6 +1,7 @@
 """Python programs in processes with TensorFlow loaded: forks of a server that imported it once.
 
     result = run([path, *arguments], env=environment, timeout=60)
+    result = launch(["--workers=2", path, *arguments], env=environment, timeout=60)
     program = Program([path, *arguments], stdout=path_of_log, stderr=path_of_log, env=environment)
 
 TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
@@ -17,8 +18,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
+import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
+
+from distloop import testing
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer"])
@@ -74,6 +79,22 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> 
     return subprocess.CompletedProcess(arguments, code, *texts)
 
 
+def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
+    """Runs `python -m distloop.launch` with these arguments; the launcher and its workers are forks, too."""
+    return run(["-m", "tests.nemesis.forking_launch", *arguments], env=env, timeout=timeout)
+
+
+def run_in_workers(fn: Callable, workers: int, **settings) -> list:
+    """Does what `distloop.testing.run_in_workers` does, in forks."""
+
+    def run_forks(command, *, env, timeout, **_):
+        assert command[1:3] == ["-m", "distloop.launch"]
+        return launch(command[3:], env=env, timeout=timeout)
+
+    with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=run_forks)):
+        return testing.run_in_workers(fn, workers, **settings)
+
+
 def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str]) -> None:
     """Runs the program in this process, with its output in files."""
     for path, number in ((stdout, 1), (stderr, 2)):
@@ -88,6 +109,7 @@ def become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     os.environ.clear()
     os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # a new process's, whose locks need no file of this one's
     try:
         if arguments[0] == "-m":
             sys.argv = list(arguments[1:])

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.training.loop import Diverged
-from tests.problems import assert_equal, on, refused, weights
+from tests.problems import assert_equal, classification, classifier, on, refused, weights
 
 RNG = np.random.default_rng(0)
 ROWS = {"x": RNG.normal(size=(12, 3)).astype(np.float32), "y": RNG.normal(size=(12, 2)).astype(np.float32)}
@@ -703,3 +703,13 @@ def test_a_term_of_activations_beside_a_weighted_loss_is_refused_where_the_batch
     parts = ["'hidden'", "activity regularizer or an add_loss", "in 2 shards", "value per example"]
     trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", **{"num_devices": 1, **settings}))
     refused(lambda: trainer.fit(dataset(), steps=1), *parts)
+
+
+@pytest.mark.parametrize("label", [7, -1])
+def test_labels_that_are_no_number_of_a_class_are_named(label):
+    rows = classification(8)
+    rows["label"] = np.where(np.arange(8) == 3, label, rows["label"])
+    sentence = f"A batch holds the label {label}, and the cross entropy has 4 classes, 0 to 3: number labels from 0"
+    trainer = distloop.Trainer(classifier(), on(1, batch_size=8))
+    refused(lambda: trainer.fit(rows, steps=1), sentence)
+    refused(lambda: trainer.evaluate(rows), sentence)

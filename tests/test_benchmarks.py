@@ -1,13 +1,12 @@
 """The benchmark: its smallest part, and the page that it writes of made-up numbers."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from distloop.distributed import cores
-from experiments.benchmarks import cell, goals, page, processes, turns, workloads
+from experiments.benchmarks import cell, goals, input_speed, page, processes, turns, workloads
+from tests import forked
 
 
 def rows_of(text):
@@ -43,8 +42,8 @@ def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts()
 @pytest.mark.slow
 @pytest.mark.skipif(cores.count() < 2, reason="needs two cores")
 def test_a_timeline_tells_what_steps_on_two_workers_are_made_of():
-    launcher = ["-m", "distloop.launch", "--workers=2", "-m", "experiments.benchmarks.timeline", "--workload=tiny"]
-    found = subprocess.run([sys.executable, *launcher], capture_output=True, text=True, env=os.environ, timeout=120)
+    program = ["-m", "experiments.benchmarks.timeline", "--workload=tiny"]
+    found = forked.launch(["--workers=2", *program], env=os.environ, timeout=120)
     assert found.returncode == 0, found.stderr[-3000:]
     head, *lines = found.stdout.splitlines()
     assert head.startswith("[worker 0] tiny on 2 workers, ")
@@ -130,3 +129,17 @@ def test_a_turn_is_a_multiple_of_what_a_system_trains_at_once():
 
     turns.take_turns({"fifty": Fifty(lambda steps: None)}, 2, 0.26, float)
     assert asked[-2:] == [250, 250] and all(steps % 50 == 0 for steps in asked)
+
+
+def test_inputs_are_compared_with_the_pipeline_of_tf_data():
+    best = {
+        "distloop": [300.0, 9.0, 0.5, 0.5],
+        "tf.data, read again": [200.0, 10.0, 0.5, 8.0],
+        "kept": [0.0, 0.0, 1.0, 1.0],
+    }
+    workload = input_speed.Workload(64, 1_000, None, None, None)
+    assert input_speed.page("arrays", workload, best).splitlines()[2:] == [
+        "| distloop | 300 | 1.50 | 9.00 | 0.50 s | 0.50 s |",
+        "| tf.data, read again | 200 | 1.00 | 10.00 | 0.50 s | 8.00 s |",
+        "| kept | | | | 1.00 s | 1.00 s |",
+    ]

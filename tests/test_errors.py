@@ -13,6 +13,20 @@ from distloop.data.source import Source
 from tests.problems import batch_taker, mirrored
 
 
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("Requested a `Lambda`. If you trust it, call `enable()`.", "Requested a `Lambda`"),
+        ("Error for {'a': 1}.\n\nException encountered: L.__init__() lacks 'units'", "L.__init__() lacks 'units'"),
+        ("Unknown arguments of Net: {'a': [" + "1, " * 99 + "]}", "Unknown arguments of Net ..."),
+        ("word " * 50, "word " * 39 + "word ..."),
+        ("", "ValueError"),
+    ],
+)  # fmt: skip
+def test_the_cause_in_a_message_of_keras_is_a_sentence_that_is_not_cut_within_brackets(message, cause):
+    assert errors.cause(ValueError(message)) == cause
+
+
 def test_a_condition_that_holds_costs_nothing_and_is_returned():
     assert bool(errors.require(tf.constant(True), "never seen"))
 

@@ -63,7 +63,7 @@ def test_a_sweep_runs_each_combination_and_compares_them(tmp_path):
 
 @pytest.mark.slow
 def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
-    out = run("-m", "experiments.digits", f"--workdir={tmp_path}", "--device=cpu", "--num_devices=2")
+    out = run("-m", "experiments.digits", f"--workdir={tmp_path}", "--device=cpu", "--num_devices=2", "--steps=200")
     assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
 
 
@@ -107,7 +107,7 @@ def test_the_promised_program_runs_as_written(tmp_path):
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ["PYTHONPATH"] = root
-    flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2"]
+    flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", "--steps=600"]
     out = run(tmp_path / "promised.py", *flags, cwd=tmp_path)
     assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95
     loads = f"""

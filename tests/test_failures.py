@@ -6,13 +6,11 @@ failures.
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -27,12 +25,14 @@ from tests.forked import Program
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECS = 240  # limit for waiting, on a busy machine
 STEPS = 100
 
 PROGRAM = """
-    import json, os, signal, sys, time
+    import ctypes, json, os, signal, sys, time
+    if host := os.environ.get("HOST"):  # whose network this process is in
+        with open(f"/proc/{host}/ns/net") as network:
+            assert ctypes.CDLL(None).setns(network.fileno(), 0) == 0
     import keras, numpy as np, tensorflow as tf
     from absl import app, flags
     import distloop
@@ -115,15 +115,10 @@ NOISE = re.compile(
 class Worker:
     """A process and its output."""
 
-    def __init__(self, command, path, environment):
+    def __init__(self, arguments, path, environment):
         self.path = path
-        settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT)}
-        environment = {**os.environ, **settings, **environment}
-        if command[0] == sys.executable and command[1] != "-m":
-            self.process = Program(command[1:], stdout=path, stderr=path, env=environment)
-            return
-        with open(path, "w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "", **environment}
+        self.process = Program(arguments, stdout=path, stderr=path, env=environment)
 
     @property
     def lines(self):
@@ -166,15 +161,15 @@ def start(program, tmp_path_factory):
     """Returns a function that starts workers; kills all of them at the end."""
     started = []
 
-    def start(workdir, failure="", *flags, addresses=None, worker_flags=((), ()), prefixes=((), ()), late_secs=0):
+    def start(workdir, failure="", *flags, addresses=None, worker_flags=((), ()), hosts=("", ""), late_secs=0):
         addresses = addresses or [f"127.0.0.1:{port}" for port in free_ports(len(worker_flags))]
         logs = tmp_path_factory.mktemp("logs")
         workers = []
-        for index, (extra, prefix) in enumerate(zip(worker_flags, [*prefixes, ()], strict=False)):
+        for index, (extra, host) in enumerate(zip(worker_flags, [*hosts, ""], strict=False)):
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            environment = {"TF_CONFIG": json.dumps(config), "FAILURE": failure}
-            command = [*prefix, sys.executable, program, f"--workdir={workdir}", *flags, *extra]
-            workers.append(Worker(command, logs / f"worker{index}.txt", environment))
+            environment = {"TF_CONFIG": json.dumps(config), "FAILURE": failure, "HOST": host}
+            arguments = [program, f"--workdir={workdir}", *flags, *extra]
+            workers.append(Worker(arguments, logs / f"worker{index}.txt", environment))
             time.sleep(late_secs if index == 0 else 0)
         started.extend(workers)
         return workers
@@ -368,7 +363,7 @@ def test_after_all_failures_a_late_start_ends_like_a_run_without_failures(start,
 
 def test_the_launcher_restarts_crashed_workers(program, straight, tmp_path):
     once = tmp_path / "has crashed"
-    command = [sys.executable, "-m", "distloop.launch", "--workers=2", "--max_restarts=1", program]
+    command = ["-m", "tests.nemesis.forking_launch", "--workers=2", "--max_restarts=1", program]
     launcher = Worker([*command, f"--workdir={tmp_path}"], tmp_path / "log.txt", {"FAILURE": f"action,1,{once}"})
     assert launcher.end() == 0
     assert once.exists()
@@ -414,7 +409,7 @@ def hosts():
 
 
 def test_a_cut_cable_ends_all_workers_which_then_continue(hosts, start, straight, tmp_path):
-    network = {"addresses": ["10.77.0.1:4000", "10.77.0.2:4000"], "prefixes": [inside(host) for host in hosts]}
+    network = {"addresses": ["10.77.0.1:4000", "10.77.0.2:4000"], "hosts": [str(host.pid) for host in hosts]}
     workers = start(tmp_path, "slow", "--hang_timeout=6", **network)
     workers[0].wait_for("eight steps on")
     subprocess.run([*inside(hosts[0]), "ip", "link", "set", "cable", "down"], check=True)

@@ -56,6 +56,7 @@ OTHER_VALUES = {
     "start_timeout": 20.0,
     "hang_timeout": 30.5,
     "audit": True,
+    "memory": True,
     "full_tracebacks": True,
     "seed": 9,
     "deterministic": True,

@@ -1,6 +1,7 @@
 """The rules of the house, read from the source: layers, names, and who may name what."""
 
 import ast
+import functools
 import graphlib
 import os
 import pathlib
@@ -40,6 +41,7 @@ ORDER = [
         "errors",
         "graph_functions",
         "log",
+        "operations",
         "tensorflow_import",
         "atomic_files",
         "comparison",
@@ -83,10 +85,12 @@ JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", 
 each_module = pytest.mark.parametrize("module", MODULES)
 
 
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
 def imports_of(path):
     """Lists the dotted names that a file imports, `from a import b` as a.b, wherever in the file it does so."""
     found = []
@@ -98,6 +102,7 @@ def imports_of(path):
     return found
 
 
+@functools.cache
 def names_of(path):
     """Lists every name and attribute that a file's code uses; docstrings and comments do not count."""
     nodes = list(ast.walk(tree_of(path)))

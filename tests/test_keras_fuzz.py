@@ -11,7 +11,7 @@ import pytest
 
 from tests.keras_fuzz import grammar, objectives
 from tests.keras_fuzz.comparison import Outcome, compare
-from tests.keras_fuzz.programs import draw_program
+from tests.keras_fuzz.drawing import draw_program
 from tests.keras_fuzz.shrinking import shrink
 
 # Programs of a minute of one processor together.
@@ -96,6 +96,12 @@ def test_every_public_name_of_keras_is_drawn_or_an_exception_with_a_reason(modul
 def test_a_drawn_program_trains_as_keras_does(number):
     outcome = compare(draw_program(number))
     assert outcome.kind == "equal", f"{outcome.text}: python -m tests.keras_fuzz --program={number}"
+
+
+@pytest.mark.slow
+def test_a_program_that_draws_numbers_and_that_keras_trains_to_nan_is_no_finding():
+    program = draw_program(9100123)  # Ftrl divides by the learning rate, which falls to 0
+    assert compare(program).kind == "invalid" and "RandomPosterization" in program.source()
 
 
 def test_a_program_is_drawn_alike_from_its_number():

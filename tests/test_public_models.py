@@ -44,29 +44,43 @@ def test_the_table_says_what_holds_and_why_a_number_is_too_large():
         {"model": "VGG16", "trial": "replicas_2", "cell": "replicas_2", **OPEN},
         {"model": "VGG16", "trial": "resume", "cell": "resume", "difference": 3, "tolerance": 0},
         {"model": "VGG16", "trial": "mixed", "cell": "mixed_float16", "difference": float("nan"), "tolerance": 0.1},
+        {"model": "VGG16", "trial": "mixed", "cell": "mixed_bfloat16", "error": "No.", "keras": None},
     ]  # fmt: skip
-    assert row_of("MobileNetV2", cells, "keras") == "1e-06"
-    assert row_of("MobileNetV2", cells, "replicas_2") == "**3e-03** float64 2e-13"
-    assert row_of("MobileNetV2", cells, "resume") == "0"
-    assert row_of("MobileNetV2", cells, "export") == "not run"
-    assert row_of("MobileNetV2", cells, "split") == "A"
+    assert row_of("MobileNetV2 (small/MobileNetV2)", cells, "keras") == "1e-06"
+    assert row_of("MobileNetV2 (small/MobileNetV2)", cells, "replicas_2") == "**3e-03** float64 2e-13"
+    assert row_of("MobileNetV2 (small/MobileNetV2)", cells, "resume") == "0"
+    assert row_of("MobileNetV2 (small/MobileNetV2)", cells, "export") == "not run"
+    assert row_of("MobileNetV2 (small/MobileNetV2)", cells, "split") == "A"
     assert "- A: refused: It cannot / be cut." in page.table(cells)
-    assert row_of("VGG16", cells, "replicas_2") == "**3e-03**" and row_of("VGG16", cells, "mixed_float16") == "**nan**"
+    row = "VGG16 (small/VGG16)"
+    assert row_of(row, cells, "replicas_2") == "**3e-03**" and row_of(row, cells, "mixed_float16") == "**nan**"
+    assert row_of(row, cells, "mixed_bfloat16") == "B Keras error"
     counts = [int(number) for number in re.findall(r"\d+", page.counted(cells))]
-    assert counts[:6] == [sum(counts[1:-1]), 2, 1, 3, 1, 0]
+    assert counts[:6] == [sum(counts[1:-1]), 2, 2, 3, 1, 0]
     assert counts[0] + counts[-1] == len(zoo.NAMES) * len(page.COLUMNS)
-    assert [trials.is_open(cell) for cell in cells] == [False, True, False, False, False, True, False, False]
+    assert [trials.is_open(cell) for cell in cells] == [False, True, False, False, False, True, False, False, False]
 
 
 def test_a_member_of_a_family_names_the_model_that_has_its_other_cells():
-    members = ("VGG19", "hub/RobertaBackbone")
-    cells = [{"model": model, "trial": "exact", "cell": "replicas_2", **HOLDS} for model in (*members, "VGG16")]
-    assert row_of("VGG19 (VGG16)", cells, "mixed_float16") == row_of("VGG19 (VGG16)", cells, "rebuilt") == "family"
-    assert row_of("VGG16", cells, "mixed_float16") == "not run" and row_of("VGG16", cells, "replicas_4") == "family"
-    assert row_of("VGG19 (VGG16)", cells, "replicas_2") == "1e-06"
-    assert row_of("hub/Roberta (hub/Bert)", cells, "split") == "family"
-    assert row_of("hub/Roberta (hub/Bert)", cells, "rebuilt") == "not run"
+    models = ("VGG19", "small/VGG16", "hub/RobertaBackbone")
+    cells = [{"model": model, "trial": "exact", "cell": "replicas_2", **HOLDS} for model in models]
+    cells.append({"model": "small/VGG16", "trial": "half", "cell": "mixed_float16", **HOLDS})
+    assert row_of("VGG19 (small/VGG16)", cells, "mixed_float16") == "family"
+    assert row_of("VGG19 (small/VGG16)", cells, "split") == row_of("small/VGG16", cells, "split") == "not run"
+    assert row_of("VGG19 (small/VGG16)", cells, "replicas_2") == "1e-06"
+    assert row_of("hub/Roberta (hub/Bert)", cells, "split") == "not run"
+    assert "Left to the model of their family" not in page.table(cells)
+    cells.append({"model": "small/VGG16", "trial": "exact", "cell": "keras", **HOLDS})
+    assert "\nLeft to the model of their family: VGG16 (small/VGG16).\n" in page.table(cells)
     assert all(model in zoo.NAMES for model in zoo.FAMILIES)
+
+
+@pytest.mark.slow
+def test_a_small_form_has_the_kinds_of_layers_of_its_architecture():
+    for model in ("small/MobileNetV2", "small/VGG16"):
+        kinds = [{type(layer) for layer in zoo.make(name).layers} for name in (model, model.removeprefix("small/"))]
+        assert kinds[1] - kinds[0] <= {keras.layers.Flatten}
+    assert zoo.make(model).count_params() == zoo.make(model).count_params()  # made again from its config
 
 
 def tiny(name):
@@ -113,10 +127,10 @@ def echo(sender, model, trial, directory):
 def test_a_trial_that_is_done_is_not_run_again_and_one_that_dies_is_a_cell(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(schedule, "_send", echo)
     for _ in range(2):
-        schedule.run(["VGG16", "Xception"], ["one_replica"], str(tmp_path), limit_secs=60)
+        schedule.run(["VGG16", "Xception"], ["exact"], str(tmp_path), limit_secs=60)
     first, second = schedule.read(str(tmp_path))
     assert first["error"] == "the process ended with exit code 3" and second["difference"] == 1e-6
-    assert capfd.readouterr().out.count("one_replica:") == 2
+    assert capfd.readouterr().out.count("exact:") == 2
 
 
 def test_a_sentence_of_distloop_is_a_refusal_and_any_other_exception_an_error():

@@ -76,7 +76,7 @@ def test_a_pipe_gets_one_line_per_run(sweep, capsys):
     assert report.main([str(sweep)]) == 0
     first, second = table(capsys.readouterr().out.splitlines(), "run")
     assert float(second.pop("silent").replace(":", "")) == pytest.approx(10000, abs=100)  # 1:00:00
-    common = {"steps/s": "50", "examples/s": "3200", "device-hours": "-"}
+    common = {"steps/s": "50", "examples/s": "3200", "examples": "-", "epochs": "-", "device-hours": "-"}
     assert first == {"run": "a", "status": "complete", "step": "300/300", "training": "6.0s", "silent": "-", **common}
     assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "4.0s", **common}
 
@@ -90,6 +90,16 @@ def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_
     report.main([str(tmp_path), "--json"])
     (only,) = json.loads(capsys.readouterr().out)["runs"]
     assert only["device_hours"] == pytest.approx(4 * 900 / 3600 + 2 / 3600) and len(only["starts"]) == 3
+
+
+def test_what_a_run_has_read_is_shown_with_the_shares_of_a_mixture(tmp_path, capsys):
+    seen = {"examples_seen": 4000.0, "epochs_seen": 0.5, "web/examples_seen": 3000.0, "code/examples_seen": 1000.0}
+    write_run(tmp_path / "a", [{"step": 100, "loss": 1.0, **seen}])
+    report.main([str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = table(lines, "run")
+    assert row["examples"] == "4000 (web 75%, code 25%)" and row["epochs"] == "0.5"
+    assert [row["metric"] for row in table(lines, "metric")] == ["loss"]
 
 
 def test_a_pipe_gets_one_line_per_metric_and_run_the_best_first(sweep, capsys):

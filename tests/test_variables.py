@@ -8,6 +8,7 @@ import tensorflow as tf
 from distloop.variables import (
     ModelRunner,
     count_parameters,
+    count_unnamed,
     named_variables,
     portable_names,
     slot_names,
@@ -149,6 +150,34 @@ def test_portable_names_are_the_same_for_a_model_made_again():
     assert list(portable_names(first).values()) == list(named_variables(first).values())
     assert "dense/kernel" in portable_names(first) and "dense_1/bias" in portable_names(first)
     assert "dense_of_mine/kernel" in portable_names(first)
+
+
+class Unnamed(keras.layers.Layer):
+    def build(self, shape):
+        self.total = self.add_weight(trainable=False)
+        self.gains = [self.add_weight(shape=shape[1:]) for _ in range(2)]
+        self.bias = self.add_weight(name="bias")
+
+    def call(self, x):
+        return x * self.gains[0] + self.gains[1] + self.bias
+
+
+def test_weights_without_a_name_have_portable_names_in_the_order_of_their_creation():
+    first, second = (keras.Sequential([keras.Input((3,)), Unnamed(), Unnamed()], name="net") for _ in range(2))
+    names = portable_names(first)
+    assert list(names) == list(portable_names(second)) and list(named_variables(first)) != list(names)
+    assert {name for name in names if "unnamed_1" in name} == {
+        f"net/unnamed_1/{name}" for name in ("variable", "variable_1", "variable_2", "bias")
+    }
+    assert names["net/unnamed/variable"] is first.layers[0].total  # created first, though Keras lists it last
+    assert names["net/unnamed/variable_2"] is first.layers[0].gains[1]
+
+
+def test_numbers_of_weights_without_a_name_count_within_their_layer():
+    old = ["a/variable_11", "a/variable_9", "variable_7", "b/variable", "a/variable_9/kernel", "a/variable_of_mine"]
+    new = ["a/variable_1", "a/variable", "variable", "b/variable", "a/variable_9/kernel", "a/variable_of_mine"]
+    assert count_unnamed(old) == dict(zip(old, new, strict=True))
+    assert list(count_unnamed(new).values()) == new
 
 
 def test_several_models_and_modules_keep_their_own_names():

@@ -3,22 +3,19 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
 import pytest
 
-from tests import worker_scenarios
+from tests import forked, many_rows, worker_scenarios
 from tests.problems import assert_close
 from tests.worker_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.slow
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
-ON_THREE_WORKERS = ["replicas", "evaluation", "shards"]
+ON_THREE_WORKERS = ["replicas", "evaluation", "shards", "position"]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +33,8 @@ def alone(tmp_path_factory):
 
 def run_on_workers(workers, devices, out, *names):
     """Runs scenarios on local workers; returns name -> a dict of arrays by worker, and the finished launcher."""
-    command = [sys.executable, "-m", "distloop.launch", f"--workers={workers}", "-m", "tests.worker_scenarios"]
-    command += [str(out), str(devices), *names]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    program = ["-m", "tests.worker_scenarios", str(out), str(devices), *names]
+    result = forked.launch([f"--workers={workers}", *program], env=os.environ, timeout=500)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     results = {
         name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in names or BY_NAME
@@ -51,6 +47,7 @@ def on_workers(tmp_path_factory):
     """Results of all scenarios on two workers with two devices each."""
     out = tmp_path_factory.mktemp("workers-2-2")
     worker_scenarios.run(half_of_elastic, 1, out)
+    worker_scenarios.run(half_of_position, 1, out)
     results, launcher = run_on_workers(2, 2, out)
     return results, out, launcher
 
@@ -58,7 +55,9 @@ def on_workers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_three_workers(tmp_path_factory):
     """Results of some scenarios on three workers with one device each."""
-    return run_on_workers(3, 1, tmp_path_factory.mktemp("workers-3-1"), *ON_THREE_WORKERS)[0]
+    out = tmp_path_factory.mktemp("workers-3-1")
+    worker_scenarios.run(half_of_position, 1, out)
+    return run_on_workers(3, 1, out, *ON_THREE_WORKERS)[0]
 
 
 def half_of_elastic(make, workdir):
@@ -66,6 +65,14 @@ def half_of_elastic(make, workdir):
     trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
     trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=5)
     return {}
+
+
+def half_of_position(make, workdir):
+    def trainer(path):
+        return make(worker_scenarios.classifier(), workdir=path)
+
+    path = os.path.join(workdir, "position")
+    return many_rows.over_the_end_of_an_epoch(trainer, path, ends_at=many_rows.PER_EPOCH - 3)
 
 
 def assert_same_results(results, results_alone):
@@ -97,15 +104,22 @@ def test_all_workers_end_with_the_same_bits(on_workers):
                     assert other[key].tobytes() == value.tobytes(), (name, key)
 
 
+def of_kind(kind, result):
+    values = {name: value for name, value in result.items() if name.startswith(f"local/{kind}/")}
+    assert values
+    return values
+
+
 def test_statistics_are_equal_on_all_workers(on_workers):
-    chief, *others = on_workers[0]["statistics"]
+    chief, *others = [of_kind("statistics", result) for result in on_workers[0]["statistics_and_seeds"]]
     for other in others:
         for key, value in chief.items():
             assert other[key].tobytes() == value.tobytes()
 
 
 def test_workers_draw_different_dropout_masks(on_workers):
-    keys = {tuple(np.ravel(value)) for result in on_workers[0]["masks"] for value in result.values()}
+    results = on_workers[0]["statistics_and_seeds"]
+    keys = {tuple(np.ravel(value)) for result in results for value in of_kind("seeds", result).values()}
     assert len(keys) == 4
 
 
@@ -127,6 +141,35 @@ def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, 
         worker_scenarios.run(further, 1, os.path.join(out, "elastic")),
         worker_scenarios.run(further, 1, os.path.join(out, "elastic alone")),
     )
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_workers_go_on_in_data_by_number_and_read_their_rows_alone(num_workers, on_workers, on_three_workers, alone):
+    whole = alone("position")  # from 5 steps before
+    number_of = {row: i for i, row in enumerate(whole["local/rows"].ravel().tolist())}
+    for worker, result in enumerate((on_workers[0] if num_workers == 2 else on_three_workers)["position"]):
+        first, end = worker * 16 // num_workers, (worker + 1) * 16 // num_workers
+        for name in ("local/rows", "local/x"):
+            assert np.array_equal(result[name][:7, first:end], whole[name][5:12, first:end])
+            assert not result[name][:, :first].any() and not result[name][:, end:].any()
+        places = [number_of[row] for row in result["local/asked"].tolist() if row in number_of]
+        assert len(places) >= 7 * (end - first)
+        assert all(first <= place % 16 < end for place in places)
+
+
+def test_one_process_goes_on_in_data_by_number_after_several(on_workers, alone):
+    def further(make, workdir):
+        def trainer(path):
+            return make(worker_scenarios.classifier(), workdir=path)
+
+        begins_at = None if os.path.exists(workdir) else many_rows.PER_EPOCH - 8
+        return many_rows.over_the_end_of_an_epoch(trainer, str(workdir), begins_at, ends_at=many_rows.PER_EPOCH + 7)
+
+    out = on_workers[1]
+    stopped = worker_scenarios.run(further, 1, os.path.join(out, "position"))
+    whole = worker_scenarios.run(further, 1, os.path.join(out, "position alone"))
+    assert np.array_equal(stopped["local/x"][:3], whole["local/x"][12:15])
+    assert_same_results([stopped], whole)
 
 
 def test_unequal_shards_end_the_epoch_at_the_same_step(on_workers, on_three_workers):
@@ -181,8 +224,8 @@ def test_a_difference_between_workers_is_an_error_on_all_in_place_of_a_hang(name
 
 
 def test_steps_leak_no_threads(on_workers):
-    for result in on_workers[0]["threads"]:
-        assert int(result["local/new"]) < 100  # in 300 steps
+    for result in on_workers[0]["exchange"]:
+        assert int(result["local/new threads"]) < 100  # in 300 steps
 
 
 def test_only_the_chief_prints_steps_and_each_worker_prints_its_shard(on_workers):
@@ -238,22 +281,20 @@ def test_an_overflow_on_one_worker_is_skipped_on_both(tmp_path):
     for s in sockets:
         s.close()
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     workers = []
     for index in range(2):
         cluster = {"worker": [f"localhost:{port}" for port in ports]}
         config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        env = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": root}
-        command = [sys.executable, str(tmp_path / "worker.py")]
-        workers.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        env = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
+        logs = {"stdout": tmp_path / f"out{index}.txt", "stderr": tmp_path / f"errors{index}.txt"}
+        workers.append(forked.Program([tmp_path / "worker.py"], **logs, env=env))
     try:
-        outputs = [worker.communicate(timeout=120) for worker in workers]
+        codes = [worker.wait(120) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    for worker, (_, errors) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, errors[-2000:]
-    first, second = ([json.loads(line) for line in out.splitlines()] for out, _ in outputs)
+    assert codes == [0, 0], [(tmp_path / f"errors{index}.txt").read_text()[-2000:] for index in range(2)]
+    first, second = ([json.loads(line) for line in (tmp_path / f"out{index}.txt").open()] for index in range(2))
     assert first == second and len(first) == 5
     assert [row[0] for row in first] == [8.0, 4.0, 2.0, 1.0, 1.0]  # the scale, down to its floor
     assert all(row[1:] == first[0][1:] for row in first)  # iterations, slots and weights: bit for bit

@@ -17,6 +17,7 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
+from tests import many_rows
 from tests.problems import classification, classifier, everything, weights
 
 ROWS = 67
@@ -31,24 +32,12 @@ def is_worker(trainer, index):
 
 
 def replicas(make, workdir):
-    """Weights, L2 terms, clipping, averages, an odd last batch."""
+    """Weights, L2 terms, clipping, averages, an odd last batch that is smaller than the number of replicas."""
     trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, average_decay=0.9)
     metrics = trainer.fit(batches(), steps=12)
     with trainer.state.averaged():
         averages = {f"average/{path}": value for path, value in weights(trainer).items()}
     return weights(trainer) | averages | numbers(metrics)
-
-
-def small_batches(make, workdir):
-    trainer = make(classifier())
-    trainer.fit(batches(2, 5), steps=8)
-    return weights(trainer)
-
-
-def microbatches(make, workdir):
-    trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, microbatches=3)
-    trainer.fit(batches(), steps=12)
-    return weights(trainer)
 
 
 def synchronized_norm(make, workdir):
@@ -99,19 +88,15 @@ def float16(make, workdir):
     return results
 
 
-def statistics(make, workdir):
-    """BatchNormalization that is not synchronized: its moving statistics are the mean over all replicas."""
-    trainer = make(classifier(batch_norm="local"))
+def statistics_and_seeds(make, workdir):
+    """BatchNormalization that is not synchronized, whose moving statistics are the mean over all replicas; dropout."""
+    trainer = make(classifier(dropout=0.5, batch_norm="local"))
     trainer.fit(batches(), steps=3)
     norm = trainer.model.get_layer("norm")
-    return {"local/mean": norm.moving_mean.numpy(), "local/variance": norm.moving_variance.numpy()}
-
-
-def masks(make, workdir):
-    """The random state of every replica."""
-    trainer = make(classifier(dropout=0.5))
-    trainer.fit(batches(), steps=3)
-    return {f"local/{name}": value for name, value in everything(trainer).items() if "seed" in name}
+    statistics = {"mean": norm.moving_mean.numpy(), "variance": norm.moving_variance.numpy()}
+    seeds = {name: value for name, value in everything(trainer).items() if "seed" in name}
+    kinds = {"statistics": statistics, "seeds": seeds}
+    return {f"local/{kind}/{name}": value for kind, values in kinds.items() for name, value in values.items()}
 
 
 def resume(make, workdir):
@@ -125,7 +110,6 @@ def resume(make, workdir):
 
     straight = fit("straight", 20)
     fit("stopped", 6)
-    fit("stopped", 13)
     stopped = fit("stopped", 20)
     return {
         "local/different": np.array([name for name in straight if straight[name].tobytes() != stopped[name].tobytes()])
@@ -138,6 +122,17 @@ def elastic(make, workdir):
     trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
     trainer.fit(batches(rows=71, shuffle=True), steps=12)
     return weights(trainer)
+
+
+def position(make, workdir):
+    """Goes on from a checkpoint of one process that is a few steps before the end of an epoch of 10 million rows."""
+
+    def trainer(path):
+        return make(classifier(), workdir=path)
+
+    path = os.path.join(workdir, "position")
+    begins_at = None if os.path.exists(path) else many_rows.PER_EPOCH - 8
+    return many_rows.over_the_end_of_an_epoch(trainer, path, begins_at)
 
 
 def rollback(make, workdir):
@@ -223,7 +218,7 @@ def shards(make, workdir):
 
 
 def equal_shards(make, workdir):
-    """A function of InputContext that returns each worker's part of every batch trains as the whole batches do."""
+    """Each worker's part of every batch, from a function of InputContext, in microbatches, trains as whole batches."""
 
     def shard(context):
         count, index = context.num_input_pipelines, context.input_pipeline_id
@@ -236,7 +231,7 @@ def equal_shards(make, workdir):
 
     results = {}
     for precision in ("float32", "mixed_bfloat16"):
-        trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, precision=precision)
+        trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, precision=precision, microbatches=3)
         trainer.fit(shard, steps=12)
         if precision == "float32":
             results |= weights(trainer)
@@ -244,8 +239,11 @@ def equal_shards(make, workdir):
 
 
 def stops(make, workdir):
-    """An action ends the run on the last worker alone."""
-    trainer = make(classifier(), workdir=os.path.join(workdir, "stops"), log_every=4)
+    """The chief profiles steps 4 and 5, which every worker runs by themselves; the last worker alone ends the run.
+
+    All batches are smaller than the number of replicas.
+    """
+    trainer = make(classifier(), workdir=os.path.join(workdir, "stops"), profile="3:5", log_every=4)
 
     def stop(report):
         if report.step == 8 and is_worker(trainer, 99):
@@ -261,8 +259,8 @@ def stops(make, workdir):
             self.steps.append(-1)
 
     stop.every = 4
-    trainer.fit(batches(), steps=40, actions=[stop], writers=[Rows()])
-    return {"step": np.array(trainer.step), "local/rows": np.array(Rows.steps)}
+    trainer.fit(batches(2, 5), steps=40, actions=[stop], writers=[Rows()])
+    return {"step": np.array(trainer.step), "local/rows": np.array(Rows.steps), **weights(trainer)}
 
 
 def interrupts(make, workdir):
@@ -289,13 +287,6 @@ def interrupts(make, workdir):
     return {"code": np.array(code), "step": np.array(trainer.step), "local/is_left": np.array(len(read) < 1_000_000)}
 
 
-def profile(make, workdir):
-    """The chief profiles steps 4 and 5; every worker runs them by themselves."""
-    trainer = make(classifier(), workdir=os.path.join(workdir, "profile"), profile="3:5", log_every=4)
-    trainer.fit(batches(), steps=10)
-    return weights(trainer)
-
-
 def files(make, workdir):
     """Only the chief opens, renames or deletes anything in the workdir."""
     workdir = os.path.join(workdir, "files")
@@ -316,17 +307,11 @@ def files(make, workdir):
     return {"local/touched": np.array(touched)}
 
 
-def threads(make, workdir):
-    """With a timeout, TensorFlow would start a sleeping thread for each collective."""
-    trainer = make(classifier())
-    trainer.fit(batches(), steps=5)
-    before = len(os.listdir("/proc/self/task"))
-    trainer.fit(batches(), steps=305)
-    return {"local/new": np.array(len(os.listdir("/proc/self/task")) - before)}
-
-
 def exchange(make, workdir):
-    """Values of any size and kind, after steps and in an action; an error on one worker is one on all."""
+    """Values of any size and kind, after steps and in an action; an error on one worker is one on all.
+
+    With a timeout, TensorFlow would start a sleeping thread for each collective of a step.
+    """
     trainer = make(classifier())
     results = {}
 
@@ -336,6 +321,9 @@ def exchange(make, workdir):
 
     share.every = 2
     trainer.fit(batches(), steps=2, actions=[share])
+    before = len(os.listdir("/proc/self/task"))
+    trainer.fit(batches(), steps=302)
+    results["local/new threads"] = np.array(len(os.listdir("/proc/self/task")) - before)
     trainer.workers.barrier()
     index = trainer.workers.index
     values = trainer.workers.gather({"index": index, "rows": np.full([index, 2], np.nan), "name": "é" * 1000 * index})
@@ -395,19 +383,16 @@ def differences(make, workdir):
 
 
 SCENARIOS = [
-    threads,
     exchange,
     differences,
     replicas,
-    small_batches,
-    microbatches,
     synchronized_norm,
     two_updates,
     float16,
-    statistics,
-    masks,
+    statistics_and_seeds,
     resume,
     elastic,
+    position,
     rollback,
     evaluation,
     prediction,
@@ -415,7 +400,6 @@ SCENARIOS = [
     equal_shards,
     stops,
     interrupts,
-    profile,
     files,
 ]
 

@@ -68,7 +68,9 @@ class Export(Action):
         self.metric = metric
         self.mode = mode
         self.keep = keep
-        self.best: float | None = None  # of the metric
+        self.best: float | None = None  # of the metric, among those that were exported
+        self.num_failed = 0
+        self._failure: Exception | None = None  # of the last export
         self._export = export
         self._suffix = suffix
 
@@ -91,28 +93,52 @@ class Export(Action):
             )
 
     def __call__(self, report: Report) -> None:
-        """Exports, unless the metric is no better, and removes the oldest exports.
+        """Exports, unless the metric is no better, and removes the oldest exports; a failure is logged.
 
         Raises:
-            ValueError: if no metric of that name is ever measured, or the model cannot be exported.
+            ValueError: if no metric of that name is ever measured.
         """
         if self.metric and not self._is_better(report):
             return
-        self._export(path := self._path(report.step))
+        try:
+            self._export(path := self._path(report.step))
+        except Exception as error:  # as of a checkpoint: a full disk raises many kinds of errors
+            self._failure = error
+            self.num_failed += 1
+            log.error(
+                "The export of step %d could not be written (%s), number %d of this run that failed; training goes on.",
+                report.step,
+                _first_line(error),
+                self.num_failed,
+            )
+            return
+        self._failure = None
+        if self.metric:
+            self.best = float(report.metrics[self.metric])
         if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
             for step in [step for step in self._steps() if step <= report.step][: -self.keep]:
                 _remove(self._path(step))
 
+    def on_end(self, report: Report) -> None:
+        """Raises the error of the last export, if that failed, when the run has been saved.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise OSError(
+                f"The last export to {self.directory!r} could not be written ({_first_line(failure)}): make room, or "
+                "correct the model, and call trainer.export."
+            ) from failure
+
     def _is_better(self, report: Report) -> bool:
-        """Returns whether the metric is better than ever, and remembers it."""
+        """Returns whether the metric is better than at all exports before."""
         report.require(self.metric, "Export", was_seen=self.best is not None)
         value = report.metrics.get(self.metric)
         if value is None or math.isnan(value):
             return False
-        if self.best is not None and (value >= self.best if self.mode == "min" else value <= self.best):
-            return False
-        self.best = float(value)
-        return True
+        return self.best is None or (value < self.best if self.mode == "min" else value > self.best)
 
     def _path(self, step: int) -> str:
         return os.path.join(self.directory, f"{step}{self._suffix}")
@@ -134,6 +160,10 @@ class Export(Action):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
         self.best = state["best"]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _remove(path: str) -> None:

@@ -15,12 +15,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from distloop.distributed.devices import HOST
+from distloop.variables import count_unnamed
 
 _FORMAT = 2  # format 1 has no checksum of the index
 _MANIFEST, _VARIABLES = "manifest.json", "variables"
@@ -101,7 +102,8 @@ def load(path: str) -> Saved:
                 shape_and_slices=[""] * len(entries),
                 dtypes=[tf.as_dtype(entry["dtype"]) for entry in entries.values()],
             )
-        return Saved(path, manifest["step"], dict(zip(entries, tensors, strict=True)), manifest["notes"])
+        values = dict(zip(_portable(list(entries)), tensors, strict=True))
+        return Saved(path, manifest["step"], values, manifest["notes"])
 
     try:
         return patiently(read, path)
@@ -177,6 +179,19 @@ def first_line(error: Exception) -> str:
     """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)
     return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
+
+
+def _portable(names: Sequence[str]) -> list[str]:
+    """Returns names of values; older versions kept the numbers that Keras gives to variables without a name."""
+    prefix = "model/"
+    counted = count_unnamed([name.removeprefix(prefix) for name in names if name.startswith(prefix)])
+    changed = {old: new for old, new in counted.items() if old != new}
+    portable = []
+    for name in names:
+        ends = (name[i + 1 :] for i, letter in enumerate(name) if letter == "/")  # slots and averages end in the name
+        end = next((end for end in ends if end in changed), "")
+        portable.append(name.removesuffix(end) + changed.get(end, ""))
+    return portable
 
 
 def _damaged(path: str, error: Exception) -> DamagedError:

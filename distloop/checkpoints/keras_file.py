@@ -9,7 +9,6 @@ before it takes its name. It loads without distloop.
 import contextlib
 import os
 import random
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 
 from distloop.checkpoints.adapters import merged
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.errors import cause
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable, unwrap_model
 
@@ -58,7 +58,7 @@ def write_keras_file(state: TrainState, path: str) -> None:
             raise
         except Exception as error:  # Keras raises whatever a layer's code does
             raise ValueError(
-                f"The model {model.name!r} cannot be written and read back ({_reason(error)}): decorate layers and "
+                f"The model {model.name!r} cannot be written and read back ({cause(error)}): decorate layers and "
                 "functions of your own with @keras.saving.register_keras_serializable(), give them a get_config, and "
                 "use no lambda."
             ) from error
@@ -107,12 +107,6 @@ def _python_random_kept() -> Iterator[None]:
         yield
     finally:
         random.setstate(before)
-
-
-def _reason(error: Exception) -> str:
-    """Returns the first sentence of the cause in a message of Keras's."""
-    text = " ".join(str(error).rpartition("Exception encountered: ")[2].split())
-    return re.split(r"[.!?](?:\s|$)", text, maxsplit=1)[0][:200] or type(error).__name__
 
 
 def _compare_weights(model: keras.Model, copy: keras.Model, left_out: Collection[int]) -> None:

@@ -148,7 +148,7 @@ class RunCheckpoints:
             run: the length of the run.
 
         Returns:
-            The log window to continue, from `TrainLoop.save_window`; None for a new one.
+            The log window to continue, from `TrainLoop.save_window`; None: no checkpoint was restored.
 
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state.
@@ -156,18 +156,17 @@ class RunCheckpoints:
         self._source, self._loop, self._run = source, loop, run
         if self._checkpoints is not None:
             self._actions = action_state.by_name(actions)
-        window: dict[str, Any] = {"steps": 0}
+        window, is_over = None, False
         if (saved := self._saved) is not None:
-            if source.save_position() != saved.notes["input"]:
-                if (num_batches := _num_to_skip(saved, source, run)) > 0:
-                    self._say(f"Skipping the {num_batches:,} batches already seen.")
+            is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
+            if not is_over and source.save_position() != saved.notes["input"]:
                 source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
             window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
             loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
         action_state.check(self._actions)
-        self._saved, self.is_new = None, False
-        return window if window["steps"] else None
+        self._saved, self.is_new = saved if is_over else None, False
+        return window
 
     def stop_reason(self, run: Period) -> str | None:
         """Returns why an action stopped the restored run, if it was on its way to the same end; else None."""
@@ -295,10 +294,9 @@ def _has_length(notes: Mapping[str, Any], run: Period) -> bool:
     return notes.get("until") == run.steps if run.steps else notes.get("until_secs") == run.secs
 
 
-def _num_to_skip(saved: Saved, source: Source, run: Period) -> int:
-    """Returns the number of batches to read before the run goes on; 0 if it is over."""
-    goes_on = saved.step < run.steps or saved.notes.get("secs", 0.0) < run.secs
-    return int(saved.notes["input"]["batches"]) if goes_on and not source.seeks else 0
+def _is_over(saved: Saved, run: Period) -> bool:
+    """Returns whether a run of this length has nothing left to do after a checkpoint."""
+    return run.is_over(saved.step, saved.notes.get("secs", 0.0)) and saved.notes.get("open_boundary") is None
 
 
 def _place(run: Period, report: Report | None, loop: TrainLoop) -> dict[str, Any]:

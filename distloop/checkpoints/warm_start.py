@@ -20,7 +20,7 @@ import tensorflow as tf
 from distloop.checkpoints.checkpoint import first_line, is_checkpoint, load
 from distloop.checkpoints.store import in_workdir
 from distloop.training.state import TrainState
-from distloop.variables import is_seed, portable_names, tensorflow_variable
+from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`
 
@@ -88,7 +88,7 @@ def _read(path: str, model: Any) -> Mapping[str, Any]:
             return _read_weights_file(path, model)
         if path.endswith(".npz"):
             with np.load(path) as file:
-                return dict(file)
+                return {name: file[old] for old, name in count_unnamed(file.files).items()}
         if os.path.isdir(path):
             return _read_checkpoint(path)
         reader = tf.train.load_checkpoint(path)

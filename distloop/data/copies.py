@@ -7,10 +7,15 @@ A copy is made by editing the dataset's graph: each shuffle gets a stream of see
 
 import tensorflow as tf
 
+from distloop.data.numbered import NumberedDataset
 from distloop.log import log
 
 _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
-_SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}  # the index of the input that draws seeds
+_SEEDS_INPUT = {
+    "ShuffleDatasetV3": 4,
+    "ShuffleAndRepeatDatasetV2": 5,
+    "RandomDatasetV2": 2,
+}  # the index of the input that draws seeds
 _SEED_GENERATOR = "private_seed_generator"
 
 
@@ -20,6 +25,8 @@ def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
     All iterators over one dataset draw their shuffle seeds from one stream, so the second one has another order. An
     iterator over a copy draws from a stream of its own. If no copy can be made, a warning says why.
     """
+    if isinstance(dataset, NumberedDataset):
+        return dataset.fresh()
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=dataset._variant_tensor, external_state_policy=_IGNORE_EXTERNAL_STATE

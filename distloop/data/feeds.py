@@ -29,8 +29,12 @@ class Feed:
         batch_size: rows of a batch, if the first two batches agree; else None.
         resume: a sentence: how a run that is resumed gets to its place.
         seeks: whether it does so without reading what comes before.
+        goes_on: whether it does so by itself, as it seeks or cannot start again.
         oldest_place: returns the first batch whose state may still be asked for.
+        share: unused; every worker reads whole batches.
     """
+
+    share: Any = None
 
     def __init__(self, reader: Reader, *, repeat: bool, map_batch: Callable[..., Any] | None = None):
         """Reads the first two batches.
@@ -57,6 +61,7 @@ class Feed:
         self.resume = reader.resume
         self._has_states = peeked[0][1] is not None
         self.seeks = reader.seeks or self._has_states
+        self.goes_on = self.seeks or not reader.restarts
         if self._has_states:
             self.resume = "a resumed run is at its place at once, by the state of the iterator"
         self.oldest_place: Callable[[], int] = lambda: 0
@@ -98,6 +103,18 @@ class Feed:
             state: what `state_at` returned for it; None: unknown.
         """
         return self._dataset(lambda: self._noting_states(first, state))
+
+    def convert(self, place: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the place as it is."""
+        return place
+
+    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns nothing: what a batch's number depends on is not known."""
+        return {}
+
+    def seen(self, num_batches: int) -> Mapping[str, int]:
+        """Returns nothing: there is one source."""
+        return {}
 
     def state_at(self, num_batches: int) -> Any:
         """Returns the state of the data after so many batches, as JSON can hold it; None: it has none."""

@@ -10,7 +10,7 @@ It does not know what the files hold.
 import functools
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
@@ -102,9 +102,9 @@ class _OpenFile:
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, `os` may be gone
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            close(self._descriptor)
 
     def read(self, begin: int, end: int) -> bytes:
         data = os.pread(self._descriptor, end - begin, begin)

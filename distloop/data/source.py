@@ -8,20 +8,23 @@ the rows keep their order on any number of replicas. It does not know what a ste
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from distloop.data.arrays import Arrays, as_dataset, convert_position, sizes_of
+from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
-from distloop.data.feeds import Feed, make_feed
 from distloop.data.info import count_batches, inspect
 from distloop.data.iterators import iterate
+from distloop.data.numbered import Share
+from distloop.data.opening import open_data
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
+from distloop.data.skip_below_maps import begin_at
+from distloop.data.skipping import Behind
 from distloop.distributed import cores, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
@@ -37,6 +40,8 @@ Data: TypeAlias = (
     | Callable[[], Iterable[Any]]
 )
 
+_do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
+
 
 class Source:
     """A user's data, one iterator over it, and the number of batches taken from it.
@@ -50,6 +55,7 @@ class Source:
         asked_for: the arguments of `fit` that it serves, to recognize them.
         resume: how a resumed run gets to its place in batches that Python makes; empty for other data.
         seeks: whether it does so without reading the batches before its place.
+        behind: reads the batches between the iterator and its place.
     """
 
     def __init__(
@@ -96,57 +102,54 @@ class Source:
         self._strategy = strategy
         self._repeat = repeat
         self._steps_per_epoch = steps_per_epoch
-        num_workers = workers.num_workers(strategy)
-        dataset = as_dataset(data, batch_size, shuffle_seed)
-        reading: dict[str, Any] = {"repeat": repeat, "shuffle_seed": shuffle_seed, "map_batch": map_batch}
-        dataset, feed, takes_context = open_data(dataset, num_workers, workers.worker_index(strategy), **reading)
-        if feed is not None and may_go_back:
-            feed.require_restart()
-        is_sharded = takes_context and num_workers > 1
-        is_split = isinstance(dataset, tf.distribute.DistributedDataset)
-        if limit and is_split:
-            raise ValueError(
-                f"A pass of {limit} batches was asked for (limit_train_batches or overfit_batches), but the data given "
-                "is a DistributedDataset, which TensorFlow has split already: give the plain dataset, or call take() "
-                "on it before it is distributed."
-            )
-        if limit:
-            dataset = dataset.take(limit)
-        self._dataset = dataset.cache() if is_cached else dataset
+        self._num_workers = workers.num_workers(strategy)
+        opened = open_data(
+            as_dataset(data, batch_size, shuffle_seed),
+            self._num_workers,
+            workers.worker_index(strategy),
+            repeat=repeat,
+            shuffle_seed=shuffle_seed,
+            map_batch=map_batch,
+            limit=limit,
+            is_cached=is_cached,
+        )
+        self._dataset, self._feed = opened.dataset, opened.feed
+        if self._feed is not None:
+            self._feed.oldest_place = lambda: self.batches_taken
+            if may_go_back:
+                self._feed.require_restart()
+        is_split = isinstance(self._dataset, tf.distribute.DistributedDataset)
         self._may_go_back = may_go_back and not is_split
-        rows = None if feed is None else feed.batch_size
+        is_sharded = opened.takes_context and self._num_workers > 1
+        rows = None if self._feed is None else self._feed.batch_size
         self._inspect = functools.partial(inspect, self._dataset, strategy, is_sharded=is_sharded, batch_size=rows)
         self.set_microbatches(microbatches)
-        self._sizes = {} if limit else sizes_of(data, batch_size)
-        self._feed = feed
-        self._begins_anywhere = feed is not None and not (limit or is_cached or self.info.num_missing_batches)
-        self.seeks = self._begins_anywhere and feed is not None and feed.seeks
-        self.resume = "" if feed is None else feed.resume if self._begins_anywhere else READ_AGAIN
-        if feed is not None:
-            feed.oldest_place = lambda: self.batches_taken
+        starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
+        self._starting_feed = self._feed if starts_anywhere else None
+        self.seeks = self._starting_feed is not None and self._starting_feed.seeks
+        self.resume = "" if self._feed is None else self._feed.resume if starts_anywhere else READ_AGAIN
 
     def set_microbatches(self, microbatches: int) -> None:
         """Sets the parts in which a replica computes its rows; the next iterator begins with the first batch."""
         self.info = self._inspect(microbatches=microbatches)
         self.layout = self.info.layout
         self._iterator: Any = None
+        self.behind = Behind(None, 0)
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
+        if self._feed is not None and self._num_workers > 1 and not self.layout.is_sharded:
+            self._feed.share = Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows)
 
-    def describe(self) -> str:
-        """Returns a sentence about what this worker reads and which part of it its replicas take."""
-        index, local = workers.worker_index(self._strategy), workers.num_local_replicas(self._strategy)
-        worker = f"worker {index} of {workers.num_workers(self._strategy)}"
-        if self.layout.is_sharded:
-            batches = "endless batches" if self.info.is_endless else f"{self.info.num_batches} batches a pass"
-            missing = self.info.num_missing_batches
-            fillers = f", {missing} of them without examples, as other shards are longer" if missing else ""
-            return f"{worker} reads its own shard, {batches}{fillers}."
-        if self.layout.is_split:
-            return f"{worker} reads its part of TensorFlow's DistributedDataset."
-        first, last = index * local, (index + 1) * local - 1
-        shards = f"shard {first}" if local == 1 else f"shards {first} to {last}"
-        replicas = self._strategy.num_replicas_in_sync
-        return f"{worker} reads every batch and trains on {shards} of {replicas} of its rows."
+    @property
+    def reads_own_rows(self) -> bool:
+        """Whether this worker reads the rows of its own replicas alone."""
+        return self._feed is not None and self._feed.share is not None
+
+    def seen(self) -> dict[str, float]:
+        """Returns the epochs up to the place, if their length is known, and a mixture's examples of each source."""
+        length = self._steps_per_epoch or self.info.num_batches
+        numbers = {"epochs_seen": self.batches_taken / length} if length and length != math.inf else {}
+        counts = self._feed.seen(self.batches_taken) if self._feed is not None else {}
+        return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
 
     def batches_per_epoch(self) -> int:
         """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length to count them.
@@ -199,6 +202,7 @@ class Source:
         """Returns the iterator, at the place where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
+        self.behind.skip()
         return self._iterator
 
     def new_iterator(self) -> Any:
@@ -207,7 +211,7 @@ class Source:
             return iterate(self._dataset)
         with tf.device(HOST):
             if self._whole_pipeline is None or self._may_go_back:  # tracing it takes longer than a short pass
-                self._whole_pipeline = self._pipeline()
+                self._whole_pipeline = self._pipeline(self._dataset_at()[0])
             return iterate(self._whole_pipeline)
 
     def start_loop(self) -> int | None:
@@ -230,47 +234,50 @@ class Source:
         TensorFlow's own state of an iterator is not used: if a pipeline prefetches and shuffles each epoch anew, later
         epochs came in another order in 12 to 22 of 38 restores.
         """
-        position = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches), **self._sizes}
+        position: dict[str, Any] = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
+        position |= {} if self._feed is None else self._feed.facts_at(position)
         # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
-        if self._feed is not None and self.seeks and not self.layout.is_sharded:
+        if self.seeks and self._feed is not None and not self.layout.is_sharded:
             state = self._feed.state_at(self.batches_taken)
             position |= {} if state is None else {"state": state}
         return position
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Reads the same data up to the place of `save_position`, on any number of replicas."""
-        position = convert_position(position, **self._sizes)
+        position = position if self._feed is None else self._feed.convert(position)
         self._may_go_back |= self._iterator is not None and not self.layout.is_split
-        self.batches_taken = position["batches"]
+        self.batches_taken = taken = position["batches"]
         self.skipped_batches = set(position["skipped"])
         if self.layout.is_split:
-            left = self._left_of_pass()
+            num_behind = taken if self._left_of_pass() is None else taken % int(self.info.num_batches or 1)
             self._iterator = iterate(self._dataset)
-            for _ in range(self.batches_taken if left is None else int(self.info.num_batches or 0) - left):
-                next(self._iterator)
-            return
-        with tf.device(HOST):
-            self._iterator = iterate(self._pipeline(self.batches_taken, position.get("state")))
-
-    def _pipeline(self, skip: int = 0, state: Any = None) -> tf.data.Dataset:
-        """Returns the dataset with all that training needs: checked, padded, repeated, prefetched."""
-        spec, num_missing = self.info.element_spec, self.info.num_missing_batches
-        if (feed := self._feed if self._begins_anywhere else None) is not None:
-            dataset = feed.dataset(skip, state)
         else:
-            dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
-        do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
+            with tf.device(HOST):
+                dataset, num_behind = self._dataset_at(taken, position.get("state"))
+                self._iterator = iterate(self._pipeline(dataset))
+        self.behind = Behind(self._iterator, num_behind)
+
+    def _dataset_at(self, first: int = 0, state: Any = None) -> tuple[tf.data.Dataset, int]:
+        """Returns a dataset that begins at a batch or before it, and the number of batches between the two."""
+        if (feed := self._starting_feed) is not None:
+            return (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
+        dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
+        may_begin = first and self._feed is None and self._repeat and not self.layout.is_sharded  # shards may differ
+        begun = begin_at(dataset, first) if may_begin else None
+        return (dataset, first) if begun is None else (begun, 0)
+
+    def _pipeline(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns a dataset with all that training needs: checked, padded, repeated, prefetched."""
+        spec, num_missing = self.info.element_spec, self.info.num_missing_batches
         if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
-            dataset = dataset.map(do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
+            dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
         if self.layout.is_padded:
-            dataset = dataset.map(do_not_convert(lambda *batch: pad(_pack_element(batch, spec), self.info.min_rows)))
+            dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), self.info.min_rows)))
         if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
             filler = next(iterate(dataset))._replace(size=tf.constant(0))
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
-        if self._repeat and feed is None:
+        if self._repeat and self._starting_feed is None:
             dataset = dataset.repeat()
-        if skip and feed is None:
-            dataset = dataset.skip(skip)
         return _with_private_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
 
     def _left_of_pass(self) -> int | None:
@@ -282,98 +289,10 @@ class Source:
                 "The DistributedDataset given does not know its length; distloop has to, to start it again at its end: "
                 "give the plain dataset, which distloop splits itself, or call repeat() before it is distributed."
             )
-        num_batches = int(self.info.num_batches)
-        left = num_batches - self.batches_taken % num_batches
-        if left == num_batches:
+        num_read = self.batches_taken % int(self.info.num_batches)
+        if not num_read:
             self._iterator = None
-        return left
-
-
-class WorkerContext(tf.distribute.InputContext):
-    """What an input function is told about its worker.
-
-    One dataset serves all replicas of a worker, so each worker counts as one replica: what a function for
-    `distribute_datasets_from_function` computes for a replica, by `get_per_replica_batch_size` or by hand, is then the
-    worker's part of a global batch.
-    """
-
-    def __init__(self, num_workers: int, worker: int):
-        """Describes one of several workers, by its index."""
-        super().__init__(num_workers, worker, num_replicas_in_sync=num_workers)
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the examples of a global batch that this worker reads.
-
-        Raises:
-            ValueError: if the workers cannot read equal parts.
-        """
-        if global_batch_size % self.num_input_pipelines:
-            raise ValueError(
-                f"get_per_replica_batch_size({global_batch_size}) was called on {self.num_input_pipelines} workers, "
-                "which cannot read equal parts of such a batch: give a multiple of their number."
-            )
-        return int(global_batch_size // self.num_input_pipelines)
-
-
-class OpenedData(NamedTuple):
-    """A user's data, opened by a worker."""
-
-    dataset: Any  # of one pass
-    feed: Feed | None  # that gives the dataset, if Python makes the batches
-    takes_context: bool  # whether it was made by a function of a `WorkerContext`
-
-
-def open_data(
-    data: Any,
-    num_workers: int,
-    worker: int,
-    *,
-    repeat: bool = False,
-    shuffle_seed: int | None = None,
-    map_batch: Callable[..., Any] | None = None,
-) -> OpenedData:
-    """Opens a dataset, or batches that Python makes, which a function may make for a worker.
-
-    Args:
-        data: what the user gave, arrays excepted.
-        num_workers: of the run.
-        worker: the index of this one.
-        repeat: whether a feed starts again at the end of the data.
-        shuffle_seed: of the order of a `PyDataset`'s batches; None: by their numbers.
-        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    takes_context, make = False, None
-    if callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
-        takes_context = _takes_argument(data)
-        make = functools.partial(data, WorkerContext(num_workers, worker)) if takes_context else data
-        data = make()
-    map_batch = map_batch and tf.autograph.experimental.do_not_convert(map_batch)
-    feed = make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
-    if feed is not None:
-        one_pass = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
-        return OpenedData(one_pass, feed, takes_context)
-    if not isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
-        raise ValueError(
-            f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
-            "function of tf.distribute.InputContext that returns one, NumPy arrays, [N, ...], alone or in a dict, "
-            "tuple or list, or batches from a PyDataset, a generator, a Grain dataset or a DataLoader: turn lists of "
-            "numbers into arrays with np.asarray, or make a dataset with distloop.make_dataset(arrays, batch_size)."
-        )
-    return OpenedData(data if map_batch is None else data.map(map_batch), None, takes_context)
-
-
-def _takes_argument(fn: Callable[..., Any]) -> bool:
-    """Returns whether a function may be called with one argument."""
-    try:
-        signature(fn).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # Python does not know the signatures of some functions of C
-        return True
-    return True
+        return int(self.info.num_batches) - num_read
 
 
 def _with_private_threads(dataset: tf.data.Dataset, user_options: tf.data.Options) -> tf.data.Dataset:

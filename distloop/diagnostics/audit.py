@@ -11,6 +11,9 @@ the list. This module does not know how a run goes.
 
 from collections.abc import Callable, Iterable, Iterator
 
+import tensorflow as tf
+
+from distloop.data import shards
 from distloop.data.source import Data
 from distloop.diagnostics import checks, replica_checks
 from distloop.diagnostics.findings import Audit, Finding, Unchecked, failure
@@ -18,6 +21,7 @@ from distloop.diagnostics.probe import Probe
 from distloop.distributed import devices
 from distloop.log import log
 from distloop.monitoring.console import say
+from distloop.training.out_of_memory import explain_pass
 from distloop.training.state import TrainState
 
 Check = Callable[[Probe], Iterator[Finding | Unchecked]]
@@ -66,6 +70,8 @@ def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | Unchecked]
             results += check(probe)
         except Exception as error:
             log.info("The audit's check %s stopped.", check.__name__, exc_info=True)
+            if isinstance(error, tf.errors.ResourceExhaustedError):
+                error = explain_pass(error, probe.state, "auditing", int(shards.batch_size(probe.rows)))
             results.append(failure(error))
     return results
 

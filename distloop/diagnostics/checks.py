@@ -13,6 +13,7 @@ from distloop.diagnostics.findings import Finding
 from distloop.diagnostics.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.diagnostics.tracing import as_replica, compiled
 from distloop.errors import user_line
+from distloop.operations import with_called
 from distloop.training import nonfinite, unsaved_draws
 from distloop.training.spec import Update
 from distloop.variables import named_variables
@@ -102,7 +103,7 @@ def _ignores_training(probe: Probe, update: Update) -> bool:
         for training in (True, False):
             with as_replica(0, REPLICAS, set()) as operations:
                 update.loss_fn(rows, training)
-            types.append([op.type for op in unsaved_draws.with_called(operations)])
+            types.append([op.type for op in with_called(operations)])
 
     compiled(trace, probe.rows)
     return types[0] == types[1]

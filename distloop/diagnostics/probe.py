@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.copies import fresh_copy
-from distloop.data.source import Data, Source, open_data
+from distloop.data.opening import open_data
+from distloop.data.source import Data, Source
 from distloop.diagnostics.tracing import (
     VariableCreated,
     as_replica,

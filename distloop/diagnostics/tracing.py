@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function
-from distloop.training import unsaved_draws
+from distloop.operations import with_called
 
 _HELD = 0.9  # a draw; Keras's dropout then drops nothing
 _DRAWS = re.compile("Random(?!.*Get)|TruncatedNormal|Multinomial")  # types of operations
@@ -122,7 +122,7 @@ def hold_draws(operations: Sequence[tf.Operation]) -> bool:
             for i, tensor in enumerate(consumer.inputs):
                 if tensor is drawn:
                     consumer._update_input(i, constant)  # TensorFlow has no public way to rewire an operation
-    return len(held) < len(drawing_operations(unsaved_draws.with_called(operations)))
+    return len(held) < len(drawing_operations(with_called(operations)))
 
 
 def compiled(fn: Callable[..., Any], *arguments: Any) -> Any:

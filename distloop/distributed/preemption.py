@@ -22,6 +22,7 @@ from distloop.distributed import output
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
+SAVES = "saving after this step"
 _ONE_SIGNAL_SECS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WORDS: dict[int, tuple[str, str]] = {signal.SIGTERM: ("Send", "SIGTERM"), signal.SIGINT: ("Press", "Ctrl-C")}
@@ -31,11 +32,25 @@ _forking = threading.local()  # the signals that the forking thread blocked befo
 
 
 class Interrupted(Exception):
-    """Raised when a run has to be saved and left; the message holds the reason."""
+    """Raised when a run has to be saved and left; the message holds the reason.
+
+    Attributes:
+        has_trained: whether the run has trained since it was restored, so that there is something to save.
+    """
+
+    def __init__(self, reason: str, *, has_trained: bool = True):
+        """Keeps whether there is something to save beside the reason."""
+        super().__init__(reason)
+        self.has_trained = has_trained
 
 
 class StopRequests:
-    """Catches signals while entered, in the main thread only: Python delivers signals to no other thread."""
+    """Catches signals while entered, in the main thread only: Python delivers signals to no other thread.
+
+    Attributes:
+        max_secs: seconds after which the run has to end; 0: never.
+        plan: what the line about a signal says that the run does next.
+    """
 
     def __init__(self, max_secs: float = 0.0, *, catch_signals: bool = True, may_quit: bool = True):
         """Starts the clock.
@@ -46,7 +61,8 @@ class StopRequests:
             may_quit: whether the second signal ends the process; else it is ignored.
         """
         self._deadline = time.monotonic() + max_secs if max_secs else float("inf")
-        self._max_secs = max_secs
+        self.max_secs = max_secs
+        self.plan = SAVES
         self._catch_signals = catch_signals
         self._may_quit = may_quit
         self._signal: str | None = None
@@ -57,7 +73,12 @@ class StopRequests:
         """What the run is interrupted by, as in "by SIGTERM" or "after 90 seconds"; None if it goes on."""
         if self._signal is not None:
             return self._signal
-        return f"after {self._max_secs:g} seconds" if time.monotonic() >= self._deadline else None
+        return f"after {self.max_secs:g} seconds" if self.is_out_of_time else None
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether no signal has come, and the time limit has passed."""
+        return self._signal is None and time.monotonic() >= self._deadline
 
     def __enter__(self) -> "StopRequests":
         if self._catch_signals and threading.current_thread() is threading.main_thread():
@@ -96,7 +117,7 @@ class StopRequests:
             verb, name = _WORDS[number]
             self._signal = f"by {name}"
             if self._may_quit:
-                output.say(f"distloop: Stopping: saving after this step. {verb} {name} again to quit now.", 0.1)
+                output.say(f"distloop: Stopping: {self.plan}. {verb} {name} again to quit now.", 0.1)
         os.close(read_end)
 
 

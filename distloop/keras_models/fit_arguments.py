@@ -16,7 +16,8 @@ from typing import Any, TypedDict
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.arrays import are_arrays, make_dataset
+from distloop.data.arrays import are_arrays
+from distloop.data.make_dataset import make_dataset
 from distloop.data.source import Data
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data

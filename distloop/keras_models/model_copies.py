@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from distloop.errors import cause
 from distloop.variables import slot_names, tensorflow_variable
 
 
@@ -37,9 +38,8 @@ def copy_model(model: keras.Model) -> keras.Model:
         _copy_layers(model, copy)
         _copy_weights(model, copy)
     except Exception as error:
-        first_line = str(error).partition("\n")[0].rstrip(" .:")
         raise ValueError(
-            f"The model {model.name!r} cannot be rebuilt from its config ({first_line}): give from_keras a function "
+            f"The model {model.name!r} cannot be rebuilt from its config ({cause(error)}): give from_keras a function "
             "that builds and compiles it."
         ) from error
     return copy

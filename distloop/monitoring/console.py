@@ -96,6 +96,7 @@ class Console:
         self._shown: tuple[list[str], list[str]] = ([], [])  # words of the display's two lines
         self._bottleneck: list[str] = []  # as of the last write
         self._drawn_at = 0.0  # seconds of the monotonic clock
+        self._doing = ""  # in place of steps, as of the last call of show_progress
 
     def remember(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Adds the rows that earlier processes of the run wrote, for the best values."""
@@ -138,10 +139,11 @@ class Console:
 
         Args:
             step: number of steps done.
-            doing: what the run does in place of steps, such as tracing; shown at once.
+            doing: what the run does in place of steps, such as tracing; a new one is shown at once.
         """
         now = time.monotonic()
-        if self._live is None and not doing and (now - self._printed_at < _SILENT_SECS or step == self._step):
+        is_new, self._doing = bool(doing) and doing != self._doing, doing
+        if self._live is None and not is_new and (now - self._printed_at < _SILENT_SECS or step == self._step):
             return
         self._step = step
         speed, left = ([], []) if doing else self._speed(step)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import subprocess
 import sys
 
 import tensorflow as tf
@@ -37,6 +38,16 @@ def describe_use(device: str) -> str:
     except (ValueError, tf.errors.OpError):  # CPUs keep no account
         return ""
     return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
+
+
+def gpu_memory_gb() -> float | None:
+    """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in output.splitlines()) * 2**20 / 1e9  # it counts in MiB
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def available_gb() -> float:

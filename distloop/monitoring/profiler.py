@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from distloop.config import profile_window
+from distloop.durations import profile_window
 from distloop.log import log
 
 

@@ -17,7 +17,7 @@ from distloop.monitoring.tags import GROUPS
 # Measurements of time and memory: they differ between runs that compute the same.
 OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
 # Numbers about the run rather than the model: written to files, not shown on the console and in reports.
-ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"], *GROUPS["per_layer"]} - {"skipped_steps"}
+ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"], *GROUPS["data"], *GROUPS["per_layer"]} - {"skipped_steps"}
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distloop.monitoring import records, run_starts
+from distloop.monitoring import records, run_starts, tags
 
 # A run counts as running if its last row is at most this old,
 _FRESH_SECS = 60
@@ -169,6 +169,12 @@ class Run:
     def examples_per_sec(self) -> float | None:
         """Examples per second of training time; None: unknown."""
         return sum(examples for _, _, examples in self._windows) / self.training_secs if self._windows else None
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """What the last row tells of the data: `examples_seen`, `epochs_seen`, `<source>/examples_seen`."""
+        last = self.rows[-1] if self.rows else {}
+        return {name: value for name, value in last.items() if name.rpartition("/")[2] in tags.GROUPS["data"]}
 
     @property
     def _times(self) -> list[float]:

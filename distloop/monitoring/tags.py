@@ -26,6 +26,10 @@ GROUPS = {
         "update_norm": "How far the weights moved since the last histograms: the norm of the difference.",
         "update_ratio": "`update_norm` divided by `weight_norm`.",
     },
+    "data": {
+        "examples_seen": "Examples that the run has trained on since step 0; of a mixture, those of each source, too.",
+        "epochs_seen": "Passes over the data that the run trains on, with the fraction of the one in progress.",
+    },
     "per_layer": {
         "activation_mean": "The mean of a layer's outputs, over the examples of `distloop.ActivationHistograms`.",
         "activation_deviation": "The standard deviation of a layer's outputs over those examples.",

@@ -3,11 +3,12 @@
     outputs = loss_fn(rows, True)                          # {"loss": (labels - predictions) ** 2}, [B] and [B, 1]
     refuse_pairs(outputs, loss_fn, rows, True)             # raises: the loss pairs each label with each prediction
 
-Values [B, T] with T == B are accepted, and so are pairs that a matrix product, `gather_rows` or an explicit axis as in
-`labels[None, :]` makes. It does not know how values are summed.
+A value [B] that is reduced from such pairs is refused, too. Values [B, T] with T == B are accepted, and so are pairs
+that a matrix product, `gather_rows` or an explicit axis as in `labels[None, :]` makes. It does not know how values are
+summed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,8 @@ from distloop.graph_functions import graph_function
 from distloop.training.metrics import Weighted
 
 NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
+_REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "EuclideanNorm")
+_NEW_AXES = ("ExpandDims", "StridedSlice", "Reshape")
 _FILLS = ("Const", "Fill")  # operations that make a tensor of one number, whose shape another operation decides
 
 
@@ -37,13 +40,17 @@ def refuse_pairs(outputs: Any, loss_fn: Callable[..., Any], rows: Any, training:
     Raises:
         ValueError: if a value is such a broadcast.
     """
-    if tf.executing_eagerly() or all(_broadcast_of(value) is None for value in _values(outputs).values()):
+    if tf.executing_eagerly() or not any(
+        _broadcast_of([pairs]) for value in _values(outputs).values() for pairs in _pairs_behind(value)
+    ):
         return
     for name, value in _values(traced_apart(loss_fn, rows, training)).items():
-        if value.shape[:2] == [NUM_ROWS, NUM_ROWS] and (op := _broadcast_of(value)) is not None:
+        pairs = [tensor for tensor in _pairs_behind(value) if tensor.shape[:2] == [NUM_ROWS, NUM_ROWS]]
+        if (op := _broadcast_of(pairs)) is not None:
             line = user_line(op.traceback)
+            shape = f"{'of' if pairs[0] is value else 'reduced from'} shape {_show(pairs[0])}"
             raise ValueError(
-                f'loss_fn returned "{name}" of shape {_show(value)}, a number for each pair of rows, because '
+                f'loss_fn returned "{name}" {shape}, a number for each pair of rows, because '
                 f"{' and '.join(map(_show, op.inputs))} were broadcast against each other{f' ({line})' if line else ''}"
                 "; distloop needs one value per example, [B]: give both the same shape, as in predictions[:, 0] or "
                 "labels[:, tf.newaxis]."
@@ -85,11 +92,45 @@ def traced_apart(loss_fn: Callable[..., Any], rows: Any, training: bool) -> Any:
     return returned[0]
 
 
-def _broadcast_of(value: tf.Tensor) -> tf.Operation | None:
-    """Returns the operation that broadcast [B] against [B, 1] to a value; None if any of it comes from elsewhere."""
-    op = None
+def _pairs_behind(value: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the value if it may be pairs, else those that are reduced to vectors on the way to it."""
+    if _may_be_pairs(value):
+        return [value]
+    pairs: list[tf.Tensor] = []
     seen: set[int] = set()
-    stack = [value] if _may_be_pairs(value) else []
+    stack = [value]
+    while stack:
+        tensor = stack.pop()
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        sources = list(tensor.op.inputs)
+        if tensor.op.type in _REDUCTIONS and _may_be_pairs(sources[0]):
+            pairs.append(sources[0])
+        stack += [source for source in sources if source.shape.rank is not None and source.shape.rank <= 1]
+    return [tensor for tensor in pairs if not _has_meant_axis(tensor)]
+
+
+def _broadcast_of(pairs: Iterable[tf.Tensor]) -> tf.Operation | None:
+    """Returns the operation that broadcast [B] against [B, 1] to values; None if any of it comes from elsewhere."""
+    op = None
+    for tensor in _origins(pairs):
+        if not _is_broadcast(tensor):
+            return None
+        op = tensor.op
+    return op
+
+
+def _has_meant_axis(pairs: tf.Tensor) -> bool:
+    """Returns whether the [B, 1] of a broadcast got its axis in the user's code, as in `scores[:, None] - scores`."""
+    operands = [source for tensor in _origins([pairs]) for source in tensor.op.inputs]
+    return any(source.shape.rank and source.op.type in _NEW_AXES for source in operands)
+
+
+def _origins(pairs: Iterable[tf.Tensor]) -> Iterator[tf.Tensor]:
+    """Yields the tensors on the way to pairs whose operations take no pairs, those of one number left out."""
+    seen: set[int] = set()
+    stack = [tensor for tensor in pairs if _may_be_pairs(tensor)]
     while stack:
         tensor = stack.pop()
         if id(tensor) in seen:
@@ -98,10 +139,7 @@ def _broadcast_of(value: tf.Tensor) -> tf.Operation | None:
         sources = [source for source in tensor.op.inputs if _may_be_pairs(source)]
         stack += sources
         if not sources and tensor.op.type not in _FILLS:
-            if not _is_broadcast(tensor):
-                return None
-            op = tensor.op
-    return op
+            yield tensor
 
 
 def _may_be_pairs(tensor: tf.Tensor) -> bool:

@@ -163,7 +163,10 @@ def guess_cause(step: int, report: UpdateReport) -> str:
     if report.is_loss_finite:
         return "every gradient is finite, but not the norm of all, so the loss or its weights are huge"
     if step == 1:
-        return "in a first step often the data holds such numbers or is not scaled, or the loss divides by 0"
+        return (
+            "in a first step often the data holds such numbers or is not scaled, the loss divides by 0, or, on a GPU, "
+            "a label is no number of a class"
+        )
     return "often the weights grew too large, or this batch holds such numbers, or the loss takes a log of 0"
 
 

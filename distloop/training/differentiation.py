@@ -97,8 +97,9 @@ class Differentiation:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for tensor in tensors:
                 tape.watch(tensor)
-            with gathering.shard(row_weights, self._microbatches), self.reads.recorded(rows):
+            with gathering.shard(row_weights, self._microbatches), self.reads.recorded(rows) as returned:
                 outputs = self._update.loss_fn(rows, training)
+                returned.append(outputs)
             if not is_first and isinstance(outputs, Mapping):
                 outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
             tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)

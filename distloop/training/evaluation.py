@@ -26,6 +26,7 @@ from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
 from distloop.training.metric_state import KerasMetrics, check_arguments
+from distloop.training.out_of_memory import explain_pass
 from distloop.training.spec import LossFn
 from distloop.training.state import TrainState
 from distloop.training.variable_creation import refusing_new_variables
@@ -188,11 +189,10 @@ class EvalLoop:
         with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
             try:
                 result = self._run_parts(source, limit, stop_requests)
+            except tf.errors.ResourceExhaustedError as error:
+                raise explain_pass(error, state, "evaluating", source.info.batch_size) from error
             except tf.errors.OpError as error:
-                explained = as_user_error(error)
-                if explained is None:
-                    raise
-                raise explained from error
+                raise as_user_error(error) or error from error
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
         if source.info.num_batches is None and not source.layout.is_sharded:

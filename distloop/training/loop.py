@@ -222,7 +222,7 @@ class TrainLoop:
                 if self._halving is not None and self._halving.halve(source):
                     self.trace_again()
                     return self._run_to_boundary(source, step, until, actions)
-                raise out_of_memory.explain(error, self._state, step + 1, self._step.microbatches) from error
+                raise out_of_memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
             explained = as_user_error(error) or explain_compile_error(self._step, error)
             if explained is None:
                 raise
@@ -283,7 +283,7 @@ class TrainLoop:
         return report
 
     def _open_window(self) -> None:
-        self._window = Window()
+        self._window = Window(examples_seen=self._window.examples_seen)
         self._state.keras_metrics.reset()
 
     def _explain_failure(self, source: Source, step: int, diagnosis: np.ndarray) -> Diverged:

@@ -4,7 +4,7 @@
     halving.keep(source)                               # before a loop
     except tf.errors.ResourceExhaustedError as error:
         if not halving.halve(source):                  # everything is as before the loop, and microbatches are halved
-            raise explain(error, state, 12, microbatches=1) from error
+            raise explain_step(error, state, 12, microbatches=1) from error
 
 It does not know how a step or a loop goes.
 """
@@ -32,10 +32,10 @@ _DEVICE = re.compile(r"device:((?:GPU|TPU|CPU):\d+)")
 _MOST_MICROBATCHES = 4096  # where the batch size is unknown
 
 
-def explain(
+def explain_step(
     error: tf.errors.OpError, state: TrainState, step: int, microbatches: int
 ) -> tf.errors.ResourceExhaustedError:
-    """Returns the error with one sentence: what was in memory, and the settings to try.
+    """Returns the error of a train step with one sentence: what was in memory, and the settings to try.
 
     Args:
         error: of TensorFlow.
@@ -43,23 +43,51 @@ def explain(
         step: the number of the step that failed, or of the one that its loop began with.
         microbatches: the parts in which each replica computes its batch.
     """
+    advice = f"microbatches={2 * microbatches} or more (it is {microbatches}; auto searches)"
+    advice += f", {_half_precision(state)}a smaller batch, or optimizers with fewer slots"
+    return _explain(error, state, f"in step {step} or soon after", "activations and gradients", advice)
+
+
+def explain_pass(
+    error: tf.errors.OpError, state: TrainState, doing: str, batch_size: int | None = None
+) -> tf.errors.ResourceExhaustedError:
+    """Returns the error of a pass that changes no weight with one sentence: what was in memory, and what to try.
+
+    Args:
+        error: of TensorFlow.
+        state: the model.
+        doing: what was done: "evaluating".
+        batch_size: of the data; None: it is unknown.
+    """
+    advice = f"smaller batches, which change no result, or {_half_precision(state)}more devices"
+    batches = f" batches of {batch_size} rows" if batch_size else ""
+    return _explain(error, state, f"while {doing}{batches}", "activations and outputs", advice)
+
+
+def _explain(
+    error: tf.errors.OpError, state: TrainState, when: str, rest: str, advice: str
+) -> tf.errors.ResourceExhaustedError:
     message = error.message or ""
     device = match[1] if (match := _DEVICE.search(message)) else "the device"
     tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
+    held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in held_bytes(state).items())
+    sentence = f"Memory ended on {device} {when}{memory.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
+    return tf.errors.ResourceExhaustedError(None, None, f"{sentence}{advice}.")
+
+
+def held_bytes(state: TrainState) -> dict[str, int]:
+    """Returns the bytes on a replica that stay from step to step, by what they are."""
     slots = [v for o in state.plain_optimizers.values() for v in o.variables]
-    sizes: dict[str, Sequence[Any]] = {"weights": state.model_variables(), "optimizer slots": slots}
+    held: dict[str, Sequence[Any]] = {"weights": state.model_variables(), "optimizer slots": slots}
     if state.average is not None:
-        sizes["averages of weights"] = state.average.variables
-    held = ", ".join(f"{name} take {_bytes(variables) / 1e9:.2g} GB" for name, variables in sizes.items())
+        held["averages of weights"] = state.average.variables
+    return {name: _bytes(variables) for name, variables in held.items()}
+
+
+def _half_precision(state: TrainState) -> str:
+    """Returns the advice to compute in half precision; empty if a layer does."""
     is_half = any("float16" in layer.compute_dtype for layers in state.layers_of_update.values() for layer in layers)
-    precision = "" if is_half else "precision=mixed_bfloat16, "
-    return tf.errors.ResourceExhaustedError(
-        None,
-        None,
-        f"Memory ended on {device} in step {step} or soon after{memory.describe_use(device)}{tensor}; {held}, "
-        f"activations and gradients the rest: try microbatches={2 * microbatches} or more (it is {microbatches}; auto "
-        f"searches), {precision}a smaller batch, or optimizers with fewer slots.",
-    )
+    return "" if is_half else "precision=mixed_bfloat16, "
 
 
 class Halving:

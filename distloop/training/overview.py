@@ -296,6 +296,23 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(lines) if len(lines) > 2 else "none"
 
 
+def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
+    """Returns a sentence about what this worker reads and which part of it its replicas take."""
+    index, local = workers.worker_index(strategy), workers.num_local_replicas(strategy)
+    worker = f"worker {index} of {workers.num_workers(strategy)}"
+    if source.layout.is_sharded:
+        batches = "endless batches" if source.info.is_endless else f"{source.info.num_batches} batches a pass"
+        missing = source.info.num_missing_batches
+        fillers = f", {missing} of them without examples, as other shards are longer" if missing else ""
+        return f"{worker} reads its own shard, {batches}{fillers}."
+    if source.layout.is_split:
+        return f"{worker} reads its part of TensorFlow's DistributedDataset."
+    first, last = index * local, (index + 1) * local - 1
+    shards = f"shard {first}" if local == 1 else f"shards {first} to {last}"
+    reads = "reads its rows of every batch" if source.reads_own_rows else "reads every batch"
+    return f"{worker} {reads} and trains on {shards} of {strategy.num_replicas_in_sync} of its rows."
+
+
 def console_lines(state: TrainState, settings: Config, source: Source) -> list[str]:
     """Returns what the console shows before the first step, a line each: devices, precision, parameters, batch, ..."""
     parts, trained = count_parameters(state.model), state.num_parameters()

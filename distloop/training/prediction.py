@@ -23,6 +23,7 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error, require
 from distloop.training.compiled_loop import compiled
+from distloop.training.out_of_memory import explain_pass
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import restored_writes
 
@@ -131,6 +132,8 @@ class PredictLoop:
                     streams = self._state.random_streams.read()
                 except tf.errors.OutOfRangeError:
                     return
+                except tf.errors.ResourceExhaustedError as error:
+                    raise explain_pass(error, self._state, "predicting", source.info.batch_size) from error
                 except tf.errors.OpError as error:
                     if "TensorListConcat" in (error.message or ""):
                         raise cannot_join("their shapes differ") from error

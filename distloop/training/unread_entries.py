@@ -1,15 +1,15 @@
 """Entries of a batch that no `loss_fn` reads, as seen in the traced step: named, warned of or refused.
 
     reads = Reads()
-    with reads.recorded(rows):                      # while the step is traced
-        outputs = loss_fn(rows, training)
+    with reads.recorded(rows) as returned:          # while the step is traced
+        returned.append(outputs := loss_fn(rows, training))
     report([reads], "warn", is_shown=True)          # before the first step
 
 Such an entry costs what the dataset does for it. One that only `predict_fn` or an evaluation reads counts as unread.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -33,18 +33,23 @@ class Reads:
         self.entries: dict[str, bool] = {}
 
     @contextlib.contextmanager
-    def recorded(self, rows: Any) -> Iterator[None]:
+    def recorded(self, rows: Any) -> Iterator[list[Any]]:
         """Records which entries the operations that the block adds to the graph read; eagerly, nothing is recorded.
 
         Args:
             rows: the batch, or a part of it.
+
+        Yields:
+            A list for what `loss_fn` returned; an entry in it is read, too, such as the weights of `weighted`.
         """
+        returned: list[Any] = []
         if tf.executing_eagerly():
-            yield
+            yield returned
             return
         before = _count_consumers(rows)
-        yield
-        for path, count in _count_consumers(rows).items():
+        yield returned
+        outputs = {id(part) for part in tf.nest.flatten(returned, expand_composites=True)}
+        for path, count in _count_consumers(rows, outputs).items():
             self.entries[path] = self.entries.get(path, False) or count > before[path]
 
 
@@ -75,9 +80,15 @@ def report(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
         say(f"entries of each batch that no loss_fn reads: {names} (loaded all the same)")
 
 
-def _count_consumers(rows: Any) -> dict[str, int]:
-    """Returns how many operations of the graph read each entry, by its path, such as `meta/id` or `0`."""
+def _count_consumers(rows: Any, outputs: Collection[int] = ()) -> dict[str, int]:
+    """Returns how many operations of the graph read each entry, by its path, such as `meta/id` or `0`.
+
+    Args:
+        rows: the batch.
+        outputs: the ids of tensors that count as read once more.
+    """
+    parts = {path: tf.nest.flatten(entry, expand_composites=True) for path, entry in keras.tree.flatten_with_path(rows)}
     return {
-        "/".join(map(str, path)): sum(len(part.consumers()) for part in tf.nest.flatten(entry, expand_composites=True))
-        for path, entry in keras.tree.flatten_with_path(rows)
+        "/".join(map(str, path)): sum(len(part.consumers()) + (id(part) in outputs) for part in parts[path])
+        for path in parts
     }

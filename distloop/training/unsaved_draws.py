@@ -11,10 +11,10 @@ not know what the numbers are for; Keras's random numbers have their state in th
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
+from distloop.operations import DRAWS_FROM_KERNEL, with_called
 from distloop.training import nonfinite
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import outermost
@@ -24,11 +24,7 @@ ADVICE = (
     "in the dataset"
 )
 
-# Types of operations, by the list of TensorFlow's operations that are stateful and have a seed, cuDNN's layers apart.
-_DRAWS_FROM_KERNEL = re.compile(
-    r"Random(Uniform|UniformInt|StandardNormal|Gamma|Poisson|PoissonV2|Shuffle|Crop)|(Parameterized)?TruncatedNormal|"
-    r"Multinomial|SampleDistortedBoundingBox(V2)?|\w+CandidateSampler"
-)
+# Types of operations, as in `operations.DRAWS_FROM_KERNEL`.
 _DRAWS_FROM_VARIABLE = re.compile(
     r"Rng(Skip|ReadAndSkip)|Stateful(Uniform|UniformInt|UniformFullInt|StandardNormal|StandardNormalV2|"
     r"TruncatedNormal|RandomBinomial)"
@@ -65,7 +61,7 @@ def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iter
     """
     saved: set[int] | None = None
     for op in with_called(operations):
-        if _DRAWS_FROM_KERNEL.fullmatch(op.type):
+        if DRAWS_FROM_KERNEL.fullmatch(op.type):
             yield op
         elif _DRAWS_FROM_VARIABLE.fullmatch(op.type):
             if saved is None:
@@ -73,34 +69,3 @@ def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iter
                 saved = {id(part.handle) for variable in variables for part in state.replica_variables(variable)}
             if id(outermost(op.inputs[0])) not in saved:
                 yield op
-
-
-def with_called(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
-    """Yields operations, and those of the functions that they call: branches, bodies of loops, `tf.function`s."""
-    function_attributes: dict[str, list[str]] = {}  # by type of operation
-    seen: set[str] = set()
-    stack = [iter(operations)]
-    while stack:
-        op = next(stack[-1], None)
-        if op is None:
-            stack.pop()
-            continue
-        yield op
-        if op.type not in function_attributes:
-            attributes = [attribute.name for attribute in op.op_def.attr if attribute.type in ("func", "list(func)")]
-            function_attributes[op.type] = attributes
-        for attribute in function_attributes[op.type]:
-            stack += [iter(graph.get_operations()) for graph in _graphs_of(op, attribute, seen)]
-
-
-def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any]:
-    """Yields the graphs of the functions in an operation's attribute that were not seen yet."""
-    value = op.get_attr(attribute)
-    for function in value if isinstance(value, (list, tuple)) else [value]:
-        if function.name not in seen:
-            seen.add(function.name)
-            # TensorFlow shows the graph of a called function, with the lines of its code, by this method alone. The
-            # functions of TensorFlow 1, as in its CTC loss, have none.
-            graph = getattr(op.graph._get_function(function.name), "graph", None)
-            if graph is not None:
-                yield graph

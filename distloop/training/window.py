@@ -87,17 +87,20 @@ class Window:
     Attributes:
         steps: how many steps they cover.
         seconds: how long these took.
+        examples_seen: how many examples the run has trained on since its step 0; None: unknown.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, saved: Mapping[str, Any] | None = None, examples_seen: float | None = 0.0) -> None:
         """Opens a window.
 
         Args:
             saved: what `save` returned, to go on with; None: an empty window.
+            examples_seen: before an empty window.
         """
-        saved = saved or {"sums": [], "steps": 0, "seconds": 0.0}
+        saved = saved or {"sums": [], "steps": 0, "seconds": 0.0, "examples_seen": examples_seen}
         self.steps: int = saved["steps"]
         self.seconds: float = saved["seconds"]
+        self.examples_seen: float | None = saved.get("examples_seen")  # older checkpoints have none
         self._sums = np.array(saved["sums"])  # [2 * M + 2]: tallies, examples, seconds waited for data
         self._numbers: dict[str, float] = {}
         self._host_secs = 0.0
@@ -106,7 +109,8 @@ class Window:
 
     def save(self) -> dict[str, Any]:
         """Returns the sums as JSON can hold them, for a checkpoint."""
-        return {"sums": self._sums.tolist(), "steps": self.steps, "seconds": self.seconds}
+        sums = {"sums": self._sums.tolist(), "steps": self.steps, "seconds": self.seconds}
+        return {**sums, "examples_seen": self.examples_seen}
 
     def add(self, row: Row) -> None:
         """Adds what some steps did."""
@@ -115,6 +119,8 @@ class Window:
             self._sums, self.steps, self.seconds, self._host_secs = np.zeros_like(sums), 0, 0.0, 0.0
         self._sums = self._sums + sums
         self.steps += row.steps
+        if self.examples_seen is not None:
+            self.examples_seen += float(row.examples)
         self.seconds += row.seconds
         self._host_secs += row.host_secs
         self._numbers = row.numbers
@@ -135,6 +141,8 @@ class Window:
         for name in per_token:
             weight = tallies[2 * names.index(name) + 1]
             numbers[f"{name.removesuffix('loss')}tokens_per_sec"] = float(weight) / self.seconds
+        if self.examples_seen is not None:
+            numbers["examples_seen"] = self.examples_seen
         numbers["input_wait"] = min(1.0, float(input_secs) / self.seconds)
         numbers["host_share"] = self._host_secs / (self._host_secs + self.seconds)
         step_secs = np.sort(np.concatenate(self._step_secs))

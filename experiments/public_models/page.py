@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ INTRODUCTION = """\
 # Public models
 
 Architectures of `keras.applications` and backbones of KerasHub, with random weights, under distloop's promises. The
-command knows every architecture and {backbones} backbones; the table says which of them were run. Anyone can make it
-again, or a part of it:
+command knows every architecture, a small form of each family of them, and {backbones} backbones; the table says which
+of them were run. Anyone can make it again, or a part of it:
 
 ```sh
 pip install -e ".[public-models]"
@@ -57,23 +58,24 @@ it moved in those steps, which is far stricter than relative to the variable.
 | SavedModel, Keras file | predictions of the export, loaded again, with `trainer.predict` | {float32:g} |
 | 2 stages | `distloop.split` over 2 devices with 1 replica | {float32:g} |
 
-Members of a family have the same blocks in other numbers: float16, bfloat16, 4 replicas and 2 stages are tried with
-one model of each family, and with the others of keras.applications neither *rebuilt* nor *Keras file*. There a cell
-says *family*, and the row names the model that has it in parentheses. {four} is tried on 4 replicas for all of
-keras.applications.
+Members of a family have the same blocks in other numbers, and one model stands for them: its cells answer where a
+cell says *family*; the row names it in parentheses. For keras.applications it is a small form: the first layers of an
+architecture, until each kind of its layers has occurred, and a head. Other blocks of the same kinds add nothing but
+rounding, so an architecture itself is only compared in float64, where that was done.
 
-Architectures of keras.applications are trained with `eager=True`, as tracing their graphs takes most of a minute
-each, and compared in float64: BatchNormalization over the few values of such small images is ill-conditioned in
-float32 (InceptionV3 0.4 next to Keras, MobileNetV2 0.8 on 2 replicas; in float64 8e-11 and 2e-13). Their tolerance
-is {float64:g} wherever the trial was done so; cells.jsonl calls it `exact`. Keras's own `fit` runs eagerly there,
-and the restart from step 1 is a new trainer in the same process.
+Both are trained with `eager=True`, as tracing the graph of an architecture takes most of a minute, and compared in
+float64: BatchNormalization over the few values of small images is ill-conditioned in float32 (InceptionV3 0.4 next to
+Keras, MobileNetV2 0.8 on 2 replicas; in float64 8e-11 and 2e-13). Their tolerance is {float64:g} wherever the trial
+was done so; cells.jsonl calls it `exact`. Keras's own `fit` runs eagerly there, and the restart from step 1 is a new
+trainer in the same process.
 
 How to read a cell: a number within its tolerance holds. **A number in bold** is beyond it, and what follows says
 why: *float64* is the same comparison of the trained weights in float64, where rounding is gone (tolerance
 {float64:g}; for 4 replicas, that of 2). If that holds, float32 is ill-conditioned for this model at this size, and
 nothing is wrong. In float16 and bfloat16, *Keras* is how far Keras's own `fit` in the same precision is from
-float32 (1: it applied none of 40 steps, as no gradient was finite). A letter stands for a sentence below the table:
-distloop *refused* with it, or it is an *error* of Keras, TensorFlow or the model. *not run* means what it says.
+float32 (1: it applied none of 40 steps, as no gradient was finite; or it ended in an error). A letter stands for a
+sentence below the table: distloop *refused* with it, or it is an *error* of Keras, TensorFlow or the model.
+*not run* means what it says.
 
 {count}
 
@@ -95,7 +97,7 @@ def write(cells: Sequence[Mapping[str, Any]], *, is_page: bool) -> None:
 def introduction(cells: Sequence[Mapping[str, Any]]) -> str:
     packages = ("tensorflow", "keras", "keras-hub")
     return INTRODUCTION.format(
-        backbones=len(zoo.BACKBONES), steps=trials.STEPS, exact_steps=trials.EXACT_STEPS, four=zoo.ON_FOUR_REPLICAS,
+        backbones=len(zoo.BACKBONES), steps=trials.STEPS, exact_steps=trials.EXACT_STEPS,
         rows=zoo.ROWS, saved=trials.SAVED_STEP,
         float32=trials.FLOAT32, float64=trials.FLOAT64, half=trials.HALF, count=counted(cells),
         date=datetime.date.today(), python=platform.python_version(), cores=os.cpu_count(),
@@ -114,8 +116,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
             rows.append([_title(model), *texts])
     missing = [model for model in zoo.NAMES if not any(cell["model"] == model for cell in cells)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    if missing:
-        lines += ["", f"Not run: {', '.join(name.removesuffix('Backbone') for name in missing)}."]
+    for kind, names in (("Left to the model of their family", "family"), ("Not run", "not run")):
+        if models := [model for model in missing if kind_of(by_place, model, "keras") == names]:
+            lines += ["", f"{kind}: {', '.join(map(_title, models))}."]
     lines += ["", *(f"- {letter}: {sentence}" for sentence, letter in sentences.items())]
     return "\n".join(lines) + "\n"
 
@@ -130,7 +133,7 @@ def _title(model: str) -> str:
 def text(cells: Mapping[tuple[str, str], Any], model: str, column: str, sentences: dict[str, str]) -> str:
     """Returns the text of a cell; adds to the sentences, each with its letter."""
     cell = cells.get((model, column))
-    if cell is None and zoo.representative_of(model, column) != model:
+    if cell is None and (zoo.representative_of(model, column), column) in cells:
         return "family"
     if cell is None:  # its trial may have ended before it
         cell = cells.get((model, "one_replica"), cells.get((model, "exact")))
@@ -140,13 +143,20 @@ def text(cells: Mapping[tuple[str, str], Any], model: str, column: str, sentence
         if kind in cell:
             sentence = f"{kind}: {shortened(cell[kind])}"
             letter = sentences.setdefault(sentence, letters(len(sentences)))
-            return letter + (f" Keras {cell['keras']:.0e}" if "keras" in cell else "")
+            return letter + _by_keras(cell)
     number = f"{cell['difference']:.0e}" if column != "resume" else str(cell["difference"])
     if cell["difference"] <= cell["tolerance"]:
         return number.replace("0e+00", "0")
     exact = cells.get((model, f"{column.replace('replicas_4', 'replicas_2')}/float64"))
     reason = f" float64 {exact['difference']:.0e}" if exact and "difference" in exact else ""
-    return f"**{number}**{reason}" + (f" Keras {cell['keras']:.0e}" if "keras" in cell else "")
+    return f"**{number}**{reason}{_by_keras(cell)}"
+
+
+def _by_keras(cell: Mapping[str, Any]) -> str:
+    """Returns what became of Keras's own `fit` in the same precision, where it was run."""
+    if "keras" not in cell:
+        return ""
+    return " Keras " + ("error" if cell["keras"] is None else f"{cell['keras']:.0e}")
 
 
 def counted(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -171,12 +181,13 @@ def kind_of(cells: Mapping[tuple[str, str], Any], model: str, column: str) -> st
         if "refused" in cell:
             return "refused"
         if cell:
-            return "failed" if cell.get("keras", 0.0) <= trials.HALF else "explained"  # Keras's own fit fails, too
-        return "not run" if zoo.representative_of(model, column) == model else "family"
+            by_keras = cell.get("keras", 0.0)
+            return "explained" if by_keras is None or by_keras > trials.HALF else "failed"  # Keras's own fit fails, too
+        return "family" if (zoo.representative_of(model, column), column) in cells else "not run"
     if cell["difference"] <= cell["tolerance"]:
         return "hold"
     exact = cells.get((model, f"{column.replace('replicas_4', 'replicas_2')}/float64"), {})
-    if exact.get("difference", 1.0) <= trials.FLOAT64 or cell["difference"] <= 2 * cell.get("keras", 0.0):
+    if exact.get("difference", 1.0) <= trials.FLOAT64 or cell["difference"] <= 2 * (cell.get("keras") or 0.0):
         return "explained"
     return "unexplained"
 
@@ -187,5 +198,6 @@ def letters(index: int) -> str:
 
 def shortened(sentence: str) -> str:
     """Returns a sentence in one line that Markdown leaves as it is."""
+    sentence = re.sub(r"\x1b\[\d*m", "", sentence)  # Keras prints in bold
     sentence = " ".join(sentence.replace("|", "/").replace("`", "'").split())
     return sentence if len(sentence) < 400 else f"{sentence[:400]} ..."

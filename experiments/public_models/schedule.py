@@ -44,11 +44,10 @@ def run(models: Sequence[str], names: Sequence[str], directory: str, limit_secs:
 
 def _is_wanted(model: str, trial: str, directory: str) -> bool:
     """Returns whether a trial is for a model, has a question, and what it compares with."""
-    is_deep = zoo.is_deep(model)
-    if zoo.representative_of(model, "rebuilt" if trial == "one_replica" else trial) != model:
+    if trial != "exact" and zoo.representative_of(model, "rebuilt" if trial == "one_replica" else trial) != model:
         return False
-    if trial == "exact" or is_deep:
-        return is_deep and trial in ("exact", "one_replica", "mixed_float16", "mixed_bfloat16", "split")
+    if trial == "exact" or zoo.is_eager(model):
+        return zoo.is_eager(model) and trial in ("exact", "one_replica", "mixed_float16", "mixed_bfloat16", "split")
     cells = [cell for cell in read(directory) if cell["model"] == model]
     if trial == "float64":
         return any(trials.is_open(cell) for cell in cells)

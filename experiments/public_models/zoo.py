@@ -1,6 +1,7 @@
 """The models: architectures of keras.applications, and backbones of KerasHub, small, with random weights.
 
     model = make("ResNet50")                # compiled, 10 classes, images of 32 x 32
+    model = make("small/ResNet50")          # its first layers, which are of all its kinds, and a head for 10 classes
     model = make("hub/BertBackbone")        # one layer, width 16, and a head for 10 classes
     inputs, labels = batch_for(model)
 
@@ -8,6 +9,7 @@ Each is the same function of its rows on any number of replicas: dropout is off,
 routers of experts have no balancing loss, which is a product of means over the rows of one replica.
 """
 
+import functools
 import inspect
 import re
 from typing import Any
@@ -82,50 +84,69 @@ BACKBONES: dict[str, dict[str, Any]] = {
     },
 }
 ARCHITECTURES = sorted(name for name in dir(keras.applications) if name[0].isupper())
-NAMES = [*ARCHITECTURES, *(f"hub/{name}" for name in sorted(BACKBONES))]
+
+# The small form of an architecture -> the last of the first layers that it consists of: they are of all kinds that the
+# architecture has.
+LAST_LAYERS = {
+    "small/ConvNeXtTiny": "convnext_tiny_stage_1_block_0_identity",
+    "small/DenseNet121": "conv3_block1_concat",
+    "small/EfficientNetB0": "block3b_add",
+    "small/EfficientNetV2B0": "block4b_add",
+    "small/InceptionResNetV2": "block35_2_ac",
+    "small/InceptionV3": "mixed4",
+    "small/MobileNet": "conv_pw_3_relu",
+    "small/MobileNetV2": "block_3_project_BN",
+    "small/MobileNetV3Small": "expanded_conv_4_add",
+    "small/NASNetMobile": "normal_concat_0",
+    "small/ResNet50": "conv3_block2_out",
+    "small/ResNet50V2": "conv3_block2_out",
+    "small/VGG16": "block2_pool",
+    "small/Xception": "block5_sepconv1_act",
+}
+NAMES = [*ARCHITECTURES, *LAST_LAYERS, *(f"hub/{name}" for name in sorted(BACKBONES))]
 
 # The model that stands for a family -> the other members: the same blocks in other numbers, or nearly.
 FAMILIES = {
-    "ConvNeXtTiny": "ConvNeXt.*",
-    "DenseNet121": "DenseNet.*",
-    "EfficientNetB0": "EfficientNetB.*",
-    "EfficientNetV2B0": "EfficientNetV2.*",
-    "MobileNetV3Small": "MobileNetV3.*",
-    "NASNetMobile": "NASNet.*",
-    "ResNet50": r"ResNet\d+",
-    "ResNet50V2": r"ResNet\d+V2",
-    "VGG16": r"VGG\d+",
+    "small/ConvNeXtTiny": "ConvNeXt.*",
+    "small/DenseNet121": "DenseNet.*",
+    "small/EfficientNetB0": "EfficientNetB.*",
+    "small/EfficientNetV2B0": "EfficientNetV2.*",
+    "small/InceptionResNetV2": "InceptionResNetV2",
+    "small/InceptionV3": "InceptionV3",
+    "small/MobileNet": "MobileNet",
+    "small/MobileNetV2": "MobileNetV2",
+    "small/MobileNetV3Small": "MobileNetV3.*",
+    "small/NASNetMobile": "NASNet.*",
+    "small/ResNet50": r"ResNet\d+",
+    "small/ResNet50V2": r"ResNet\d+V2",
+    "small/VGG16": r"VGG\d+",
+    "small/Xception": "Xception",
     "hub/BertBackbone": ("hub/(Albert|DebertaV3|DistilBert|ESM2?|Electra|FNet|(XLM)?Roberta|RoformerV2|XLNet)Backbone"),
     "hub/GPT2Backbone": "hub/(Bloom|Falcon|GPTNeoX|OPT)Backbone",
     "hub/LlamaBackbone": "hub/(Gemma3?|Llama3|Mistral|Phi3|Qwen|Qwen3|Qwen3_5|RWKV7|SmolLM3)Backbone",
-    "hub/MixtralBackbone": "hub/(GptOss|Qwen3?Moe)Backbone",
     "hub/ResNetBackbone": "hub/(DenseNet|VGG)Backbone",
     "hub/T5Backbone": "hub/(Bart|EdRec|T5Gemma|Whisper)Backbone",
     "hub/ViTBackbone": "hub/(DINOV[23]|DeiT|MiT|SwinTransformer)Backbone",
 }
 
 
-ON_FOUR_REPLICAS = "MobileNet"  # for all of keras.applications: four eager replicas cost as much as the other cells
-
-
-def is_deep(name: str) -> bool:
-    """Returns whether a model is of keras.applications, where tracing a graph takes minutes."""
-    return name in ARCHITECTURES
+def is_eager(name: str) -> bool:
+    """Returns whether a model is of keras.applications, or a small form: tracing their graphs takes minutes."""
+    return name in ARCHITECTURES or name in LAST_LAYERS
 
 
 def representative_of(name: str, cell: str) -> str:
     """Returns the model that has a cell of the table for a model's family; the model itself, where no other has it."""
-    if is_deep(name) and cell == "replicas_4":
-        return ON_FOUR_REPLICAS
     of_family = ("replicas_4", "mixed_float16", "mixed_bfloat16", "split")
-    if cell not in (of_family if not is_deep(name) else (*of_family, "rebuilt", "keras_file")):
+    if cell not in of_family and name not in ARCHITECTURES:
         return name
     return next((model for model, members in FAMILIES.items() if re.fullmatch(members, name)), name)
 
 
 def make(name: str) -> keras.Model:
     """Returns a compiled classifier with logits of 10 classes."""
-    model = _backbone(name.removeprefix("hub/")) if name.startswith("hub/") else _architecture(name)
+    kind, _, own_name = name.rpartition("/")
+    model = {"": _architecture, "small": _small, "hub": _backbone}[kind](own_name)
     for layer in model._flatten_layers():
         for rate in ("rate", "drop_path_rate"):
             if getattr(layer, rate, 0.0):
@@ -159,6 +180,19 @@ def _architecture(name: str) -> keras.Model:
     arguments = {key: arguments[key] for key in arguments if key in inspect.signature(constructor).parameters}
     shape = (size, size, 3)
     return constructor(weights=None, input_shape=shape, classes=CLASSES, classifier_activation=None, **arguments)
+
+
+def _small(name: str) -> keras.Model:
+    config = _small_config(name, keras.config.dtype_policy().name)
+    return keras.Model.from_config(dict(config))  # it takes keys out
+
+
+@functools.cache  # the whole architecture is built once
+def _small_config(name: str, _: str) -> dict[str, Any]:
+    whole = _architecture(name)
+    features = whole.get_layer(LAST_LAYERS[f"small/{name}"]).output  # [B, H, W, C]
+    features = keras.layers.GlobalAveragePooling2D()(features)  # [B, C]
+    return keras.Model(whole.input, keras.layers.Dense(CLASSES)(features), name="model").get_config()
 
 
 def _backbone(name: str) -> keras.Model:

@@ -38,15 +38,35 @@ def test_the_last_exports_are_kept_and_nothing_else_is_touched(tmp_path):
     assert names_in(tmp_path) == ["7", "40", "50", "007", "notes"]
 
 
-def test_an_export_that_fails_removes_no_older_one(tmp_path):
+def test_an_export_that_fails_is_logged_and_removes_no_older_one(tmp_path, caplog):
     def fail(path):
         raise OSError("disk full")
 
     Export(write, tmp_path, every=10, keep=1)(report(10))
-    with pytest.raises(OSError, match="disk full"):
-        Export(fail, tmp_path, every=10, keep=1)(report(20))
+    failing = Export(fail, tmp_path, every=10, keep=1)
+    for step in (20, 30):
+        failing(report(step))
+    assert "The export of step 30 could not be written (disk full), number 2 of this run that failed" in caplog.text
+    with pytest.raises(OSError, match="The last export to .* could not be written .disk full.: make room"):
+        failing.on_end(report(30))
+    failing.on_end(report(30))  # once
     Export(lambda path: None, tmp_path, every=10, keep=1)(report(20))  # as a dry run, which exports elsewhere
     assert os.listdir(tmp_path) == ["10"]
+
+
+def test_after_a_best_export_that_failed_the_next_is_compared_with_the_last_one_that_did_not(tmp_path):
+    outcomes = iter([False, True, False])
+
+    def write_unless_full(path):
+        if next(outcomes):
+            raise OSError("disk full")
+        write(path)
+
+    action = Export(write_unless_full, tmp_path, metric="accuracy", mode="max")
+    for step, accuracy in [(10, 0.5), (20, 0.9), (30, 0.7)]:
+        action(report(step, accuracy=accuracy))
+    action.on_end(report(30))  # the last one was written
+    assert names_in(tmp_path) == ["10", "30"] and action.best == 0.7
 
 
 def test_with_a_metric_the_newest_export_is_the_best(tmp_path):

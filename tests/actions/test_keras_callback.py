@@ -61,8 +61,7 @@ def test_a_callback_ends_the_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas):
+def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas=2):
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
     trainer = distloop.Trainer(classifier(), on(replicas, eval_every=2))
     trainer.fit(data(), steps=8, evals={"val": data()}, actions=[distloop.from_callback(plateau, every=2)])

@@ -39,6 +39,15 @@ def test_what_was_written_is_loaded(tmp_path):
         np.testing.assert_array_equal(saved.values[name].numpy(), value.numpy())
 
 
+def test_weights_that_older_versions_numbered_across_the_process_load_by_their_place_in_the_layer(tmp_path):
+    parts = ("model", "optimizer/momentum", "average")
+    names = ["model/a/variable_72", *(f"{part}/a/variable_103" for part in parts)]
+    write_files(str(tmp_path / "5"), 5, {name: tf.constant(i) for i, name in enumerate(names)}, {})
+    values = load(str(tmp_path / "5")).values
+    assert list(values) == ["model/a/variable", *(f"{part}/a/variable_1" for part in parts)]
+    assert [int(value) for value in values.values()] == [0, 1, 2, 3]
+
+
 def test_tensorflow_reads_a_checkpoint_by_name(tmp_path):
     write(tmp_path / "7", 7)
     reader = tf.train.load_checkpoint(str(tmp_path / "7" / "variables"))

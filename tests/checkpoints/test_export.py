@@ -55,8 +55,7 @@ def test_exports_work_without_distloop_and_with_tensorflows_own_command(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_training_goes_on_after_an_export(tmp_path, replicas):
+def test_training_goes_on_after_an_export(tmp_path, replicas=2):
     trainers = [make_trainer(replicas=replicas, average_decay=0.9) for _ in range(2)]
     for trainer, is_exported in zip(trainers, (False, True), strict=True):
         data = dataset()

@@ -25,8 +25,7 @@ from tests.problems import assert_equal, classification, classifier, everything,
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_keras_file_predicts_as_predict_does_with_the_averaged_weights(replicas, tmp_path):
+def test_a_keras_file_predicts_as_predict_does_with_the_averaged_weights(tmp_path, replicas=2):
     trainer = make_trainer(replicas=replicas, average_decay=0.9)
     trainer.fit(dataset(), steps=5)
     before, predictions = everything(trainer), trainer.predict(dataset())

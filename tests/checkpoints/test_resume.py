@@ -16,9 +16,11 @@ from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.run_starts import read_starts
 from tests.problems import assert_equal, classification, classifier, everything, on, weights
 
+EVERYTHING = {"dropout": 0.5, "batch_norm": "local", "metrics": True}  # statistics, seeds and metrics
 
-def make_trainer(workdir, replicas=2, *, steps_per_log=7, model_fn=None, **settings):
-    model_fn = model_fn or classifier(dropout=0.5, batch_norm="local", metrics=True)
+
+def make_trainer(workdir, replicas=1, *, steps_per_log=7, model_fn=None, **settings):
+    model_fn = model_fn or classifier(dropout=0.5)
     config = on(replicas, **{"workdir": str(workdir), "log_every": steps_per_log, "average_decay": 0.9, **settings})
     return distloop.Trainer(model_fn, config)
 
@@ -27,15 +29,19 @@ def data():
     return distloop.make_dataset(classification(67), 16, shuffle=True)
 
 
+def make_full_trainer(workdir, **settings):
+    return make_trainer(workdir, **{"replicas": 2, "model_fn": classifier(**EVERYTHING), **settings})
+
+
 @pytest.mark.slow
 def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp_path, capsys):
-    first = make_trainer(tmp_path)
+    first = make_full_trainer(tmp_path)
     numbers = first.fit(data(), steps=6, evals={"test": data()})
-    again = make_trainer(tmp_path)
+    again = make_full_trainer(tmp_path)
     assert again.fit(data(), steps=6) == numbers and "test/loss" in numbers and again.step == 6
     assert "distloop: Already at step 6 of 6: raise steps or use another workdir.\n" in capsys.readouterr().out
     assert_equal(everything(again), everything(first))
-    further = make_trainer(tmp_path)
+    further = make_full_trainer(tmp_path)
     further.fit(data(), steps=8)
     assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
     replicas = first.strategy.num_replicas_in_sync
@@ -44,7 +50,7 @@ def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp
 
 @pytest.mark.slow
 def test_restore_goes_back(tmp_path):
-    trainer = make_trainer(tmp_path, checkpoint_every=3)
+    trainer = make_full_trainer(tmp_path, checkpoint_every=3)
     trainer.fit(data(), steps=6)
     at_6 = everything(trainer)
     trainer.restore(tmp_path / "checkpoints" / "3")
@@ -76,6 +82,14 @@ def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
     assert again.step == 6
 
 
+@pytest.fixture(scope="module")
+def after_six_steps(tmp_path_factory):
+    """The workdir of a run of six steps; to be copied."""
+    workdir = tmp_path_factory.mktemp("six")
+    make_full_trainer(workdir).fit(data(), steps=6)
+    return workdir
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change, says",
@@ -84,18 +98,14 @@ def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
         (dict(average_decay=0.0), "average/"),
         (dict(precision="mixed_float16"), "optimizer/loss_scale is missing"),
         (
-            dict(
-                model_fn=classifier(
-                    dropout=0.5, batch_norm="local", metrics=True, optimizer=lambda: keras.optimizers.AdamW(0.01)
-                )
-            ),
+            dict(model_fn=classifier(**EVERYTHING, optimizer=lambda: keras.optimizers.AdamW(0.01))),
             "optimizer/class is Adam there and AdamW here",
         ),
     ],
 )
-def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, says, tmp_path):
-    make_trainer(tmp_path).fit(data(), steps=6)
-    other = make_trainer(tmp_path, **change)
+def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, says, tmp_path, after_six_steps):
+    shutil.copytree(after_six_steps, tmp_path, dirs_exist_ok=True)
+    other = make_full_trainer(tmp_path, **change)
     before = everything(other)
     with pytest.raises(ValueError, match="is of another model or optimizer") as caught:
         other.fit(data(), steps=8)
@@ -268,7 +278,7 @@ def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
 @pytest.mark.slow
 def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
     def run(workdir, steps):
-        trainer = make_trainer(workdir, model_fn=classifier())
+        trainer = make_trainer(workdir, 2, model_fn=classifier())
         plain = distloop.make_dataset(classification(67), 16)
         trainer.fit(trainer.strategy.experimental_distribute_dataset(plain), steps=steps)
         return everything(trainer)
@@ -419,3 +429,18 @@ def test_a_restored_run_shuffles_as_it_did(tmp_path):
     assert there_and_back.step == 14
     there_and_back.fit(data, steps=30)
     assert_equal(everything(there_and_back), everything(straight))
+
+
+@pytest.mark.slow
+def test_a_program_with_two_fits_goes_on_in_the_data_of_the_second(tmp_path):
+    def program(trainer, *steps):
+        trainer.fit(data(), steps=4)
+        for until in steps:
+            trainer.fit(second, steps=until)
+        return trainer
+
+    second = distloop.make_dataset(classification(50), 8, shuffle=True, seed=3)
+    expected = program(make_trainer(tmp_path / "whole"), 11)
+    program(make_trainer(tmp_path / "parts"), 7)
+    second = second.fresh()
+    assert_equal(everything(program(make_trainer(tmp_path / "parts"), 11)), everything(expected))

@@ -186,3 +186,25 @@ def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
         fit(tmp_path, stream(poison=range(11, 100)), steps=40, max_rollbacks=2)
     assert [row["action"] for row in incidents(tmp_path)] == ["rollback", "rollback", "raise"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["0", "10"]
+
+
+@pytest.mark.slow
+def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_between(tmp_path):
+    rows = {**classification(67), "row": np.arange(67)}
+    numbers, epochs = distloop.make_dataset(rows, BATCH_SIZE, shuffle=True).order.rows(tf.constant(13, tf.int64))
+    bad_row, bad_epoch = int(numbers[3]), int(epochs[3])
+
+    def poison(example, seed):  # one row in one epoch, as the seed belongs to both
+        is_bad = (example["row"] == bad_row) & (seed[0] == bad_epoch)
+        x = example["x"] + 0.1 * tf.random.stateless_normal([8], seed)
+        return {**example, "x": tf.where(is_bad, np.nan, x)}
+
+    def run(name, *stops):
+        for steps in stops:
+            settings = {"on_divergence": "rollback", "checkpoint_every": 5}
+            trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path / name), **settings))
+            trainer.fit(distloop.make_dataset(rows, BATCH_SIZE, shuffle=True, map_fn=poison), steps=steps)
+        assert trainer._train_source.skipped_batches == {13}
+        return everything(trainer)
+
+    assert_equal(run("stopped", 17, 22), run("straight", 22))

@@ -2,15 +2,13 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
 
 import distloop
+from tests import forked
 from tests.problems import classification, classifier, on
 
 
@@ -27,16 +25,15 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
         print("measured", sorted(found))
     """
     (tmp_path / "sidecar.py").write_text(textwrap.dedent(program))
-    root = str(pathlib.Path(__file__).resolve().parents[2])
     workdir = tmp_path / "run"
-    command = [sys.executable, str(tmp_path / "sidecar.py"), str(workdir)]
-    environment = {**os.environ, "PYTHONPATH": root}
-    sidecar = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [tmp_path / "sidecar.py", workdir]
+    logs = {"stdout": tmp_path / "out.txt", "stderr": tmp_path / "errors.txt"}
+    sidecar = forked.Program(command, **logs, env=os.environ)
     measured = {}
 
     def note(report):
         measured[report.step] = report.metrics["test/loss"]
-        time.sleep(1.0)
+        time.sleep(0.5)
 
     note.every = 10
     evaluation = distloop.make_dataset(classification(33, seed=1), 8)
@@ -44,12 +41,12 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
         classifier(), on(1, workdir=str(workdir), average_decay=0.9, checkpoint_every=10, eval_every=10)
     )
     trainer.fit(distloop.make_dataset(classification(67), 16), steps=45, evals={"test": evaluation}, actions=[note])
-    assert "measured" in sidecar.communicate(timeout=100)[0]
+    assert sidecar.wait(100) == 0 and "measured" in logs["stdout"].read_text(), logs["stderr"].read_text()
     rows = [json.loads(line) for line in (workdir / "evaluations" / "test.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and steps[-1] == 45 and set(steps) <= {10, 20, 30, 40, 45}
     assert all(row["test/loss"] == measured[row["step"]] for row in rows)
-    again = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    again = forked.run(command, env=os.environ, timeout=100)
     kept = {int(name) for name in os.listdir(workdir / "checkpoints")}
     assert again.stdout.strip().endswith(f"measured {sorted(kept - set(steps))}")
 

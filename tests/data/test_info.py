@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.arrays import make_dataset
 from distloop.data.info import inspect
+from distloop.data.make_dataset import make_dataset
 from tests.problems import mirrored, numbers, of_unknown_length, sizes_1_to_9
 
 ONE = tf.distribute.get_strategy()

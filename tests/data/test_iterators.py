@@ -53,6 +53,12 @@ def until(is_done, secs=10):
     assert is_done()
 
 
+def test_a_clock_that_was_set_back_holds_up_no_deletion():
+    deletions, deleted = iterators._Deletions(1), []
+    deletions._ended.put((time.monotonic() + 1e6, [SlowPart(deleted)]))
+    until(lambda: deleted)
+
+
 def test_iterators_that_end_together_are_deleted_together():
     deleted = []
     alive = [iterate(Data(deleted, "_iterator_resource")) for _ in range(20)]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.arrays import make_dataset
-from distloop.data.source import Source, WorkerContext
+from distloop.data.make_dataset import make_dataset
+from distloop.data.opening import WorkerContext
+from distloop.data.source import Source
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
 
 ONE = tf.distribute.get_strategy()
@@ -163,14 +164,19 @@ def shuffled():
     return tf.data.Dataset.range(20).shuffle(20, seed=3).batch(6).map(lambda x: {"x": x})
 
 
+@pytest.mark.parametrize("is_read_again", [False, True])
 @pytest.mark.parametrize("batches", [1, 4, 7])
-def test_a_position_is_restored_in_a_new_source(batches):
-    first = Source(shuffled(), ONE)
+def test_a_position_is_restored_in_a_new_source(batches, is_read_again):
+    def new():
+        source = Source(shuffled().filter(lambda batch: True) if is_read_again else shuffled(), ONE)
+        source.first_rows()  # draws shuffle seeds
+        return source
+
+    first, second = new(), new()
     taken(first, batches)
     first.batches_taken = batches
-    second = Source(shuffled(), ONE)
     second.restore_position(first.save_position())
-    assert second.batches_taken == batches
+    assert second.batches_taken == batches and second.behind.num_batches == batches * is_read_again
     assert taken(second, 6) == taken(first, 6)
 
 

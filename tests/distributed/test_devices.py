@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 import types
 
 import keras
@@ -83,7 +81,7 @@ def test_op_determinism_is_enabled_only_if_set(monkeypatch, deterministic):
 
 
 @pytest.mark.slow
-def test_virtual_cpus_after_the_start_are_refused():
+def test_virtual_cpus_after_the_start_are_refused(tmp_path):
     program = """
 import tensorflow as tf
 import distloop
@@ -93,7 +91,8 @@ try:
 except ValueError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (tmp_path / "program.py").write_text(program)
+    result = forked.run([tmp_path / "program.py"], env=os.environ, timeout=100)
     assert result.stdout == (
         "num_devices=3 virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
         "distloop.prepare(config) before the first tensor, dataset or model; in a notebook, restart the kernel.\n"

@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from distloop.distributed import environment
 from distloop.distributed.environment import Cluster
+from tests import forked
 
 
 def set_scheduler(variables, monkeypatch):
@@ -229,16 +229,19 @@ TASK = """
 
 
 @pytest.mark.slow
-def test_tasks_of_a_slurm_step_join_stop_on_sigterm_and_leak_no_threads(monkeypatch):
+def test_tasks_of_a_slurm_step_join_stop_on_sigterm_and_leak_no_threads(monkeypatch, tmp_path):
     set_scheduler({"TF_CPP_MIN_LOG_LEVEL": 3}, monkeypatch)
+    (tmp_path / "task.py").write_text(textwrap.dedent(TASK))
     tasks = []
     for i in range(2):
         step = {name: str(value) for name, value in step_of(f"{i}/2 localhost 2 0/{i}", JOB_ID=os.getpid()).items()}
-        command = [sys.executable, "-c", textwrap.dedent(TASK)]
-        tasks.append(subprocess.Popen(command, env={**os.environ, **step}, stdout=subprocess.PIPE, text=True))
+        logs = {"stdout": tmp_path / f"{i}.txt", "stderr": tmp_path / f"errors{i}.txt"}
+        tasks.append(forked.Program([tmp_path / "task.py"], **logs, env={**os.environ, **step}))
     try:
-        outputs = [task.communicate(timeout=120)[0] for task in tasks]
+        codes = [task.wait(120) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
+    assert codes == [0, 0], [(tmp_path / f"errors{i}.txt").read_text() for i in range(2)]
+    outputs = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
     assert outputs == [f"{i} [10.0, 11.0] True True\n" for i in range(2)]

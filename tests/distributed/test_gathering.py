@@ -8,6 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop import testing
 from distloop.distributed import workers
+from tests import forked
 from tests.problems import assert_close, classification, on, refused, weights
 
 
@@ -53,7 +54,7 @@ def train_and_evaluate(**settings):
 @pytest.mark.slow
 def test_rows_are_gathered_from_the_replicas_of_several_workers():
     expected, measured = train_and_evaluate(num_devices=1)
-    results = testing.run_in_workers(train_and_evaluate, 2, devices_per_worker=2)
+    results = forked.run_in_workers(train_and_evaluate, 2, devices_per_worker=2)
     for trained, evaluated in results:
         assert_close(trained, expected)
         assert evaluated == pytest.approx(measured, rel=1e-5)

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import pathlib
-import subprocess
+import os
 import sys
 
 import keras
@@ -18,6 +17,7 @@ from distloop.monitoring import device_usage
 from distloop.training import overview
 from distloop.training.saved_state import SavedState
 from distloop.variables import tensorflow_variable
+from tests import forked
 from tests.problems import assert_close, assert_equal, classification, refused
 
 
@@ -237,9 +237,7 @@ def on_two_workers(directory):
 @pytest.mark.slow
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
     program = ["-m", "tests.distributed.test_pipeline", str(tmp_path)]
-    command = [sys.executable, "-m", "distloop.launch", "--workers=2", *program]
-    root = pathlib.Path(__file__).resolve().parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    result = forked.launch(["--workers=2", *program], env=os.environ, timeout=300)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     for index in range(2):
         found = dict(np.load(tmp_path / f"{index}.npz"))

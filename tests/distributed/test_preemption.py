@@ -20,7 +20,7 @@ from tests import forked
 from tests.problems import assert_close, classification, classifier, on, weights
 
 PROGRAM = """
-    import os, signal, sys, time
+    import os, signal, sys
     import keras, numpy as np
     import distloop
     from distloop import atomic_files
@@ -28,11 +28,11 @@ PROGRAM = """
 
     workdir, replicas, how, when = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     config = distloop.Config(
-        workdir=workdir, device="cpu", num_devices=replicas, precision="mixed_float16", steps=60, log_every=7,
-        checkpoint_every=3, average_decay=0.9, clip_norm=0.5, max_secs=0.01 if how == "MAX_SECS" else 0,
+        workdir=workdir, device="cpu", num_devices=replicas, precision="mixed_float16", steps=30, log_every=7,
+        checkpoint_every=3, average_decay=0.9, clip_norm=0.5,
     )
     distloop.prepare(config)
-    rate = distloop.make_schedule(0.05, 60, warmup=5)
+    rate = distloop.make_schedule(0.05, 30, warmup=5)
 
     def model_fn():
         a, b = (problems.classifier(dropout=0.5, batch_norm="local", l2=0.01)() for _ in range(2))
@@ -48,9 +48,8 @@ PROGRAM = """
         ])
 
     def act(report):
-        if how.startswith("SIG") and report.step == when:
-            os.kill(os.getpid(), getattr(signal, how))
-            time.sleep(0.2)
+        if how == "SIGKILL" and report.step == when:
+            os.kill(os.getpid(), signal.SIGKILL)
     act.every = 1
 
     sync, calls = atomic_files.sync, []
@@ -78,20 +77,18 @@ def run(workdir, replicas, how="", when=0):
 
 
 @pytest.mark.slow
-def test_a_run_stopped_in_every_way_ends_bit_for_bit_like_one_that_was_not(tmp_path):
+def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(tmp_path):
     replicas = 2
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     result = run(straight, replicas)
     assert result.returncode == 0, result.stderr[-3000:]
-    means = ["SIGKILL", "SAVE", "MAX_SECS"]  # tests/nemesis sends signals
     draw = random.Random(replicas)
     step = 0
-    for how in means:
+    for how in ("SIGKILL", "SAVE"):  # tests/nemesis sends other signals
         # A save is five calls to the disk: it may die in any of them, of the first or a later save of the process.
-        when = draw.randint(1, 12) if how == "SAVE" else min(59, step + draw.randint(1, 6))
+        when = draw.randint(1, 12) if how == "SAVE" else step + draw.randint(1, 6)
         result = run(stopped, replicas, how, when)
-        expected = EXIT_CODE if how in ("SIGTERM", "SIGINT", "MAX_SECS") else -signal.SIGKILL
-        assert result.returncode == expected, (how, when, result.stdout[-2000:], result.stderr[-3000:])
+        assert result.returncode == -signal.SIGKILL, (how, when, result.stdout[-2000:], result.stderr[-3000:])
         assert "Traceback" not in result.stderr
         (stopped / "checkpoints").mkdir(exist_ok=True)  # the first one may die before it saves
         done = max((int(name) for name in os.listdir(stopped / "checkpoints") if name.isdigit()), default=0)
@@ -104,7 +101,7 @@ def test_a_run_stopped_in_every_way_ends_bit_for_bit_like_one_that_was_not(tmp_p
     assert not [path for path in expected if actual[path].tobytes() != expected[path].tobytes()]
     timed = {"time", *OF_THE_MACHINE}
     rows = [[json.loads(line) for line in (w / "metrics.jsonl").read_text().splitlines()] for w in (straight, stopped)]
-    assert [row["step"] for row in rows[1]] == list(range(1, 61))
+    assert [row["step"] for row in rows[1]] == list(range(1, 31))
     for row, other in zip(*rows, strict=True):
         assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
 

@@ -84,14 +84,14 @@ def lines_of(process: subprocess.Popen[str], limit_secs: float) -> Iterator[str]
 
 def compare_some(first: int, seconds: float, known: set[str]) -> None:
     """Compares programs and writes a line of JSON for each; new refusals and findings are printed before it."""
-    programs, compare, shrink = _modules()
+    draw_program, compare, shrink = _modules()
     end = time.monotonic() + seconds
     for number in range(first, first + PROGRAMS_A_PROCESS):
         start = time.monotonic()
         if start > end:
             return
         with _silence():
-            program = programs.draw_program(number)
+            program = draw_program(number)
             outcome = compare(program)
             key = f"{outcome.kind}: {outcome.signature}"
             if outcome.is_finding and key not in known:
@@ -108,8 +108,8 @@ def compare_some(first: int, seconds: float, known: set[str]) -> None:
 
 def compare_one(number: int) -> None:
     """Prints a program and what came of it."""
-    programs, compare, _ = _modules()
-    program = programs.draw_program(number)
+    draw_program, compare, _ = _modules()
+    program = draw_program(number)
     print(program.source())
     with _silence():
         outcome = compare(program)
@@ -122,9 +122,9 @@ def _modules():
     import distloop
 
     distloop.prepare(distloop.Config(device="cpu", num_devices=3))
-    from tests.keras_fuzz import comparison, programs, shrinking
+    from tests.keras_fuzz import comparison, drawing, shrinking
 
-    return programs, comparison.compare, shrinking.shrink
+    return drawing.draw_program, comparison.compare, shrinking.shrink
 
 
 def _silence():

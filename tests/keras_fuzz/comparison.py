@@ -172,8 +172,11 @@ def compare(program: Program) -> Outcome:
     outcomes = [_compare_on(program, replicas, reference) for replicas in program.replicas]
     worst = min(outcomes, key=lambda outcome: ("error", "wrong", "refused", "invalid", "equal").index(outcome.kind))
     if worst.kind == "error":
-        try:  # the reference is eager; a few layers of Keras fail in its graphs
-            reference.new_model().fit(reference.names["DATA"], verbose=0)
+        try:  # the reference is eager, where a few layers of Keras do not fail, and trains nothing that draws numbers
+            model = reference.new_model()
+            model.fit(reference.names["DATA"], epochs=program.epochs, verbose=0)
+            if worst.signature.startswith("Diverged"):
+                _require_finite(model.get_weights())
         except Exception as error:
             return Outcome("invalid", _signature(error), f"{type(error).__name__}: {error}")
     return worst
@@ -194,9 +197,7 @@ class Reference:
         self.first_weights = twin.model.get_weights()
         self.results = self._results_of(twin, self.names["DATA"])
         self._noise: dict[str, float] | None = None
-        # A gradient above 1e19, whose square float32 cannot hold, counts as infinite in distloop.
-        if not all(np.all(np.abs(v) < 1e15) for name, v in self.results.items() if "weight" in name):
-            raise ArithmeticError("Keras trains it to NaN, infinity or 1e15.")
+        _require_finite([value for name, value in self.results.items() if "weight" in name])
 
     def new_model(self) -> keras.Model:
         model = self._make_model()
@@ -239,6 +240,12 @@ class Reference:
         numbers |= twin.evaluate(data)
         predictions = tf.nest.flatten(twin.model.predict(data, verbose=0))
         return numbers | {f"predict: {i}": p for i, p in enumerate(predictions)}
+
+
+def _require_finite(weights: list[np.ndarray]) -> None:
+    # A gradient above 1e19, whose square float32 cannot hold, counts as infinite in distloop.
+    if not all(np.all(np.abs(weight) < 1e15) for weight in weights):
+        raise ArithmeticError("Keras trains it to NaN, infinity or 1e15.")
 
 
 def _moved(values: Any, rng: np.random.Generator) -> Any:

@@ -18,11 +18,8 @@ from tests.problems import on
 
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
 
-
-@REPLICAS
-def test_a_function_that_compiles_a_model_is_taken(replicas):
+def test_a_function_that_compiles_a_model_is_taken(replicas=2):
     weights = net().get_weights()
 
     def build():
@@ -94,13 +91,12 @@ def test_the_original_model_has_the_weights_after_an_interruption_too(kind):
         assert np.any(weight != old)
 
 
-@REPLICAS
 @pytest.mark.parametrize(
     "optimizer",
     [lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)],
     ids=["adam", "momentum"],
 )
-def test_training_goes_on_where_keras_stopped_slots_included(replicas, optimizer):
+def test_training_goes_on_where_keras_stopped_slots_included(optimizer, replicas=2):
     model = compiled(net(), optimizer=optimizer())
     model.fit(batches(X, Y), epochs=1, verbose=0)
     trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
@@ -210,6 +206,9 @@ def test_a_model_that_cannot_be_rebuilt_is_refused():
     ) as caught:
         distloop.Trainer(distloop.from_keras(model), on(1))
     assert "\n" not in str(caught.value)
+    model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match="whose `function` is a Python lambda\\): give from_keras a function that"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
 
 
 @pytest.mark.parametrize("method", ["train_step", "test_step", "predict_step", "compute_metrics"])

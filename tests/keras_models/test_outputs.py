@@ -20,9 +20,6 @@ from tests.compiled_models import (
 )
 from tests.problems import on
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
-
-
 # Outputs by name.
 
 
@@ -127,8 +124,7 @@ def test_an_output_without_a_loss_takes_no_part():
 
 
 @pytest.mark.slow
-@REPLICAS
-def test_weights_that_several_outputs_share_divide_by_their_sum(replicas):
+def test_weights_that_several_outputs_share_divide_by_their_sum(replicas=2):
     model = compiled(two_outputs(), LOSSES)
     data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL}, SAMPLE_WEIGHT)).batch(7)
     found = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(data)

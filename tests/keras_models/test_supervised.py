@@ -29,13 +29,11 @@ from tests.problems import on
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
 RNG = np.random.default_rng(1)
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
 
 
 # As Keras trains.
 
 
-@REPLICAS
 @pytest.mark.parametrize(
     ("loss", "outputs", "activation", "target"),
     [
@@ -45,7 +43,7 @@ REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
     ],
     ids=["name", "binary", "object"],
 )
-def test_from_keras_trains_as_fit_does(replicas, loss, outputs, activation, target):
+def test_from_keras_trains_as_fit_does(loss, outputs, activation, target, replicas=2):
     model = compiled(net(outputs, activation), loss)
     assert_trains_as_keras_does(model, batches(X, target), replicas)
 
@@ -59,14 +57,12 @@ def test_other_ways_to_give_a_loss_train_as_fit_does(loss, target):
     assert_trains_as_keras_does(compiled(net(3, "softmax"), loss), batches(X, target), replicas=2)
 
 
-@REPLICAS
-def test_l2_terms_train_as_fit_does(replicas):
+def test_l2_terms_train_as_fit_does(replicas=2):
     model = compiled(net(kernel_regularizer=keras.regularizers.L2(0.1)))
     assert_trains_as_keras_does(model, batches(X, Y), replicas)
 
 
-@REPLICAS
-def test_a_functional_model_and_a_schedule_train_as_fit_does(replicas):
+def test_a_functional_model_and_a_schedule_train_as_fit_does(replicas=2):
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(6, "tanh")(inputs)
     outputs = keras.layers.Dense(2)(keras.layers.Add()([hidden, inputs]))
@@ -75,8 +71,7 @@ def test_a_functional_model_and_a_schedule_train_as_fit_does(replicas):
     assert_trains_as_keras_does(model, batches(X, Y), replicas)
 
 
-@REPLICAS
-def test_supervised_trains_as_fit_does(replicas):
+def test_supervised_trains_as_fit_does(replicas=2):
     weights = net().get_weights()
 
     def model_fn():
@@ -112,7 +107,6 @@ def test_predict_takes_batches_of_inputs_alone():
 # As Keras measures.
 
 
-@REPLICAS
 @pytest.mark.parametrize(
     ("outputs", "activation", "target", "loss"),
     [
@@ -124,7 +118,7 @@ def test_predict_takes_batches_of_inputs_alone():
     ],
     ids=["binary", "binary-column", "sparse", "sparse-column", "categorical"],
 )
-def test_accuracy_means_what_it_means_in_keras(replicas, outputs, activation, target, loss):
+def test_accuracy_means_what_it_means_in_keras(outputs, activation, target, loss, replicas=2):
     model = compiled(net(outputs, activation), loss, metrics=["accuracy"])
     found, expected = evaluated(model, batches(X, target, batch_size=7), replicas)
     assert set(found) == {"loss", "accuracy"}
@@ -150,8 +144,7 @@ def test_crossentropy_means_what_it_means_in_keras(outputs, activation, target, 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@REPLICAS
-def test_metrics_that_are_no_means_are_measured_as_keras_does(replicas):
+def test_metrics_that_are_no_means_are_measured_as_keras_does(replicas=2):
     model = compiled(net(1, "sigmoid"), "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "precision"])
     trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
     data = batches(X, BINARY[:, None], batch_size=7)
@@ -163,8 +156,7 @@ def test_metrics_that_are_no_means_are_measured_as_keras_does(replicas):
     assert "auc" in trainer.fit(data, steps=1)
 
 
-@REPLICAS
-def test_functions_names_and_objects_are_metrics(replicas):
+def test_functions_names_and_objects_are_metrics(replicas=2):
     def twice(y_true, y_pred):
         return 2.0 * tf.reduce_mean(tf.abs(y_true - y_pred), -1)
 
@@ -176,8 +168,7 @@ def test_functions_names_and_objects_are_metrics(replicas):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
 
 
-@REPLICAS
-def test_sample_weights_divide_by_their_sum(replicas):
+def test_sample_weights_divide_by_their_sum(replicas=2):
     model = compiled(net(), metrics=["mse"], weighted_metrics=["mae"])
     data = batches(X, Y, SAMPLE_WEIGHT, batch_size=7)
     found, expected = evaluated(model, data, replicas)
@@ -191,8 +182,7 @@ def test_sample_weights_divide_by_their_sum(replicas):
     assert found["loss"] != pytest.approx(expected["loss"], rel=1e-2)  # Keras divides by the number of examples
 
 
-@REPLICAS
-def test_the_scale_of_sample_weights_changes_no_weight_of_the_model(replicas):
+def test_the_scale_of_sample_weights_changes_no_weight_of_the_model(replicas=2):
     models = []
     for scale in (1.0, 10.0):
         keras.utils.set_random_seed(0)
@@ -220,8 +210,7 @@ def test_steps_within_examples_take_weights_of_their_own():
     assert found["loss"] == pytest.approx(np.average(error, weights=weight), rel=1e-5)
 
 
-@REPLICAS
-def test_a_mask_weighs_the_steps_within_examples(replicas):
+def test_a_mask_weighs_the_steps_within_examples(replicas=2):
     tokens = RNG.integers(1, 9, size=(32, 5)) * (np.arange(5) < RNG.integers(1, 6, size=(32, 1)))
     inputs = keras.Input((5,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)

@@ -270,6 +270,16 @@ def test_without_a_display_a_line_comes_after_half_a_minute_of_silence(clock):
     ]
 
 
+def test_without_a_display_what_a_run_does_in_place_of_steps_comes_once_and_after_half_a_minute_of_silence(clock):
+    stream = io.StringIO()
+    console = Console(300, 100, stream)
+    for step in range(0, 80, 2):
+        console.show_progress(step, "skipping batches already seen")
+        clock[0] += 1.0
+    doing = "skipping batches already seen"
+    assert stream.getvalue().splitlines() == [f"step 0/300  {doing}", f"step 60/300  {doing}"]
+
+
 # What holds the run up.
 
 

@@ -1,6 +1,7 @@
 """The peak memory of a separate process, and the available memory."""
 
 import os
+import types
 
 import pytest
 import tensorflow as tf
@@ -38,3 +39,14 @@ def test_only_accelerators_have_device_memory(monkeypatch):
 def test_available_memory_is_positive_and_at_most_all():
     total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     assert 0 < memory.available_gb() <= total_gb
+
+
+@pytest.mark.parametrize(("printed", "expected"), [("81559\n40960\n", 40960 * 2**20 / 1e9), ("No devices\n", None)])
+def test_the_memory_of_the_smallest_gpu_is_read_from_its_tool(monkeypatch, printed, expected):
+    monkeypatch.setattr(memory.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=printed))
+    assert memory.gpu_memory_gb() == expected
+
+
+def test_without_the_tool_the_memory_of_gpus_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert memory.gpu_memory_gb() is None

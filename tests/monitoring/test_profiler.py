@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import distloop
-from distloop.config import profile_window
+from distloop.durations import profile_window
 from distloop.monitoring.profiler import Profile
 from tests.problems import assert_equal, classification, classifier, everything, on
 

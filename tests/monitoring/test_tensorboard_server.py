@@ -3,11 +3,12 @@
 import contextlib
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 import distloop
+from tests import forked
 from tests.event_files import train_with_media
 
 
@@ -25,11 +27,11 @@ def served(directory, *, is_fast, runs=6):
     """Runs TensorBoard on a free port; yields a function that queries it."""
     fast = "true" if is_fast else "false"
     flags = [f"--logdir={directory}", "--port=0", f"--load_fast={fast}", "--reload_interval=1"]
-    with open(f"{directory}/server.log", "w") as log:
-        server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *flags], stdout=log, stderr=log)
+    log = pathlib.Path(directory, "server.log")
+    server = forked.Program(["-m", "tensorboard.main", *flags], stdout=log, stderr=log, env=os.environ)
     end = time.monotonic() + 120
-    while not (address := re.search(r"at (http://\S+)", pathlib.Path(log.name).read_text())):
-        assert server.poll() is None and time.monotonic() < end, pathlib.Path(log.name).read_text()
+    while not (address := re.search(r"at (http://\S+)", log.read_text())):
+        assert server.poll() is None and time.monotonic() < end, log.read_text()
         time.sleep(0.2)
     url = address[1]
 
@@ -51,7 +53,7 @@ def served(directory, *, is_fast, runs=6):
             time.sleep(0.5)
         yield ask
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGTERM)
         server.wait(30)
 
 
@@ -64,12 +66,19 @@ def sweep(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def site(sweep):
+    """A server for several tests."""
+    with served(sweep, is_fast=False) as ask:
+        yield ask
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_tensorboard_shows_every_kind(sweep, is_fast):
+def test_tensorboard_shows_every_kind(sweep, site, is_fast):
     if is_fast:
         pytest.importorskip("tensorboard_data_server")
-    with served(sweep, is_fast=is_fast) as ask:
+    with served(sweep, is_fast=True) if is_fast else contextlib.nullcontext(site) as ask:
         run, test = "a/train", "a/test"
         loss = ask("plugin/scalars/scalars", run=run, tag="Metrics/loss")
         rows = distloop.read_metrics(sweep / "a")
@@ -104,23 +113,19 @@ def test_tensorboard_shows_every_kind(sweep, is_fast):
 
 
 @pytest.mark.slow
-def test_the_hparams_page_lists_the_runs_of_a_sweep(sweep):
-    with served(sweep, is_fast=False) as ask:
-        infos = ask("plugin/hparams/experiment", {})["metricInfos"]
-        names = [(info["name"]["group"], info["name"]["tag"]) for info in infos]
-        assert names[:2] == [("test", "Metrics/accuracy"), ("train", "Metrics/accuracy")]  # beside the trial
-        assert ("test", "Metrics/loss") in names
-        columns = [{"metric": info["name"]} for info in infos]
-        query = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": columns}
-        groups = ask("plugin/hparams/session_groups", query)["sessionGroups"]
-        assert {g["name"]: g["hparams"]["clip_norm"] for g in groups} == {
-            "a": 1.0,
-            "b": 2.0,
-        }
-        assert {*groups[0]["hparams"]} == {"seed", "clip_norm"}
-        last = distloop.read_metrics(sweep / "a")[-1]
-        (value,) = [v for v in groups[0]["metricValues"] if v["name"] == {"group": "test", "tag": "Metrics/loss"}]
-        assert value["value"] == pytest.approx(last["test/loss"], rel=1e-6) and value["trainingStep"] == 4
+def test_the_hparams_page_lists_the_runs_of_a_sweep(sweep, site):
+    infos = site("plugin/hparams/experiment", {})["metricInfos"]
+    names = [(info["name"]["group"], info["name"]["tag"]) for info in infos]
+    assert names[:2] == [("test", "Metrics/accuracy"), ("train", "Metrics/accuracy")]  # beside the trial
+    assert ("test", "Metrics/loss") in names
+    columns = [{"metric": info["name"]} for info in infos]
+    query = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": columns}
+    groups = site("plugin/hparams/session_groups", query)["sessionGroups"]
+    assert {g["name"]: g["hparams"]["clip_norm"] for g in groups} == {"a": 1.0, "b": 2.0}
+    assert {*groups[0]["hparams"]} == {"seed", "clip_norm"}
+    last = distloop.read_metrics(sweep / "a")[-1]
+    (value,) = [v for v in groups[0]["metricValues"] if v["name"] == {"group": "test", "tag": "Metrics/loss"}]
+    assert value["value"] == pytest.approx(last["test/loss"], rel=1e-6) and value["trainingStep"] == 4
 
 
 @pytest.mark.slow
@@ -141,13 +146,6 @@ def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path):
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.fixture(scope="module")
-def site(sweep):
-    """A server for several pages."""
-    with served(sweep, is_fast=False) as ask:
-        yield ask
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests import forked
 
 
 class _Fork(subprocess.Popen):
-    """A process that runs `python -m ...` without a new interpreter."""
+    """A process that runs a Python program without a new interpreter."""
 
     def _execute_child(self, *arguments):
         command, _, preexec_fn, _, _, _, env, *_ = arguments
@@ -45,7 +45,8 @@ def _reset_signals():
 
 def _popen(command, **settings):
     """Forks the program; starts anything else, such as the launcher's guard, as usual."""
-    return (_Fork if command[1] == "-m" else subprocess.Popen)(command, **settings)
+    is_program = command[1] == "-m" or command[1].endswith(".py")
+    return (_Fork if is_program else subprocess.Popen)(command, **settings)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop import testing
+from tests import forked
 from tests.problems import everything, local_values, on
 
 pytestmark = pytest.mark.slow
@@ -137,7 +137,7 @@ def look_at_elements():
 
 
 def test_workers_see_every_element_once_and_wait_for_none_that_has_fewer():
-    results = testing.run_in_workers(look_at_elements, 2)
+    results = forked.run_in_workers(look_at_elements, 2)
     assert results[0] == results[1]
     few, numbers, predictions, step = results[0]
     assert few == [3, 5] and numbers == [sum(range(22)), sum(i * i for i in range(22))]

@@ -50,6 +50,44 @@ def test_labels_without_the_axis_of_the_predictions_are_refused(value_of, size):
 @pytest.mark.parametrize(
     "value_of",
     [
+        lambda label, score, tokens: tf.reduce_mean((label - score) ** 2, -1),
+        lambda label, score, tokens: distloop.weighted(2.0 * tf.reduce_sum(tf.abs(score - label), 0), label),
+        lambda label, score, tokens: tf.sqrt(tf.reduce_max((label - score) ** 2, 1)) + tf.reduce_mean(tokens, 1),
+    ],
+    ids=["mean", "weighted sum", "beside a mean over tokens"],
+)
+def test_labels_without_the_axis_of_the_predictions_are_refused_behind_a_reduction(value_of, size):
+    refused(
+        lambda: check(value_of, size),
+        'loss_fn returned "loss" reduced from shape [B, B]',
+        "[B, 1]",
+        "were broadcast against each other (test_broadcasts.py:",
+    )
+
+
+@SIZES
+@pytest.mark.parametrize(
+    "value_of",
+    [
+        lambda label, score, tokens: tf.reduce_mean((tokens - score) ** 2, -1),
+        lambda label, score, tokens: tf.reduce_mean(tf.nn.relu(1.0 - (label[:, None] - label)), 1),
+        lambda label, score, tokens: (
+            tf.reduce_sum(tf.cast(score == label, tf.float32) * tf.matmul(score, score, transpose_b=True), 1)
+            / tf.reduce_sum(tf.cast(score == label, tf.float32), 1)
+        ),
+        lambda label, score, tokens: tf.reduce_mean(tf.sequence_mask(tf.cast(label, tf.int32), B, tf.float32), 1),
+        lambda label, score, tokens: tf.reduce_sum(tf.one_hot(tf.cast(label, tf.int32), B), 1),
+    ],
+    ids=["tokens", "pairs by an axis of its own", "a product beside their number", "a mask of lengths", "one hot"],
+)
+def test_reductions_of_tokens_and_of_pairs_that_are_meant_are_accepted(value_of, size):
+    check(value_of, size)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    "value_of",
+    [
         lambda label, score, tokens: (tokens - score) ** 2,
         lambda label, score, tokens: POSITIONS * score,
         lambda label, score, tokens: (

@@ -44,7 +44,7 @@ def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
     used = {"current": 70_120_000_000, "peak": 78_900_000_000}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: {"GPU:1": used}[device])
     state = TrainState.make(classifier(), tf.distribute.get_strategy())
-    text = str(out_of_memory.explain(exhausted(), state, 12, microbatches=2))
+    text = str(out_of_memory.explain_step(exhausted(), state, 12, microbatches=2))
     assert text.startswith(
         "Memory ended on GPU:1 in step 12 or soon after (70.1 GB in use, 78.9 at most), for a tensor of shape "
         "[4096,1024] and type float; weights take "
@@ -64,6 +64,30 @@ def test_a_step_without_memory_ends_the_run_in_one_sentence(monkeypatch):
     with pytest.raises(tf.errors.ResourceExhaustedError, match="try microbatches=2 or more .it is 1") as raised:
         trainer.fit(distloop.make_dataset(classification(16), 8), steps=2)
     assert raised.value.__cause__ is None  # TensorFlow's own message, of many lines
+
+
+def test_evaluation_prediction_and_audit_without_memory_say_so_in_one_sentence():
+    def model_fn():
+        spec = classifier()()
+
+        def predict_fn(batch):
+            outputs = spec.model(batch["x"], training=False)
+            huge = tf.fill([tf.shape(outputs)[0], 10**7, 10**7], outputs[0, 0])  # more than any machine has
+            return outputs + tf.reduce_sum(huge, [1, 2])[:, tf.newaxis]
+
+        def loss_fn(batch, training):
+            return {"loss": predict_fn(batch)[:, 0]}
+
+        return distloop.ModelSpec(spec.model, spec.updates[0].optimizer, loss_fn, predict_fn=predict_fn)
+
+    trainer = distloop.Trainer(model_fn, on(1))
+    data = distloop.make_dataset(classification(16), 8)
+    sentence = "Memory ended on CPU:0 while {} batches of 8 rows, for a tensor .*; weights take .*: try smaller batches"
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=sentence.format("evaluating")):
+        trainer.evaluate(data)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=sentence.format("predicting")):
+        trainer.predict(data)
+    assert "Memory ended on CPU:0 while auditing" in str(trainer.audit(data))
 
 
 @pytest.mark.slow

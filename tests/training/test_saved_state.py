@@ -41,6 +41,26 @@ def test_a_snapshot_has_every_value_by_a_name_that_lasts():
     assert {"metrics/auc/0", "step", "skipped_steps", "loss_statistics"} <= names
 
 
+def test_another_trainer_of_the_process_restores_weights_that_were_made_without_a_name():
+    class Gain(keras.layers.Layer):
+        def build(self, shape):
+            self.gains = [self.add_weight(shape=shape[1:], initializer="normal") for _ in range(2)]
+
+        def call(self, x):
+            return x * self.gains[0] + self.gains[1]
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((3,)), Gain()], name="net")
+        return distloop.ModelSpec(model, keras.optimizers.Adam(), lambda batch, training: {"loss": model(batch)})
+
+    first, second = (distloop.Trainer(model_fn, on(1)).state for _ in range(2))
+    values = SavedState(first).snapshot()
+    assert not SavedState(second).differences(values)
+    SavedState(second).restore(values)
+    for left, right in zip(first.model.weights, second.model.weights, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
 @pytest.mark.slow
 def test_no_later_step_changes_a_snapshot():
     trainer = trained()
@@ -51,8 +71,7 @@ def test_no_later_step_changes_a_snapshot():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_restoring_sets_every_value_on_every_replica(replicas):
+def test_restoring_sets_every_value_on_every_replica(replicas=2):
     trainer = trained(replicas, average_decay=0.9)
     saved_state = SavedState(trainer.state)
     values, before = saved_state.snapshot(), everything(trainer)

@@ -18,8 +18,8 @@ def traced(fn, specs):
 
     def trace(batch):
         tf.shape(tf.nest.flatten(batch)[0])  # what reads them elsewhere does not count
-        with reads.recorded(batch):
-            fn(batch)
+        with reads.recorded(batch) as returned:
+            returned.append(fn(batch))
 
     tf.function(trace, autograph=False).get_concrete_function(specs)
     return reads
@@ -28,6 +28,11 @@ def traced(fn, specs):
 def test_an_entry_is_read_if_an_operation_of_the_loss_takes_it():
     reads = traced(lambda batch: tf.cond(tf.constant(True), lambda: batch["meta"]["age"], lambda: 0.0), ENTRIES)
     assert reads.entries == {"image": False, "meta/age": True, "meta/id": False}
+
+
+def test_an_entry_that_the_loss_returns_as_a_weight_is_read():
+    reads = traced(lambda batch: {"loss": distloop.weighted(batch["image"][:, 0], batch["meta"]["age"])}, ENTRIES)
+    assert reads.entries == {"image": True, "meta/age": True, "meta/id": False}
 
 
 def test_entries_of_tuples_and_ragged_ones_count():

@@ -79,6 +79,21 @@ def test_numbers_are_those_at_the_end_of_the_window():
     assert window.metrics(["loss", "accuracy"])["learning_rate"] == 0.25
 
 
+def test_examples_are_counted_over_windows_and_saves():
+    window = Window()
+    window.add(row())
+    assert window.metrics(["loss", "accuracy"])["examples_seen"] == 16
+    second = Window(Window(examples_seen=window.examples_seen).save())
+    second.add(row())
+    assert second.metrics(["loss", "accuracy"])["examples_seen"] == 32
+
+
+def test_examples_before_an_older_checkpoint_are_unknown():
+    window = Window({"sums": [], "steps": 0, "seconds": 0.0})
+    window.add(row())
+    assert "examples_seen" not in window.metrics(["loss", "accuracy"])
+
+
 def test_imbalance_compares_the_slowest_replica_with_the_mean():
     window = Window()
     window.add(row(replica_secs=np.array([1.0, 3.0])))

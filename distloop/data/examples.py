@@ -1,0 +1,85 @@
+"""Examples as structures of NumPy arrays, and the types and shapes that several have in common.
+
+    example = as_example({"ids": [1, 2, 3], "name": "a"})
+    spec = common_spec("the rows", [example, other])        # "ids": int64 [None]
+
+It does not know where examples come from.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_SCALARS = (str, bytes, int, float)
+
+
+def as_example(example: Any) -> Any:
+    """Returns an example with NumPy arrays as leaves: of numbers, texts, lists of them, and others' tensors.
+
+    A list of numbers or texts, or of such lists of one length, is an array; a tuple and a dict are structures. As in
+    TensorFlow, a Python float is a float32.
+    """
+    if isinstance(example, Mapping):
+        return {name: as_example(part) for name, part in example.items()}
+    if isinstance(example, tuple) or (isinstance(example, list) and not _is_rectangular(example)):
+        parts = [as_example(part) for part in example]
+        return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
+    if isinstance(example, (str, bytes)):
+        return np.array(example, object)  # NumPy's own texts lose zeros at their end
+    if hasattr(example, "detach"):  # PyTorch's tensors, which may have a gradient or be on another device
+        return np.asarray(example.detach().cpu())
+    array = np.asarray(example)
+    if array.dtype.kind in "US":
+        return np.array(example, object) if isinstance(example, list) else array.astype(object)
+    is_of_python = isinstance(example, (list, float))
+    return array.astype(np.float32) if is_of_python and array.dtype == np.float64 else array
+
+
+def common_spec(name: str, examples: list[Any]) -> Any:
+    """Returns the spec that fits some examples of one structure; an axis in which they differ is free.
+
+    Args:
+        name: of what they are examples, for a sentence.
+        examples: from `as_example`.
+
+    Raises:
+        ValueError: if entries differ in types or numbers of axes, or TensorFlow has no such type.
+    """
+    return tf.nest.map_structure(lambda *arrays: _common_spec(name, arrays), *examples)
+
+
+def _common_spec(name: str, arrays: tuple[np.ndarray, ...]) -> tf.TensorSpec:
+    typed = [array for array in arrays if array.size] or arrays  # an empty list has no type
+    has_other_objects = any(
+        array.dtype == object and not all(isinstance(v, (str, bytes)) for v in array.flat) for array in arrays
+    )
+    if len({array.dtype for array in typed}) > 1 or len({array.ndim for array in arrays}) > 1 or has_other_objects:
+        raise ValueError(
+            f"Rows of {name} have an entry of {' and '.join(sorted({describe(a) for a in arrays}))}; an "
+            "entry is an array, a number or a text, with the same type and number of axes in all rows."
+        )
+    axes = [
+        sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(array.shape for array in arrays), strict=True)
+    ]
+    return tf.TensorSpec(axes, tf.string if typed[0].dtype == object else tf.as_dtype(typed[0].dtype))
+
+
+def describe(example: Any) -> str:
+    """Returns types and shapes of an example, for a sentence."""
+    if isinstance(example, np.ndarray):
+        is_other = example.dtype == object and not example.ndim and not isinstance(example.item(), (str, bytes))
+        return type(example.item()).__name__ if is_other else f"{example.dtype.name} {list(example.shape)}"
+    if isinstance(example, Mapping):
+        return "{" + ", ".join(f"{name!r}: {describe(part)}" for name, part in example.items()) + "}"
+    return "(" + ", ".join(describe(part) for part in example) + ")"
+
+
+def _is_rectangular(values: list[Any]) -> bool:
+    """Returns whether a list holds numbers or texts, or such lists of one length."""
+    if all(isinstance(value, _SCALARS) for value in values):
+        return True
+    if not all(isinstance(value, list) and _is_rectangular(value) for value in values):
+        return False
+    return len({np.shape(value) for value in values}) == 1

@@ -1,0 +1,179 @@
+"""Datasets of global batches: from arrays, from sources by number, from datasets of examples.
+
+    train = make_dataset({"x": x, "label": labels}, 64, shuffle=True, seed=0)
+
+It does not know replicas or places in the data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data import example_map
+from distloop.data.info import cardinality
+from distloop.data.length_order import by_length
+from distloop.data.mixed_order import MixedOrder
+from distloop.data.mixtures import Mixture, by_batch
+from distloop.data.numbered import NumberedDataset
+from distloop.data.order import Order
+from distloop.data.rows import ArrayRows, SourceRows, is_arrays
+from distloop.log import log
+
+
+def make_dataset(
+    source: Any,
+    batch_size: int | Mapping[int, int],
+    *,
+    shuffle: bool | int = False,
+    seed: int = 0,
+    map_fn: Callable[[Any, Any], Any] | None = None,
+    cache: bool = False,
+    drop_remainder: bool = False,
+    lengths: Sequence[int] | np.ndarray | None = None,
+    pad_to: Sequence[int] = (),
+) -> tf.data.Dataset:
+    """Returns a dataset of global batches, from arrays, from a source by number, or from a dataset of examples.
+
+    Examples of arrays and of sources are read by number. Their order is a function of seed, epoch and row number, so a
+    run resumes at its place at once, however far it has come. A dataset of examples is read again up to the place.
+
+    Args:
+        source: arrays `[N, ...]` in any nested structure, of which those on disk (NumPy's memmap, h5py's datasets,
+            arrays of zarr) are read row by row; anything with `__len__` and `__getitem__` that several threads may
+            read, such as a PyTorch dataset, a Grain `MapDataset`, a Hugging Face dataset or a list; a `Mixture` of
+            these; or an unbatched `tf.data.Dataset`.
+        batch_size: examples of a global batch. To change it in the course of training: a dict from the number of a
+            batch to the size from this batch on, such as `{0: 64, 10_000: 128}`.
+        shuffle: whether each epoch has another order. For a `tf.data.Dataset`, a number shuffles within a buffer of
+            that many examples; all others are always shuffled whole.
+        seed: of the order and of `map_fn`, from 0 up to 2**31.
+        map_fn: a function of an example and a seed, int64 [2], that returns the example to train on. The seed
+            belongs to row and epoch. A function of TensorFlow's operations runs in parallel inside tf.data; one that
+            cannot be traced runs in Python, in threads.
+        cache: whether the examples of a `tf.data.Dataset` stay in memory after the first pass.
+        drop_remainder: whether to leave out the odd last batch; training on it is exact, so there is no need.
+        lengths: of the examples of a source, [N], to batch those of like lengths. Axes whose size differs from example
+            to example are padded with zeros to the longest of their batch.
+        pad_to: lengths to which batches are padded instead, each to the next one, so that steps see few shapes.
+
+    Returns:
+        The dataset: shuffled, mapped, batched, prefetched.
+
+    Raises:
+        ValueError: if arrays differ in length, the source has no rows or is none of these, `map_fn` draws random
+            numbers that do not come from its seed, `lengths` do not fit the source, or `shuffle=True` is given with a
+            dataset of unknown length.
+    """
+    sizes = by_batch(batch_size, "batch_size") if isinstance(batch_size, Mapping) else {0: batch_size}
+    if min(sizes.values()) < 1:
+        raise ValueError(f"batch_size={batch_size} was given; a batch has one row at least.")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed={seed} was given; a seed of the order is from 0 up to 2**31 - 1.")
+    if isinstance(source, tf.data.Dataset):
+        if map_fn is not None:
+            raise ValueError("map_fn was given with a tf.data.Dataset, whose examples have no number: use Dataset.map.")
+        if len(sizes) > 1 or lengths is not None:
+            raise ValueError(
+                "A batch_size that changes, or lengths, were given with a tf.data.Dataset; give arrays, or a source by "
+                "number."
+            )
+        return _batches_of_examples(source, sizes[0], shuffle, seed, cache, drop_remainder)
+    if cache:
+        raise ValueError(
+            "cache=True is for a tf.data.Dataset; examples by number are read from their source each time."
+        )
+    row_lengths = None if lengths is None else np.asarray(lengths)
+    reader, apply = _make_reader(source, map_fn, row_lengths)
+    _require_one_shape(reader.spec if apply is None else apply.spec, row_lengths, is_mapped=apply is not None)
+    if isinstance(source, Mixture) or len(sizes) > 1:
+        if row_lengths is not None:
+            raise ValueError("lengths were given with a Mixture or a batch_size that changes; use distloop.pack.")
+        return NumberedDataset(reader, _mixed_order(source, len(reader), sizes, bool(shuffle), seed), apply)
+    order = Order(
+        num_rows=len(reader),
+        batch_size=sizes[0],
+        seed=seed,
+        is_shuffled=bool(shuffle),
+        drop_remainder=drop_remainder,
+    )
+    if not order.batches_per_epoch:
+        raise ValueError(
+            f"The {order.num_rows} rows given are no whole batch of {batch_size}: set drop_remainder=False."
+        )
+    return NumberedDataset(reader, order if row_lengths is None else by_length(order, row_lengths, pad_to), apply)
+
+
+def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:
+    """Raises a ValueError unless rows have one shape, or lengths by which they are padded."""
+    uneven = [part for part in tf.nest.flatten(spec) if not part.shape.is_fully_defined()]
+    if uneven and lengths is None and is_mapped:
+        raise ValueError(
+            f"map_fn returns an entry of {uneven[0].dtype.name} {uneven[0].shape}, and the rows of a batch need one "
+            "shape: pad or cut the entry, and let map_fn return tf.ensure_shape(entry, its_shape); or give lengths, by "
+            "which rows of like lengths are padded and stacked."
+        )
+    if uneven and lengths is None:
+        raise ValueError(
+            f"Examples have an entry of {uneven[0].dtype.name} {uneven[0].shape}, whose shape differs from row to row: "
+            "give a map_fn that brings it to one shape, by padding or cutting, as the rows of a batch are stacked, or "
+            "lengths, by which rows of like lengths are padded and stacked."
+        )
+    if lengths is not None and not uneven:
+        raise ValueError("lengths were given, but all examples have the same shape: leave lengths out.")
+
+
+def _mixed_order(source: Any, num_rows: int, sizes: Mapping[int, int], is_shuffled: bool, seed: int) -> MixedOrder:
+    """Returns the order of a mixture, or of one source whose batch size changes."""
+    is_mixture = isinstance(source, Mixture)
+    return MixedOrder(
+        names=source.names if is_mixture else ("data",),
+        rows_of=source.rows_of if is_mixture else (num_rows,),
+        shares=source.shares if is_mixture else ((0, (1,)),),
+        batch_sizes=tuple(sizes.items()),
+        examples_per_epoch=source.examples_per_epoch if is_mixture else num_rows,
+        seed=seed,
+        is_shuffled=is_shuffled,
+    )
+
+
+def _make_reader(
+    source: Any, map_fn: Callable[[Any, Any], Any] | None, lengths: np.ndarray | None
+) -> tuple[ArrayRows | SourceRows, example_map.TracedMap | None]:
+    """Returns the reader of a source, and what applies `map_fn` to a batch of it, if TensorFlow does."""
+    is_of_rows = lengths is not None and hasattr(source, "__len__") and len(lengths) == len(source)
+    extremes = [int(np.argmin(lengths)), int(np.argmax(lengths))] if lengths is not None and is_of_rows else []
+    is_columns = is_arrays(source) and not (isinstance(source, list) and is_of_rows)
+    arrays = source.as_arrays() if isinstance(source, Mixture) else source if is_columns else None
+    if arrays is not None:
+        reader: ArrayRows | SourceRows = ArrayRows(arrays)
+    elif not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or isinstance(source, (str, bytes)):
+        raise ValueError(
+            f"The source given is a {type(source).__name__}; make_dataset takes arrays, anything with __len__ and "
+            "__getitem__, or a tf.data.Dataset of examples: give an iterator or a loader of batches to fit itself."
+        )
+    else:
+        reader = SourceRows(source, rows_to_look_at=extremes)
+    if map_fn is None:
+        return reader, None
+    try:
+        return reader, example_map.trace(map_fn, reader.spec)
+    except example_map.NotTraceable as error:
+        log.warning("map_fn runs in Python, in threads, as TensorFlow cannot trace it (%s).", error)
+        return SourceRows(source if isinstance(reader, SourceRows) else reader, map_fn, extremes), None
+
+
+def _batches_of_examples(
+    examples: tf.data.Dataset, batch_size: int, shuffle: bool | int, seed: int, cache: bool, drop_remainder: bool
+) -> tf.data.Dataset:
+    dataset = examples.cache() if cache else examples
+    count = cardinality(examples)
+    if shuffle is True and (count is None or count == np.inf):
+        raise ValueError(
+            "shuffle=True was given with a dataset of unknown length; give the number of examples to hold and "
+            "draw from, such as shuffle=10_000."
+        )
+    if shuffle:
+        dataset = dataset.shuffle(int(count) if shuffle is True else shuffle, seed=seed)  # type: ignore[arg-type]
+    return dataset.batch(batch_size, drop_remainder=drop_remainder).prefetch(tf.data.AUTOTUNE)

@@ -1,0 +1,248 @@
+"""The order of a mixture's examples, as a function of a batch's number.
+
+    order = MixedOrder(
+        names=("web", "books"), rows_of=(1000, 50), seed=0, is_shuffled=True, examples_per_epoch=1050,
+        shares=((0, (7, 3)),), batch_sizes=((0, 64), (10_000, 128)),
+    )
+    rows, epochs = order.rows(tf.constant(1_000_000, tf.int64))      # [b], [b]
+
+The stream of examples is cut into blocks of as many slots as the shares have together; each source has its share of the
+slots of every block. It has no end, and all batches are whole. It does not know what an example is.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.order import permute
+
+_MOST_TEXT = 300  # characters of `facts_at`'s text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedOrder:
+    """The order of the examples of several sources; the same methods as `Order`, which is that of one source.
+
+    The rows of all sources are numbered one source after the other. A source of fewer rows than are asked of it starts
+    again, in another order where it is shuffled: each has its own epochs.
+
+    Attributes:
+        names: of the sources.
+        rows_of: the number of rows of each.
+        shares: pairs of a batch and the slots of each source in a block from this batch on. The first batch is 0.
+        batch_sizes: pairs of a batch and the size of batches from it on. The first batch is 0.
+        examples_per_epoch: of the mixture; an epoch has the batches that hold so many at the first size.
+        seed: of the permutations, 0 up to 2**31.
+        is_shuffled: whether each epoch of a source has a permutation of its own; else the order is that of the source.
+        limit: the most batches of an epoch; 0: all.
+        is_one_epoch: whether every epoch repeats the first one.
+        static_width: None: rows are not padded.
+    """
+
+    static_width: ClassVar[None] = None
+
+    names: tuple[str, ...]
+    rows_of: tuple[int, ...]
+    shares: tuple[tuple[int, tuple[int, ...]], ...]
+    batch_sizes: tuple[tuple[int, int], ...]
+    examples_per_epoch: int
+    seed: int = 0
+    is_shuffled: bool = False
+    limit: int = 0
+    is_one_epoch: bool = False
+
+    @property
+    def is_stationary(self) -> bool:
+        """Whether all epochs are alike but for their order, as neither shares nor batch size change."""
+        return len(self.shares) == len(self.batch_sizes) == 1
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all sources together."""
+        return sum(self.rows_of)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of batches of an epoch."""
+        count = math.ceil(self.examples_per_epoch / self.batch_sizes[0][1])
+        return min(count, self.limit) if self.limit else count
+
+    @property
+    def batch_size(self) -> int | None:
+        """The examples of each batch; None: it changes."""
+        return self.batch_sizes[0][1] if len(self.batch_sizes) == 1 else None
+
+    static_size = largest_batch = batch_size
+
+    def size(self, batch: tf.Tensor) -> tf.Tensor:
+        """Returns the number of examples in a batch, int64 []."""
+        firsts, _, sizes = self._sizes
+        return tf.gather(sizes, _latest(firsts, self._in_stream(batch)))
+
+    def rows(self, batch: tf.Tensor, first: tf.Tensor | int = 0, end: tf.Tensor | int | None = None) -> tuple:
+        """Returns the numbers of the examples in a batch, and their epochs; as `Order.rows`."""
+        batch = self._in_stream(batch)
+        firsts, starts, sizes = self._sizes
+        part = _latest(firsts, batch)
+        start = tf.gather(starts, part) + (batch - tf.gather(firsts, part)) * tf.gather(sizes, part)
+        stream = tf.range(start + first, start + (tf.gather(sizes, part) if end is None else end))
+        sources, numbers = self._source_and_number(stream, _latest(self._phases.firsts, batch))
+        counts = tf.gather(np.array(self.rows_of, np.int64), sources)
+        epochs, rows = numbers // counts, numbers % counts
+        if self.is_shuffled:
+            rows = permute(rows, counts, self.seed, epochs, sources)
+        return rows + tf.gather(np.cumsum([0, *self.rows_of[:-1]], dtype=np.int64), sources), epochs
+
+    def width(self, batch: tf.Tensor) -> None:
+        """Returns None: rows are not padded."""
+
+    def examples_before(self, batch: int) -> int:
+        """Returns the number of examples in all batches before one."""
+        firsts, starts, sizes = self._sizes
+        part = int(np.searchsorted(firsts, batch, side="right")) - 1
+        return int(starts[part]) + (batch - int(firsts[part])) * int(sizes[part])
+
+    def batch_at(self, examples: int) -> int:
+        """Returns the last batch that begins at some number of examples or before."""
+        firsts, starts, sizes = self._sizes
+        part = int(np.searchsorted(starts, examples, side="right")) - 1
+        return int(firsts[part]) + (examples - int(starts[part])) // int(sizes[part])
+
+    def seen(self, batch: int) -> dict[str, int]:
+        """Returns the number of examples of each source in all batches before one, by the sources' names."""
+        num_epochs, batch = divmod(batch, self.batches_per_epoch) if self.is_one_epoch else (0, batch)
+        counts = self._seen(self.examples_before(batch))
+        if num_epochs:
+            counts = counts + num_epochs * self._seen(self.examples_before(self.batches_per_epoch))
+        return dict(zip(self.names, counts.tolist(), strict=True))
+
+    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a place depends on, for JSON.
+
+        Shares that begin at the place or after it are no part of this: they may still change.
+
+        Args:
+            place: has the number of `batches` or, as it was saved, of `examples`.
+        """
+        batches = place["batches"]
+        examples = place.get("examples", self.examples_before(batches))
+        phases = self._phases
+        begun = [i for i, start in enumerate(phases.starts.tolist()) if start < examples] or [0]
+        slots = [(int(phases.starts[i]), self.shares[i][1]) for i in begun]
+        digest = hashlib.sha256(repr((self.names, self.rows_of, slots)).encode()).hexdigest()[:12]
+        start, latest = slots[-1]
+        text = ", ".join(f"{n} {100 * s / sum(latest):.4g} %" for n, s in zip(self.names, latest, strict=True))
+        text = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
+        return {
+            "examples": examples,
+            "batch_size": int(self._sizes[2][np.searchsorted(self._sizes[0], batches, side="right") - 1]),
+            "mixture": f"{text} from example {start:,} on ({digest})",
+        }
+
+    def _in_stream(self, batch: tf.Tensor) -> tf.Tensor:
+        return batch % self.batches_per_epoch if self.is_one_epoch else batch
+
+    def _source_and_number(self, stream: tf.Tensor, phase: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the source of each example of the stream, and how many of this source come before it, int64 [n]."""
+        phases = self._phases
+        block, slot = (
+            (stream - tf.gather(phases.starts, phase)) // tf.gather(phases.blocks, phase),
+            (stream - tf.gather(phases.starts, phase)) % tf.gather(phases.blocks, phase),
+        )
+        slot += tf.gather(phases.offsets, phase)
+        sources = tf.gather(phases.sources, slot)
+        before = tf.gather(tf.gather(phases.before, phase), sources)
+        share = tf.gather(tf.gather(phases.counts, phase), sources)
+        return sources, before + block * share + tf.gather(phases.ranks, slot)
+
+    def _seen(self, examples: int) -> np.ndarray:
+        """Returns the number of examples of each source among the first of the stream, int64 [sources]."""
+        phases = self._phases
+        phase = int(np.searchsorted(phases.starts, examples, side="right")) - 1
+        return phases.before[phase] + _count(self.shares[phase][1], examples - int(phases.starts[phase]))
+
+    @functools.cached_property
+    def _sizes(self) -> np.ndarray:
+        """The first batch of each part of the stream with one batch size, its first example, and the size, [3, p]."""
+        firsts, sizes = np.array(self.batch_sizes, np.int64).T
+        starts = np.concatenate([[0], np.cumsum(np.diff(firsts) * sizes[:-1])])
+        return np.stack([firsts, starts, sizes])
+
+    @functools.cached_property
+    def _phases(self) -> "_Phases":
+        counts = [slots for _, slots in self.shares]
+        starts = [self.examples_before(batch) for batch, _ in self.shares]
+        before = [np.zeros(len(self.names), np.int64)]
+        for slots, start, end in zip(counts, starts, starts[1:], strict=False):
+            before.append(before[-1] + _count(slots, end - start))
+        blocks = [sum(slots) for slots in counts]
+        sources = np.concatenate([arrange(slots) for slots in counts])
+        return _Phases(
+            np.array([batch for batch, _ in self.shares], np.int64),
+            np.array(starts, np.int64),
+            np.array(blocks, np.int64),
+            np.cumsum([0, *blocks[:-1]], dtype=np.int64),
+            np.array(counts, np.int64),
+            np.stack(before),
+            sources,
+            np.concatenate([_ranks(slots) for slots in counts]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phases:
+    """Parts of the stream with the same shares, one after the other: arrays of int64."""
+
+    firsts: np.ndarray  # [p] the first batch
+    starts: np.ndarray  # [p] the first example
+    blocks: np.ndarray  # [p] the slots of a block
+    offsets: np.ndarray  # [p] of the block's slots in `sources` and `ranks`
+    counts: np.ndarray  # [p, sources] the slots of each source in a block
+    before: np.ndarray  # [p, sources] examples of each source before
+    sources: np.ndarray  # [slots of all parts] the source of a slot
+    ranks: np.ndarray  # [slots of all parts] how many slots of the block before it have this source
+
+
+@functools.cache
+def arrange(slots: tuple[int, ...]) -> np.ndarray:
+    """Returns the source of each slot of a block, int64 [sum of the slots].
+
+    Sources alternate: among the first t slots, a source with the share p has more than pt - 1 and less than pt + 1.
+    This is the quota method of Balinski and Young, "The Quota Method of Apportionment", 1975.
+
+    Args:
+        slots: of each source.
+    """
+    counts, block = np.array(slots, np.int64), sum(slots)
+    taken, sources = np.zeros(len(slots), np.int64), np.empty(block, np.int64)
+    with np.errstate(divide="ignore"):
+        for slot in range(block):
+            due = np.where(taken * block < counts * (slot + 1), (taken + 1) / counts, np.inf)
+            sources[slot] = np.argmin(due)
+            taken[sources[slot]] += 1
+    return sources
+
+
+def _ranks(slots: tuple[int, ...]) -> np.ndarray:
+    sources = arrange(slots)
+    ranks = np.empty_like(sources)
+    for source, count in enumerate(slots):
+        ranks[sources == source] = np.arange(count)
+    return ranks
+
+
+def _count(slots: tuple[int, ...], examples: int) -> np.ndarray:
+    """Returns the number of examples of each source among the first ones with these shares, int64 [sources]."""
+    blocks, rest = divmod(examples, sum(slots))
+    return blocks * np.array(slots, np.int64) + np.bincount(arrange(slots)[:rest], minlength=len(slots))
+
+
+def _latest(firsts: np.ndarray, batch: tf.Tensor) -> tf.Tensor:
+    """Returns the index of the last part that begins at a batch or before, int64 []."""
+    return tf.searchsorted(firsts, batch[None], side="right", out_type=tf.int64)[0] - 1

@@ -1,0 +1,233 @@
+"""Mixtures: several sources of examples, each with its share of one stream.
+
+    mixture = Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3})
+    train = make_dataset(mixture, 64, shuffle=True, seed=0)
+
+The order of the stream is that of `mixed_order`. It does not know batches.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
+
+_MOST_SLOTS = 10_000  # of a block
+_MOST_FINGERPRINT = 400  # characters
+
+
+class Mixture:
+    """Several sources with weights, as a source for `make_dataset`.
+
+    Sources alternate as evenly as can be: among the first t examples, a source with the share p has more than pt - 1
+    and less than pt + 1. A source that is read to its end starts again, in another order where it is shuffled. Shares
+    are exact if all are fractions with one denominator up to 10,000. Else they are rounded to multiples of 1/10,000,
+    those with the largest remainders upwards.
+
+    Attributes:
+        names: of the sources.
+        rows_of: the number of rows of each source.
+        shares: pairs of a batch and the slots of each source in a block from this batch on.
+        examples_per_epoch: of the mixture.
+        spec: of an example, a structure of `tf.TensorSpec`.
+        rows_to_look_at: numbers of rows of all sources.
+        fingerprint: of the sources that have a fingerprint.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Mapping[Any, Any],
+        *,
+        examples_per_epoch: int = 0,
+    ):
+        """Looks at a few rows of each source.
+
+        Args:
+            sources: by name, each as for `make_dataset`, but no `tf.data.Dataset`. Their examples have the same
+                structure, types and numbers of axes.
+            weights: of each source, by name; they need not add up to 1. To change them in the course of training: a
+                dict from the number of a batch to the weights from this batch on, such as
+                `{0: {"web": 1, "books": 0}, 10_000: {"web": 0.7, "books": 0.3}}`.
+            examples_per_epoch: what counts as an epoch of the mixture; 0: the rows of all sources together.
+
+        Raises:
+            ValueError: if names and weights do not fit together, a weight is negative or too small, a source cannot be
+                read by number, or two sources have other examples.
+        """
+        if not sources:
+            raise ValueError("A Mixture was given no sources; it needs one at least.")
+        if examples_per_epoch < 0:
+            raise ValueError(f"examples_per_epoch={examples_per_epoch} was given; an epoch has one example at least.")
+        self.names = tuple(sources)
+        is_by_batch = any(isinstance(value, Mapping) for value in weights.values())
+        stages = by_batch(weights, "weights") if is_by_batch else {0: weights}
+        self.shares = tuple((batch, self._slots(stage)) for batch, stage in stages.items())
+        readers = {name: _open(name, source) for name, source in sources.items()}
+        self.spec = _common_spec(readers)
+        self._sources = [r if isinstance(r, ArrayRows) else sources[name] for name, r in readers.items()]
+        self._given = list(sources.values())
+        self.rows_of = tuple(len(reader) for reader in readers.values())
+        self.examples_per_epoch = examples_per_epoch or sum(self.rows_of)
+        self._ends = np.cumsum(self.rows_of)
+        starts = self._ends - self.rows_of
+        self.rows_to_look_at = np.concatenate(
+            [start + spread(count) for start, count in zip(starts, self.rows_of, strict=True)]
+        )
+        digests = ":".join(self._digests()) if any(self._digests()) else ""
+        self.fingerprint = digests if len(digests) <= _MOST_FINGERPRINT else _digest(digests)
+        if any(hasattr(source, "__getitems__") for source in self._sources):
+            self.__getitems__ = self._read_rows
+
+    def __len__(self) -> int:
+        return sum(len(source) for source in self._sources)
+
+    def __getitem__(self, row: int) -> Any:
+        """Returns one row, by its number in all sources one after the other."""
+        source, number = self._locate(row)
+        return self._sources[source][number]
+
+    def row_name(self, row: int) -> str:
+        """Returns which row of which source a number is, for a sentence."""
+        source, number = self._locate(row)
+        return f"Row {number} of {self.names[source]!r}"
+
+    def as_arrays(self) -> Any:
+        """Returns the rows of all sources as arrays `[N, ...]`; None if one is no array in memory, or shapes differ."""
+        is_one_shape = all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(self.spec))
+        if not is_one_shape or not all(isinstance(s, ArrayRows) and s.is_in_memory for s in self._sources):
+            return None
+        return tf.nest.map_structure(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *self._given)
+
+    def describe_change(self, fingerprint: str) -> str:
+        """Returns which sources differ from those of a fingerprint, as a part of a sentence."""
+        pairs = zip(self.names, fingerprint.split(":"), self._digests(), strict=False)
+        changed = [repr(name) for name, then, now in pairs if then != now]
+        return f"the rows of the source {' and '.join(changed[:3]) or 'of a Mixture'} have changed"
+
+    def _digests(self) -> list[str]:
+        """Returns eight digits for each source with a fingerprint, and none for others."""
+        marks = [getattr(source, "fingerprint", None) for source in self._sources]
+        return [_digest(mark) if mark else "" for mark in marks]
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        source = int(np.searchsorted(self._ends, row, side="right"))
+        return source, int(row - self._ends[source] + self.rows_of[source])
+
+    def _read_rows(self, rows: list[int]) -> list[Any]:
+        """Returns some rows, read together where their source can."""
+        places = [self._locate(row) for row in rows]
+        examples: list[Any] = [None] * len(rows)
+        for index in {source for source, _ in places}:
+            source = self._sources[index]
+            positions = [position for position, (i, _) in enumerate(places) if i == index]
+            numbers = [places[position][1] for position in positions]
+            read = source.__getitems__(numbers) if hasattr(source, "__getitems__") else [source[n] for n in numbers]
+            for position, example in zip(positions, read, strict=True):
+                examples[position] = example
+        return examples
+
+    def _slots(self, weights: Mapping[str, float]) -> tuple[int, ...]:
+        """Returns the slots of each source in a block."""
+        if set(weights) != set(self.names):
+            raise ValueError(
+                f"The sources of a Mixture are {', '.join(map(repr, self.names))}, and weights were given for "
+                f"{', '.join(map(repr, weights)) or 'none'}: give each source a weight, 0 for one that is left out."
+            )
+        values = [float(weights[name]) for name in self.names]
+        if not all(0 <= value < math.inf for value in values) or not any(values):
+            raise ValueError(f"The weights {dict(weights)} were given; weights are 0 or more, and one is more than 0.")
+        slots = round_shares([value / math.fsum(values) for value in values])
+        for name, value, count in zip(self.names, values, slots, strict=True):
+            if value and not count:
+                raise ValueError(
+                    f"The weight of {name!r} is {value / math.fsum(values):.2g} of all, less than the smallest share, "
+                    f"1/{_MOST_SLOTS:,}: give it more, or join it with a like source."
+                )
+        return slots
+
+
+def round_shares(shares: list[float]) -> tuple[int, ...]:
+    """Returns how many slots of a block each share gets, in a block of as few slots as it takes, up to 10,000.
+
+    Args:
+        shares: 1 together.
+    """
+    fractions = [Fraction(share).limit_denominator(_MOST_SLOTS) for share in shares]
+    block = math.lcm(*(fraction.denominator for fraction in fractions))
+    is_exact = all(
+        math.isclose(fraction, share, rel_tol=1e-9) for fraction, share in zip(fractions, shares, strict=True)
+    )
+    if block <= _MOST_SLOTS and is_exact and sum(fractions) == 1:
+        return tuple(int(fraction * block) for fraction in fractions)
+    slots = [math.floor(share * _MOST_SLOTS) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: slots[i] - shares[i] * _MOST_SLOTS)
+    for index in by_remainder[: _MOST_SLOTS - sum(slots)]:
+        slots[index] += 1
+    return tuple(slots)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def by_batch(values: Mapping[int, Any], what: str) -> dict[int, Any]:
+    """Returns values by the batch from which on they hold, in the order of the batches.
+
+    Raises:
+        ValueError: if the first batch is not 0.
+    """
+    if sorted(values)[:1] != [0]:
+        raise ValueError(
+            f"{what} from batch {', '.join(map(str, sorted(values))) or 'none'} on were given; the first batch is 0."
+        )
+    return {int(batch): values[batch] for batch in sorted(values)}
+
+
+def _open(name: str, source: Any) -> ArrayRows | SourceRows:
+    """Returns a reader of a source, which has looked at a few rows."""
+    if is_arrays(source):
+        return ArrayRows(source)
+    is_readable = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not is_readable or isinstance(source, (str, bytes, tf.data.Dataset, Mixture)):
+        raise ValueError(
+            f"The source {name!r} of a Mixture is a {type(source).__name__}; a Mixture takes arrays and anything with "
+            "__len__ and __getitem__."
+        )
+    return SourceRows(source)
+
+
+def _common_spec(readers: Mapping[str, ArrayRows | SourceRows]) -> Any:
+    """Returns the spec of the examples of all sources; an axis in which they differ is free."""
+    (first, reader), *others = readers.items()
+    spec = reader.spec
+    for name, other in others:
+        try:
+            spec = tf.nest.map_structure(_either, spec, other.spec)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The examples of {first!r} are {_describe(reader.spec)} and those of {name!r} are "
+                f"{_describe(other.spec)}: all sources of a Mixture have examples of the same structure, types and "
+                "numbers of axes."
+            ) from error
+    return spec
+
+
+def _either(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
+    if one.dtype != other.dtype or one.shape.rank != other.shape.rank:
+        raise ValueError
+    axes = zip(one.shape.as_list(), other.shape.as_list(), strict=True)
+    return tf.TensorSpec([size if size == also else None for size, also in axes], one.dtype)
+
+
+def _describe(spec: Any) -> str:
+    if isinstance(spec, tf.TensorSpec):
+        return f"{spec.dtype.name} {spec.shape.as_list()}"
+    if isinstance(spec, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_describe(part)}" for name, part in spec.items()) + "}"
+    return "(" + ", ".join(_describe(part) for part in spec) + ")"

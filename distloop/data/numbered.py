@@ -1,0 +1,343 @@
+"""Data by number: batches whose examples are a function of the batch's number, so that any of them can be the first.
+
+    train = NumberedDataset(reader, Order(num_rows=len(reader), batch_size=64), None)
+    train.starting_at(1_000_000)        # as fast as train.starting_at(0)
+
+It does not know replicas; `Share` says which rows of a batch are read here.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.example_map import TracedMap
+from distloop.data.mixed_order import MixedOrder
+from distloop.data.order import Order, example_seeds
+from distloop.data.rows import Uneven
+from distloop.log import log
+
+_ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
+_MOST_EPOCHS = 2**31
+_do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
+
+
+class Share(NamedTuple):
+    """The rows of each batch that a worker reads: those of its replicas. The rows of others are zeros.
+
+    A batch of fewer rows than `min_rows` is read whole, since it is padded with copies of its rows.
+    """
+
+    worker: int
+    num_workers: int
+    min_rows: int
+
+    def bounds(self, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the first row of a batch to read, and the one after the last, int64 []."""
+        first, end = self.worker * size // self.num_workers, (self.worker + 1) * size // self.num_workers
+        is_small = size < self.min_rows
+        return tf.where(is_small, tf.zeros_like(size), first), tf.where(is_small, size, end)
+
+
+class NumberedDataset(tf.data.Dataset):
+    """A dataset of global batches by number, which begins at any of them at once.
+
+    It is a `tf.data.Dataset`: each time it is read by itself, an epoch follows on the one before. `map` and `take` keep
+    the place a number; other methods of `tf.data` return a plain dataset, which is read again to get to a place.
+
+    Attributes:
+        order: which examples are in a batch.
+    """
+
+    def __init__(
+        self,
+        reader: Any,
+        order: Order | MixedOrder,
+        apply: TracedMap | None,
+        maps: tuple[Callable[[tf.data.Dataset], tf.data.Dataset], ...] = (),
+    ):
+        """Remembers its parts; a pipeline is built when it is read.
+
+        Args:
+            reader: of the examples.
+            order: which examples are in a batch.
+            apply: changes the examples of a batch, by their seeds; None: nothing does.
+            maps: what `map` adds to a pipeline of batches, in their order.
+        """
+        self.order = order
+        self._reader, self._apply, self._maps = reader, apply, maps
+        self._uses_seeds = apply is not None or reader.uses_seeds
+        self._batch_size = order.batch_size  # for `info`, as tf.data's own datasets
+        self._num_read = 0  # passes that began, by `iter`
+        super().__init__(None)  # the tensor is made when tf.data asks for it
+
+    def starting_at(self, first: int, *, repeat: bool = True, share: Share | None = None) -> tf.data.Dataset:
+        """Returns a dataset of the batches from a number on.
+
+        Args:
+            first: the number, counted from 0 over all epochs.
+            repeat: whether epochs follow without end; else the epoch of the first batch is the last.
+            share: the rows to read; None: all.
+        """
+        per_epoch = self.order.batches_per_epoch
+        end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
+        return self._read(tf.data.Dataset.range(first, end), share)
+
+    def first_rows(self) -> Any:
+        """Returns the first batch."""
+        return next(iter(self.starting_at(0)))
+
+    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a place depends on, for JSON."""
+        order = self.order
+        seed = {"seed": order.seed} if order.is_shuffled or self._uses_seeds else {}
+        return {
+            **order.facts_at(place),
+            **seed,
+            "num_rows": order.num_rows,
+            "order": _ORDER_VERSION if order.is_shuffled else 0,
+            **self._reader.facts,
+        }
+
+    @property
+    def describe_change(self) -> Callable[[str], str] | None:
+        """Returns how the source differs from that of a fingerprint; None: it does not know."""
+        return getattr(self._reader, "describe_change", None)
+
+    def first_pass_again(self) -> "NumberedDataset":
+        """Returns the dataset of which every epoch repeats the first one."""
+        return self._with(order=replace(self.order, is_one_epoch=True))
+
+    def fresh(self) -> "NumberedDataset":
+        """Returns the dataset as it was before it was read."""
+        return self._with()
+
+    def map(self, map_func: Callable[..., Any], *args: Any, **kwargs: Any) -> "NumberedDataset":
+        """Returns the dataset with a function applied to each batch, as `tf.data.Dataset.map` does."""
+        return self._with(maps=(*self._maps, lambda dataset: dataset.map(map_func, *args, **kwargs)))
+
+    def take(self, count: int, name: str | None = None) -> tf.data.Dataset:
+        """Returns the first batches of each epoch."""
+        if not isinstance(count, (int, np.integer)) or count < 1:
+            return super().take(count, name=name)
+        limit = min(int(count), self.order.limit) if self.order.limit else int(count)
+        return self._with(order=replace(self.order, limit=limit))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Returns an iterator over the next epoch."""
+        first = self._num_read * self.order.batches_per_epoch
+        self._num_read += 1
+        return iter(self.starting_at(first, repeat=False))
+
+    def _with(self, **changes: Any) -> "NumberedDataset":
+        parts = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
+        return NumberedDataset(**(parts | changes))
+
+    def _read(self, batches: tf.data.Dataset, share: Share | None = None) -> tf.data.Dataset:
+        """Returns the batches with some numbers."""
+
+        def read(batch: tf.Tensor) -> Any:
+            size = self.order.size(batch)
+            first, end = (0, None) if share is None else share.bounds(size)
+            rows, epochs = self.order.rows(batch, first, end)
+            seeds = example_seeds(self.order.seed, rows, epochs) if self._uses_seeds else None
+            width = self.order.width(batch)
+            examples = self._reader.read(rows, seeds)
+            if self._apply is not None:
+                examples = self._apply(examples, seeds, width)
+            elif width is not None:
+                examples = tf.nest.map_structure(lambda e: e.padded(width) if isinstance(e, Uneven) else e, examples)
+            if share is not None:
+                examples = tf.nest.map_structure(
+                    functools.partial(_among_zeros, before=first, after=size - end), examples
+                )
+            tf.nest.map_structure(lambda entry, spec: entry.set_shape(spec.shape), examples, self._batch_spec)
+            return examples
+
+        dataset = batches.map(_do_not_convert(read), num_parallel_calls=tf.data.AUTOTUNE)
+        for apply in self._maps:
+            dataset = apply(dataset)
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    @functools.cached_property
+    def _plain_pass(self) -> tf.data.Dataset:
+        """Returns one pass, for tf.data alone; whenever that begins anew, at another epoch if epochs differ."""
+        count = self.order.batches_per_epoch
+        differs = self.order.is_stationary and (self.order.is_shuffled or self._uses_seeds)
+        if self.order.is_one_epoch or not differs:
+            return self._read(tf.data.Dataset.range(count))
+        draws = tf.data.Dataset.random(seed=self.order.seed, rerandomize_each_iteration=True).take(1)
+
+        def epoch(draw: tf.Tensor) -> tf.data.Dataset:
+            first = draw % _MOST_EPOCHS * count
+            return tf.data.Dataset.range(first, first + count)
+
+        batches = draws.flat_map(_do_not_convert(epoch)).apply(tf.data.experimental.assert_cardinality(count))
+        return self._read(batches)
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return []
+
+    @property
+    def _variant_tensor(self) -> tf.Tensor:
+        return self._plain_pass._variant_tensor
+
+    def cardinality(self) -> tf.Tensor:
+        """Returns the number of batches of an epoch, int64 []."""
+        return tf.constant(self.order.batches_per_epoch, tf.int64)
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of a batch."""
+        if self._maps:
+            return self._plain_pass.element_spec
+        return self._batch_spec
+
+    @functools.cached_property
+    def _batch_spec(self) -> Any:
+        """The spec of a batch before `maps`."""
+        size, width = self.order.static_size, self.order.static_width
+
+        def batched(row: tf.TensorSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([size, *(width if n is None else n for n in row.shape)], row.dtype)
+
+        return tf.nest.map_structure(batched, self._reader.spec if self._apply is None else self._apply.spec)
+
+
+def _among_zeros(entry: tf.Tensor, *, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+    """Returns an entry `[b, ...]` with rows of zeros, or of empty texts, before and after it."""
+    rest = tf.shape(entry, tf.int64)[1:]
+    zeros = [tf.zeros(tf.concat([[count], rest], 0), entry.dtype) for count in (before, after)]
+    whole = tf.concat([zeros[0], entry, zeros[1]], 0)
+    whole.set_shape([None, *entry.shape[1:]])
+    return whole
+
+
+class NumberedFeed:
+    """Feeds a `Source` from data by number; the same methods as `Feed`.
+
+    Attributes:
+        batch_size: rows of a whole batch.
+        resume: empty, as there is nothing to say of it: a resumed run is at its place at once.
+        seeks: whether it does so without reading what comes before.
+        goes_on: whether it does so by itself.
+        share: the rows that this worker reads; None: all.
+        oldest_place: unused; a `Feed` needs it for its states.
+    """
+
+    resume = ""
+    seeks = goes_on = True
+
+    def __init__(self, data: NumberedDataset, repeat: bool):
+        """Remembers the data.
+
+        Args:
+            data: by number.
+            repeat: whether epochs follow without end.
+        """
+        self.batch_size = data.order.largest_batch
+        self.share: Share | None = None
+        self.oldest_place: Callable[[], int] = lambda: 0
+        self._data, self._repeat = data, repeat
+
+    def require_restart(self) -> None:
+        """Does nothing: the data can be read again from any batch."""
+
+    def first_rows(self) -> Any:
+        """Returns the first batch."""
+        return self._data.first_rows()
+
+    def dataset(self, first: int = 0, state: Any = None) -> tf.data.Dataset:
+        """Returns a dataset that begins at a batch, counted from 0 over all epochs."""
+        return self._data.starting_at(first, repeat=self._repeat, share=self.share)
+
+    def convert(self, place: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a saved place in batches of this data.
+
+        Raises:
+            ValueError: if the place is one in other data, or in another order of it.
+        """
+        batch_at = getattr(self._data.order, "batch_at", None)
+        return convert_place(place, self.facts_at(place), self._data.describe_change, batch_at)
+
+    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a place depends on, for JSON."""
+        return self._data.facts_at(place)
+
+    def seen(self, num_batches: int) -> Mapping[str, int]:
+        """Returns how many examples of each source are in the first batches, by its name; of one source, nothing."""
+        counts = self._data.order.seen(num_batches)
+        return counts if len(counts) > 1 else {}
+
+    def state_at(self, num_batches: int) -> Any:
+        """Returns None: the number of the batch is all there is to know."""
+
+
+def convert_place(
+    place: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    describe_change: Callable[[str], str] | None = None,
+    batch_at: Callable[[int], int] | None = None,
+) -> Mapping[str, Any]:
+    """Returns a place from `Source.save_position` in batches of another size; a warning names both sizes.
+
+    The order of the examples does not depend on the batch size. No example is left out: the place is the last batch
+    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more.
+
+    Args:
+        place: as it was saved.
+        facts: of the data now, from `NumberedDataset.facts_at`.
+        describe_change: returns how the data differs from that of a fingerprint, as a part of a sentence.
+        batch_at: of a mixture, `MixedOrder.batch_at`.
+
+    Raises:
+        ValueError: if the place is one in other data, or in another order of it.
+    """
+    if not place["batches"]:
+        return place
+    words = {
+        "mixture": "the shares %s",
+        "lengths": "batches by length, %s",
+        "num_rows": "%s rows",
+        "seed": "seed=%s",
+        "order": "version %s of the order",
+        "fingerprint": "content %s",
+    }
+    for name, phrase in words.items():
+        if (then := place.get(name)) == (now := facts.get(name)):
+            continue
+        before, after = (f"no {name}" if value is None else phrase % value for value in (then, now))
+        change = f"the checkpoint's data had {before}, and the data given has {after}"
+        if name == "fingerprint" and then and describe_change is not None:
+            change = describe_change(then)
+        if "order" not in place:
+            change = (
+                "it is that of other data, such as a tf.data.Dataset, or of arrays in the order of an older version"
+            )
+        raise ValueError(
+            f"The run cannot go on at its place in the data, as {change}: give the data and the seed that it began "
+            "with, or begin another run in a new workdir (from these weights, with init_from)."
+        )
+    saved_size, batch_size = place.get("batch_size"), facts.get("batch_size")
+    if not batch_size or not saved_size or (saved_size == batch_size and batch_at is None):
+        return place
+    num_rows = facts["num_rows"]
+
+    def converted(num_batches: int) -> int:
+        if batch_at is not None:  # exact unless batches to skip are beyond a change of the size
+            return batch_at(place["examples"] + (num_batches - place["batches"]) * saved_size)
+        epoch, batch = divmod(num_batches, math.ceil(num_rows / saved_size))
+        return epoch * math.ceil(num_rows / batch_size) + batch * saved_size // batch_size
+
+    batches, skipped = converted(place["batches"]), [converted(number) for number in place["skipped"]]
+    if batch_at is not None and batches == place["batches"]:
+        return place
+    log.warning(
+        "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples.",
+        *(saved_size, batch_size, batches),
+    )
+    return {**place, "batches": batches, "skipped": skipped, "batch_size": batch_size}

@@ -1,0 +1,124 @@
+"""Opening a user's data on a worker: the kinds of data that there are, and functions that make them.
+
+    opened = open_data(data, num_workers=2, worker=0, repeat=True)
+    opened.dataset, opened.feed
+
+It does not know the place in the data.
+"""
+
+import functools
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from distloop.data.feeds import Feed, make_feed
+from distloop.data.numbered import NumberedDataset, NumberedFeed
+
+
+class WorkerContext(tf.distribute.InputContext):
+    """What an input function is told about its worker.
+
+    One dataset serves all replicas of a worker, so each worker counts as one replica: what a function for
+    `distribute_datasets_from_function` computes for a replica, by `get_per_replica_batch_size` or by hand, is then the
+    worker's part of a global batch.
+    """
+
+    def __init__(self, num_workers: int, worker: int):
+        """Describes one of several workers, by its index."""
+        super().__init__(num_workers, worker, num_replicas_in_sync=num_workers)
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the examples of a global batch that this worker reads.
+
+        Raises:
+            ValueError: if the workers cannot read equal parts.
+        """
+        if global_batch_size % self.num_input_pipelines:
+            raise ValueError(
+                f"get_per_replica_batch_size({global_batch_size}) was called on {self.num_input_pipelines} workers, "
+                "which cannot read equal parts of such a batch: give a multiple of their number."
+            )
+        return int(global_batch_size // self.num_input_pipelines)
+
+
+class OpenedData(NamedTuple):
+    """A user's data, opened by a worker."""
+
+    dataset: Any  # of one pass
+    feed: Feed | NumberedFeed | None  # that gives the dataset, unless tf.data does
+    takes_context: bool  # whether it was made by a function of a `WorkerContext`
+    begins_anywhere: bool  # whether the feed gives the dataset from any batch on
+
+
+def open_data(
+    data: Any,
+    num_workers: int,
+    worker: int,
+    *,
+    repeat: bool = False,
+    shuffle_seed: int | None = None,
+    map_batch: Callable[..., Any] | None = None,
+    limit: int = 0,
+    is_cached: bool = False,
+) -> OpenedData:
+    """Opens a dataset, or batches that Python makes, which a function may make for a worker.
+
+    Args:
+        data: what the user gave, arrays excepted.
+        num_workers: of the run.
+        worker: the index of this one.
+        repeat: whether a feed starts again at the end of the data.
+        shuffle_seed: of the order of a `PyDataset`'s batches; None: by their numbers.
+        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+        limit: the most batches in a pass; 0: all.
+        is_cached: whether each pass repeats the batches of the first one.
+
+    Raises:
+        ValueError: if it is neither, or TensorFlow has split batches that are to be limited.
+    """
+    takes_context, make = False, None
+    if callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
+        takes_context = _takes_argument(data)
+        make = functools.partial(data, WorkerContext(num_workers, worker)) if takes_context else data
+        data = make()
+    if limit and isinstance(data, tf.distribute.DistributedDataset):
+        raise ValueError(
+            f"A pass of {limit} batches was asked for (limit_train_batches or overfit_batches), but the data given "
+            "is a DistributedDataset, which TensorFlow has split already: give the plain dataset, or call take() "
+            "on it before it is distributed."
+        )
+    map_batch = map_batch and tf.autograph.experimental.do_not_convert(map_batch)
+    if isinstance(data, NumberedDataset):
+        data = data if map_batch is None else data.map(map_batch)
+        data = data.take(limit) if limit else data
+        data = data.first_pass_again() if is_cached else data
+        return OpenedData(data, NumberedFeed(data, repeat), takes_context, begins_anywhere=True)
+    feed = make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
+    if feed is not None:
+        dataset = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
+    elif isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        dataset = data if map_batch is None else data.map(map_batch)
+    else:
+        raise ValueError(
+            f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
+            "function of tf.distribute.InputContext that returns one, NumPy arrays, [N, ...], alone or in a dict, "
+            "tuple or list, or batches from a PyDataset, a generator, a Grain dataset or a DataLoader: turn lists of "
+            "numbers into arrays with np.asarray, or make a dataset with distloop.make_dataset(arrays, batch_size)."
+        )
+    dataset = dataset.take(limit) if limit else dataset
+    dataset = dataset.cache() if is_cached else dataset
+    return OpenedData(dataset, feed, takes_context, begins_anywhere=feed is not None and not (limit or is_cached))
+
+
+def _takes_argument(fn: Callable[..., Any]) -> bool:
+    """Returns whether a function may be called with one argument."""
+    try:
+        signature(fn).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # Python does not know the signatures of some functions of C
+        return True
+    return True

@@ -1,0 +1,167 @@
+"""Packing: rows of several sequences, as a source by number.
+
+    packed = pack(texts, 2048, lengths=lengths)
+    train = make_dataset(packed, 8, shuffle=True, seed=0)
+
+Which sequences are in a row is planned once, from their lengths. It does not know batches.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distloop.data.examples import as_example
+from distloop.log import log
+
+
+def pack(source: Any, length: int, *, lengths: Sequence[int] | np.ndarray) -> "PackedRows":
+    """Returns a source whose rows are of one length and hold several sequences each, for `make_dataset`.
+
+    A row is a dict: each entry of the sequences, one sequence after the other, then zeros; `segment_ids`, which count
+    the sequences of the row from 1, and are 0 in the padding; and `positions` within the sequence. Sequences that are
+    no dicts become the entry `tokens`.
+
+    The plan is best-fit-decreasing: from the longest sequence to the shortest, each goes into the row with the least
+    room that is left for it. It stays the same in all epochs.
+
+    Args:
+        source: of sequences: arrays `[T, ...]`, or dicts of arrays with the same T. It has `__len__` and `__getitem__`.
+        length: of a row.
+        lengths: of the sequences, [N], from 1 to `length`.
+
+    Raises:
+        ValueError: if the lengths do not fit the source, or a sequence is longer than a row.
+    """
+    counts = np.asarray(lengths)
+    if counts.shape != (len(source),) or not len(counts) or counts.dtype.kind not in "iu" or counts.min() < 1:
+        raise ValueError(
+            f"lengths of {counts.dtype.name} {list(counts.shape)} were given for {len(source):,} sequences; give the "
+            "length of each, an integer of 1 or more, and one sequence at least."
+        )
+    if (longest := int(counts.max())) > length:
+        raise ValueError(
+            f"Sequence {int(np.argmax(counts))} has a length of {longest}, and rows have {length}: cut or split longer "
+            "sequences, or give a larger length."
+        )
+    return PackedRows(source, length, counts)
+
+
+class PackedRows:
+    """Rows of one length that hold several sequences each; `pack` makes them.
+
+    Attributes:
+        fingerprint: a text that is the same for the same plan, over the same sequences as far as they are known.
+        padding: the part of all rows that no sequence fills, from 0 to 1.
+    """
+
+    def __init__(self, source: Any, length: int, lengths: np.ndarray):
+        """Plans the rows, and looks at the first sequence.
+
+        Args:
+            source: of sequences.
+            length: of a row.
+            lengths: of the sequences.
+        """
+        self._source, self._length, self._lengths = source, length, lengths
+        self._sequences, self._starts = plan(lengths, length)
+        if hasattr(source, "__getitems__"):
+            self.__getitems__ = self._read_rows
+        self.padding = 1 - float(lengths.sum(dtype=np.int64)) / (length * len(self))
+        mark = hashlib.sha256(f"{length} {getattr(source, 'fingerprint', '')}".encode())
+        mark.update(self._sequences.tobytes())
+        mark.update(self._starts.tobytes())
+        self.fingerprint = mark.hexdigest()[:16]
+        log.info(
+            "%s sequences are packed into %s rows of %d, %.1f %% of them padding.",
+            *(f"{len(lengths):,}", f"{len(self):,}", length, 100 * self.padding),
+        )
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        """Returns one row."""
+        return self._packed(row, [self._source[number] for number in self._numbers(row)])
+
+    def _read_rows(self, rows: list[int]) -> list[dict[str, np.ndarray]]:
+        """Returns some rows, whose sequences are read together."""
+        examples = iter(self._source.__getitems__([number for row in rows for number in self._numbers(row)]))
+        return [self._packed(row, [next(examples) for _ in self._numbers(row)]) for row in rows]
+
+    def describe_change(self, fingerprint: str) -> str:
+        """Returns how the rows differ from those of a fingerprint, as a part of a sentence."""
+        return "the sequences, their lengths or the length of rows have changed, and with them which are in a row"
+
+    def _numbers(self, row: int) -> list[int]:
+        return list(map(int, self._sequences[self._starts[row] : self._starts[row + 1]]))
+
+    def _packed(self, row: int, sequences: list[Any]) -> dict[str, np.ndarray]:
+        """Returns a row of some sequences.
+
+        Raises:
+            ValueError: if a sequence has another length than `lengths` says.
+        """
+        numbers = self._numbers(row)
+        parts = [part if isinstance(part, Mapping) else {"tokens": part} for part in map(as_example, sequences)]
+        for number, part in zip(numbers, parts, strict=True):
+            for name, entry in part.items():
+                if entry.shape[:1] != (self._lengths[number],):
+                    raise ValueError(
+                        f"{name!r} of sequence {number} is {entry.dtype.name} {list(entry.shape)}, where its length is "
+                        f"{self._lengths[number]}: lengths have to be those of all entries."
+                    )
+        counts = self._lengths[numbers]
+        packed = {name: self._padded(np.concatenate([part[name] for part in parts])) for name in parts[0]}
+        segments = np.repeat(np.arange(1, len(numbers) + 1, dtype=np.int32), counts)
+        positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+        return {**packed, "segment_ids": self._padded(segments), "positions": self._padded(positions)}
+
+    def _padded(self, entry: np.ndarray) -> np.ndarray:
+        shape = [self._length - len(entry), *entry.shape[1:]]
+        padding = np.full(shape, b"" if entry.dtype == object else 0, entry.dtype)
+        return np.concatenate([entry, padding])
+
+
+def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which sequences are in which row, by best-fit-decreasing.
+
+    All sequences of one length are placed at once, so that the time depends on the number of lengths, not of sequences.
+
+    Args:
+        lengths: of the sequences, [N], from 1 to `length`.
+        length: of a row.
+
+    Returns:
+        The numbers of the sequences, row by row, int64 [N], and where each row begins in them, int64 [rows + 1].
+    """
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    sizes, counts = np.unique(lengths, return_counts=True)
+    row_of, num_rows, first = np.empty(len(lengths), np.int64), 0, 0
+    rows_by_room: list[list[np.ndarray]] = [[] for _ in range(length + 1)]
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        left = count
+        for room in range(size, length + 1):
+            fits = room // size
+            if not left:
+                break
+            if room == length:
+                rows = np.arange(num_rows, num_rows + -(-left // fits))
+                num_rows += len(rows)
+            elif rows_by_room[room]:
+                rows = np.concatenate(rows_by_room[room])
+                rows_by_room[room] = [rows[-(-left // fits) :]] if len(rows) * fits > left else []
+                rows = rows[: -(-left // fits)]
+            else:
+                continue
+            placed = min(left, len(rows) * fits)
+            row_of[first : first + placed] = np.repeat(rows, fits)[:placed]
+            first, left = first + placed, left - placed
+            whole = placed // fits
+            if whole:
+                rows_by_room[room - fits * size].append(rows[:whole])
+            if placed % fits:
+                rows_by_room[room - placed % fits * size].append(rows[whole:])
+    by_row = np.argsort(row_of, kind="stable")
+    return order[by_row], np.searchsorted(row_of[by_row], np.arange(num_rows + 1))

@@ -1,0 +1,357 @@
+"""Readers of examples by their numbers: arrays in memory or on disk, and sources with `__len__` and `__getitem__`.
+
+    reader = make_reader(source)
+    examples = reader.read(rows, seeds)          # in a map of tf.data: [b] row numbers to a structure of [b, ...]
+
+It does not know in which order the rows are read.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.columns import DiskColumn, is_on_disk
+from distloop.data.examples import as_example, common_spec, describe
+from distloop.data.padding import pad_row, pad_rows
+from distloop.distributed.devices import HOST
+from distloop.errors import carry
+
+_NUM_PEEKED = 8  # rows that are looked at before, spread over the source
+_SLOW_SECS = 2e-4  # to read a row, from which on threads share the rows of a batch
+_THREADS = 16
+_ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
+
+
+@dataclasses.dataclass(frozen=True)  # no tuple, into which TensorFlow's structures would look
+class Uneven:
+    """An entry of some rows whose shapes may differ."""
+
+    values: tf.Tensor  # [sum of the rows' sizes], one row after the other
+    ends: tf.Tensor  # int64 [b]: of each row in `values`
+    shapes: tf.Tensor  # int64 [b, rank]
+    spec: tf.TensorSpec  # of a row
+
+    def __getitem__(self, index: tf.Tensor) -> tf.Tensor:
+        """Returns the entry of one row."""
+        shape = self.shapes[index]
+        end = self.ends[index]
+        return tf.ensure_shape(tf.reshape(self.values[end - tf.reduce_prod(shape) : end], shape), self.spec.shape)
+
+    def padded(self, width: tf.Tensor) -> tf.Tensor:
+        """Returns the entries of all rows, `[b, ...]`, with free axes padded to a width, int64 []."""
+        if self.spec.shape[1:].is_fully_defined():
+            return pad_rows(self.values, self.shapes, self.spec, width)
+        pad = tf.autograph.experimental.do_not_convert(lambda row: pad_row(self[row], self.spec, width))
+        return tf.map_fn(pad, tf.range(tf.shape(self.ends)[0]), fn_output_signature=self.spec)
+
+
+class ArrayRows:
+    """Rows of arrays: those in memory become tensors of the host, those on disk are read row by row.
+
+    Attributes:
+        spec: of one row, a structure of `tf.TensorSpec`.
+        is_in_memory: whether none is on disk.
+        fingerprint: a text that is the same for the same arrays on disk; empty: all are in memory.
+        facts: what the order depends on beside the number of rows: the fingerprint, if there is one.
+        uses_seeds: whether an example depends on its seed.
+    """
+
+    uses_seeds = False
+
+    def __init__(self, arrays: Any):
+        """Copies arrays in memory into tensors of the host.
+
+        Args:
+            arrays: `[N, ...]`, in any nested structure.
+
+        Raises:
+            ValueError: if they differ in length, or have no rows.
+        """
+        structure = _with_dicts(arrays)
+        with tf.device(HOST):
+            self._columns = [_column(array) for array in tf.nest.flatten(structure)]
+        lengths = {len(column) for column in self._columns}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"Arrays of {sorted(lengths)} rows were given; they need the same number, 1 at least.")
+        self._num_rows = lengths.pop()
+        self._on_disk = [column for column in self._columns if isinstance(column, DiskColumn)]
+        self._pack = functools.partial(_pack, structure)
+        self.is_in_memory = not self._on_disk
+        self.spec = self._pack([_row_spec(column) for column in self._columns])
+        self.fingerprint = ":".join(column.digest for column in self._on_disk)
+        self.facts: dict[str, Any] = {"fingerprint": self.fingerprint} if self._on_disk else {}
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, row: int) -> Any:
+        """Returns one row, for a function of Python."""
+        rows = np.array([row])
+        return self._pack([c.read(rows)[0] if isinstance(c, DiskColumn) else c[row].numpy() for c in self._columns])
+
+    def describe_change(self, fingerprint: str) -> str:
+        """Returns how the arrays on disk differ from those of a fingerprint, as a part of a sentence."""
+        digests = fingerprint.split(":")
+        if len(digests) != len(self._on_disk):
+            return f"{len(digests)} of its arrays were on disk, and {len(self._on_disk)} are"
+        names = [c.name for c, digest in zip(self._on_disk, digests, strict=True) if c.digest != digest]
+        return f"the rows of {' and '.join(names)} have changed"
+
+    def read(self, rows: tf.Tensor, seeds: tf.Tensor | None) -> Any:
+        """Returns the examples of some rows, a structure of tensors, [b, ...].
+
+        Args:
+            rows: int64 [b].
+            seeds: of the examples; unused.
+        """
+        types = [column.spec.dtype for column in self._on_disk]
+        from_disk = tf.numpy_function(self._read, [rows], types) if types else []
+        for column, entry in zip(self._on_disk, from_disk, strict=True):
+            entry.set_shape([None, *column.spec.shape])
+        entries = iter(from_disk)
+        return self._pack([next(entries) if isinstance(c, DiskColumn) else tf.gather(c, rows) for c in self._columns])
+
+    def _read(self, rows: np.ndarray) -> list[np.ndarray]:
+        try:
+            return [column.read(rows) for column in self._on_disk]
+        except Exception as error:  # TensorFlow would pass on its text alone
+            raise carry(error) from error
+
+
+class SourceRows:
+    """Rows of a source that Python reads.
+
+    Attributes:
+        spec: of one row, a structure of `tf.TensorSpec`; an axis in which the rows looked at differ is free.
+        facts: what the order depends on beside the number of rows: the source's fingerprint, if it has one.
+        uses_seeds: whether an example depends on its seed.
+        describe_change: returns how the source differs from that of a fingerprint; None: it cannot.
+    """
+
+    def __init__(
+        self, source: Any, change: Callable[[Any, np.ndarray], Any] | None = None, rows_to_look_at: Sequence[int] = ()
+    ):
+        """Reads a few rows, to learn their types and shapes.
+
+        Args:
+            source: has `__len__` and `__getitem__`, and perhaps `__getitems__`, which takes a list of numbers.
+                Several threads read it at once. One of several parts may have `row_name(number)`, for errors, and
+                `rows_to_look_at`, some of each part.
+            change: a function of an example and its seed, int64 [2], applied to each row in Python.
+            rows_to_look_at: beside a few others.
+
+        Raises:
+            ValueError: if the source is empty, or its rows are no structures of arrays, numbers and texts.
+        """
+        self._source = source
+        self._change = change
+        self.uses_seeds = change is not None
+        self._name = type(source).__name__
+        self._row_name = getattr(source, "row_name", lambda number: f"Row {number} of the {self._name} given")
+        self._num_rows = len(source)
+        if not self._num_rows:
+            raise ValueError(f"The {self._name} given has 0 rows; training needs one at least: check what it reads.")
+        if self._num_rows > _ENDLESS:
+            raise ValueError(
+                f"The {self._name} given has no end; make_dataset starts each epoch itself: leave out its repeat()."
+            )
+        self.facts = {"fingerprint": mark} if (mark := getattr(source, "fingerprint", None)) else {}
+        self.describe_change = getattr(source, "describe_change", None)
+        began = time.monotonic()
+        numbers = np.union1d(getattr(source, "rows_to_look_at", spread(self._num_rows)), rows_to_look_at).astype(int)
+        examples = self._examples(numbers, None)
+        self._is_slow = (time.monotonic() - began) / len(numbers) > _SLOW_SECS
+        self._structure = examples[0]
+        self.spec = common_spec(f"the {self._name} given", self._checked(examples, numbers))
+        self._specs = tf.nest.flatten(self.spec)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, rows: tf.Tensor, seeds: tf.Tensor | None) -> Any:
+        """Returns the examples of some rows, a structure of tensors, [b, ...], or of `Uneven` where shapes may differ.
+
+        Args:
+            rows: int64 [b].
+            seeds: of the examples, int64 [b, 2]; None: they use none.
+        """
+        types = []
+        for spec in self._specs:
+            types += [spec.dtype] if spec.shape.is_fully_defined() else [spec.dtype, tf.int64, tf.int64]
+        tensors = iter(tf.numpy_function(self._read, [rows] if seeds is None else [rows, seeds], types))
+        entries: list[Any] = []
+        for spec in self._specs:
+            entry = next(tensors)
+            if spec.shape.is_fully_defined():
+                entry.set_shape([None, *spec.shape])
+                entries.append(entry)
+            else:
+                ends, shapes = next(tensors), next(tensors)
+                ends.set_shape([None])
+                shapes.set_shape([None, spec.shape.rank])
+                entry.set_shape([None])
+                entries.append(Uneven(entry, ends, shapes, spec))
+        return (
+            tf.nest.pack_sequence_as(self.spec, entries)
+            if len(entries) > 1 or tf.nest.is_nested(self.spec)
+            else entries[0]
+        )
+
+    def _read(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> list[np.ndarray]:
+        try:
+            if len(self._source) != self._num_rows:
+                raise ValueError(
+                    f"The {self._name} given had {self._num_rows:,} rows when training began, and has "
+                    f"{len(self._source):,} now: its length must stay as it is, as the order depends on it."
+                )
+            columns = zip(*(tf.nest.flatten(e) for e in self._checked(self._examples(rows, seeds), rows)), strict=True)
+            return list(
+                itertools.chain.from_iterable(
+                    self._stack(spec, column, rows) for spec, column in zip(self._specs, columns, strict=True)
+                )
+            )
+        except Exception as error:  # TensorFlow would pass on its text alone
+            raise carry(error) from error
+
+    def _stack(self, spec: tf.TensorSpec, column: Sequence[np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
+        """Returns the entry of all rows as one array, or as the parts of an `Uneven`."""
+        dtype = spec.dtype.as_numpy_dtype
+        for row, array in zip(rows, column, strict=True):
+            is_of_type = array.dtype.kind == np.dtype(dtype).kind or not array.size
+            if not is_of_type or not spec.shape.is_compatible_with(array.shape):
+                raise ValueError(
+                    f"{self._row_name(row)} has an entry of {array.dtype.name} {list(array.shape)} where "
+                    f"the first rows have {spec.dtype.name} {spec.shape.as_list()}: rows share their types, and their "
+                    "shapes too unless a map_fn brings them to one."
+                )
+        if spec.shape.is_fully_defined():
+            return [np.stack(column).astype(dtype, copy=False)]
+        ends = np.cumsum([array.size for array in column])
+        shapes = np.array([array.shape for array in column], np.int64)
+        return [np.concatenate([array.ravel().astype(dtype, copy=False) for array in column]), ends, shapes]
+
+    def _checked(self, examples: list[Any], rows: np.ndarray) -> list[Any]:
+        """Returns the examples.
+
+        Raises:
+            ValueError: if one has another structure than the first row.
+        """
+        for row, example in zip(rows, examples, strict=True):
+            try:
+                tf.nest.assert_same_structure(self._structure, example)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{self._row_name(row)} is {describe(example)}, where the first one is "
+                    f"{describe(self._structure)}: all rows have the same entries."
+                ) from error
+        return examples
+
+    def _examples(self, rows: np.ndarray, seeds: np.ndarray | None) -> list[Any]:
+        """Returns the examples of some rows, structures of arrays, in their order."""
+        seeds = np.zeros([len(rows), 2], np.int64) if seeds is None else seeds
+        if not getattr(self, "_is_slow", False) or len(rows) < 2:
+            return self._examples_of_part(rows, seeds)
+        count = min(_THREADS, len(rows))
+        parts = _threads().map(self._examples_of_part, np.array_split(rows, count), np.array_split(seeds, count))
+        return list(itertools.chain.from_iterable(parts))
+
+    def _examples_of_part(self, rows: np.ndarray, seeds: np.ndarray) -> list[Any]:
+        numbers = rows.tolist()
+        if hasattr(self._source, "__getitems__"):
+            examples: Iterable[Any] = self._read_together(numbers)
+        else:
+            examples = (self._read_row(number) for number in numbers)
+        if self._change is None:
+            return [as_example(example) for example in examples]
+        return [self._changed(*parts) for parts in zip(numbers, examples, seeds, strict=True)]
+
+    def _read_together(self, numbers: list[int]) -> list[Any]:
+        try:
+            examples = self._source.__getitems__(numbers)
+        except Exception as error:
+            for number in numbers:
+                self._read_row(number)  # which of them fails
+            raise _unreadable(f"One of the rows {numbers} of the {self._name} given", error) from error
+        if len(examples) != len(numbers):
+            raise ValueError(
+                f"__getitems__ of the {self._name} given returned {len(examples)} examples for {len(numbers)} rows: "
+                "let it return a list with one for each."
+            )
+        return examples
+
+    def _read_row(self, number: int) -> Any:
+        try:
+            return self._source[number]
+        except Exception as error:
+            raise _unreadable(self._row_name(number), error) from error
+
+    def _changed(self, number: int, example: Any, seed: np.ndarray) -> Any:
+        assert self._change is not None
+        try:
+            return as_example(self._change(as_example(example), seed))
+        except Exception as error:
+            raise ValueError(f"map_fn failed on row {number} ({type(error).__name__}: {error}).") from error
+
+
+def is_arrays(source: Any) -> bool:
+    """Returns whether a source is arrays `[N, ...]` in a structure, rather than an object with numbered rows."""
+    is_structure = isinstance(source, (np.ndarray, tf.Tensor, Mapping, tuple)) or is_on_disk(source)
+    return is_structure or (
+        isinstance(source, list) and bool(source) and all(hasattr(part, "__array__") for part in source)
+    )
+
+
+def spread(count: int) -> np.ndarray:
+    """Returns a few numbers of rows, from the first one to the last of so many, int64."""
+    return np.unique(np.linspace(0, count - 1, _NUM_PEEKED, dtype=np.int64))
+
+
+def _unreadable(what: str, error: Exception) -> ValueError:
+    return ValueError(f"{what} could not be read ({type(error).__name__}: {error}).")
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_THREADS, "distloop-rows")
+
+
+def _with_dicts(arrays: Any) -> Any:
+    """Returns a structure with dicts for other mappings, as in h5py, and arrays for other sequences, as in datasets."""
+    if isinstance(arrays, Mapping):
+        return {name: _with_dicts(part) for name, part in arrays.items()}
+    is_sequence = isinstance(arrays, Sequence) and not isinstance(arrays, (list, tuple, str, bytes))
+    return np.asarray(arrays) if is_sequence else arrays
+
+
+def _column(array: Any) -> Any:
+    """Returns an array as a tensor of the host, or as a column on disk."""
+    if is_on_disk(array):
+        return DiskColumn(array)
+    if hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes)):
+        raise ValueError(
+            f"A {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset one source, as "
+            "source['train'] of a dict of sources, or a distloop.Mixture of several."
+        )
+    tensor = tf.constant(np.asarray(array))
+    if not tensor.shape.rank:
+        raise ValueError(
+            f"A {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of numbers or texts "
+            "into arrays with np.asarray."
+        )
+    return tensor
+
+
+def _row_spec(column: Any) -> tf.TensorSpec:
+    return column.spec if isinstance(column, DiskColumn) else tf.TensorSpec(column.shape[1:], column.dtype)
+
+
+def _pack(structure: Any, entries: list[Any]) -> Any:
+    """Returns a structure with other leaves."""
+    return tf.nest.pack_sequence_as(structure, entries) if tf.nest.is_nested(structure) else entries[0]

@@ -1,0 +1,182 @@
+"""`--memory`: an estimate of the memory that each device needs for a train step, before the first one.
+
+    estimate = estimate_memory(trainer, dataset)
+    print(estimate)                                   # weights, optimizer slots, batch, activations, gradients
+
+The forward and backward pass of one replica is traced for its rows of the first batch, and not run. What it leaves out:
+work space of libraries such as cuDNN, memory that the allocator cannot use, and what XLA saves.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from distloop.data import shards
+from distloop.data.source import Data, Source
+from distloop.diagnostics.live_memory import Peak, peak_of
+from distloop.diagnostics.tracing import as_replica, compiled
+from distloop.diagnostics.tuning import Trainable
+from distloop.distributed import strategies, workers
+from distloop.keras_models.fit_arguments import FitData, read_arguments
+from distloop.monitoring import memory
+from distloop.monitoring.console import say
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.out_of_memory import held_bytes
+from distloop.training.state import TrainState
+
+_BATCH, _ACTIVATIONS, _GRADIENTS = "batch", "activations", "gradients"
+
+
+class MemoryEstimate(NamedTuple):
+    """An estimate of the memory of each device where a train step needs most.
+
+    Attributes:
+        parts: bytes by what they hold, such as "weights" and "activations".
+        available: bytes that a device has for them; None: unknown.
+        rows: of the batch on a device.
+        microbatches: the parts in which it computes them.
+        enough_microbatches: what to set `microbatches` to so that the step fits; None: it fits, or nothing makes it.
+        num_unknown: tensors of unknown size, which are not counted.
+    """
+
+    parts: dict[str, int]
+    available: int | None
+    rows: int
+    microbatches: int
+    enough_microbatches: int | None = None
+    num_unknown: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum, in bytes."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough memory, as far as is known."""
+        return self.available is None or self.total <= self.available
+
+    def __str__(self) -> str:
+        parts = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        lines = [f"Estimated memory of each device, for a step of {self.rows} rows{parts}:"]
+        lines += [f"  {_gb(size)}  {name}" for name, size in self.parts.items()]
+        of = "" if self.available is None else f" of {_gb(self.available).strip()} that are available"
+        lines.append(f"  {_gb(self.total)}  together{of}")
+        if self.num_unknown:
+            lines.append(f"  {self.num_unknown} tensors of unknown size are not counted.")
+        return "\n".join([*lines, *([] if self.fits else [self._advice()])])
+
+    def _advice(self) -> str:
+        """Returns what to do about a step that does not fit."""
+        if self.enough_microbatches is not None:
+            return (
+                f"It does not fit: give --microbatches={self.enough_microbatches}, a smaller batch, or "
+                "--precision=mixed_bfloat16, which about halves the activations."
+            )
+        return "It does not fit with any number of microbatches: give a smaller model, or optimizers with fewer slots."
+
+
+def estimate_memory(trainer: Trainable, dataset: Data) -> MemoryEstimate:
+    """Estimates the memory that each device needs for a train step; runs none and changes nothing.
+
+    On CPUs it is a part of the process's memory: TensorFlow itself takes about half a gigabyte more. A model of several
+    pipeline stages is estimated as a whole, as if it were on one device.
+
+    Args:
+        trainer: its model and settings are used; a model that is not built yet is built.
+        dataset: as for `Trainer.fit`; its first batch is read.
+
+    Raises:
+        ValueError: if the data or `loss_fn` breaks a rule.
+    """
+    return _estimate(trainer, read_arguments(dataset, None, {}))
+
+
+def print_and_exit(trainer: Trainable, data: FitData) -> None:
+    """Prints the estimate for the data of a call of `fit` and ends the process.
+
+    Raises:
+        SystemExit: with code 1 if the step does not fit, else 0.
+    """
+    estimate = _estimate(trainer, data)
+    if workers.is_chief(trainer.state.strategy):
+        for line in str(estimate).splitlines():
+            say(line)
+    raise SystemExit(0 if estimate.fits else 1)
+
+
+def _estimate(trainer: Trainable, data: FitData) -> MemoryEstimate:
+    state, settings = trainer.state, trainer.config
+    trainer.build(data.train)
+    batch_size = settings.global_batch_size(state.strategy)
+    source = Source(data.train, state.strategy, repeat=False, **data.source_settings(batch_size))
+    rows = _rows_of_replica(source, state.strategy)
+    count, held = int(shards.batch_size(rows)), held_bytes(state)
+    available = _available(state.strategy, sum(held.values()))
+    first = microbatches = min(settings.first_microbatches, count)
+    while True:
+        batch, peak = _bytes_of(rows), _peak(state, rows, microbatches)
+        parts = held | {_BATCH: batch, _ACTIVATIONS: peak.activations, _GRADIENTS: peak.gradients}
+        estimate = MemoryEstimate(parts, available, count, microbatches, None, peak.num_unknown)
+        if microbatches == first:
+            asked_for = estimate
+        if estimate.fits:
+            return asked_for._replace(enough_microbatches=None if microbatches == first else microbatches)
+        if microbatches == count:
+            return asked_for
+        microbatches = min(2 * microbatches, count)
+
+
+def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
+    """Returns the first batch's rows that one replica gets, the largest share."""
+    rows = source.first_rows()
+    if source.layout.is_split:
+        return rows
+    replicas = workers.num_local_replicas(strategy) if source.layout.is_sharded else strategy.num_replicas_in_sync
+    count = math.ceil(int(shards.batch_size(rows)) / replicas)
+    return tf.nest.map_structure(lambda t: t[:count], rows)
+
+
+def _peak(state: TrainState, rows: Any, microbatches: int) -> Peak:
+    """Returns the largest peak of the updates on a replica; the gradients of all parameters count at least twice.
+
+    They are there as sums of replicas, and scaled for the optimizer; with several microbatches once more.
+    """
+    count = int(shards.batch_size(rows))
+    part = tf.nest.map_structure(lambda t: t[: math.ceil(count / microbatches)], rows)
+    peaks = []
+    for update in state.spec.updates:
+        update_pass = ForwardBackward(state, update, microbatches=microbatches)
+
+        def trace(rows: Any, update_pass: ForwardBackward = update_pass) -> Any:
+            with as_replica(0, state.strategy.num_replicas_in_sync, set()):
+                factor = update_pass.loss_factor(tf.constant(float(count)))
+                return update_pass.compute(rows, None, factor)[:-1]
+
+        peak = peak_of(compiled(trace, part).graph)
+        sizes = zip(update_pass.packing.shapes, update_pass.packing.dtypes, strict=True)
+        gradients = sum(int(shape.num_elements() or 0) * int(dtype.size) for shape, dtype in sizes)
+        if microbatches > 1:
+            peak = peak._replace(gradients=peak.gradients + gradients)
+        applying = Peak(0, 2 * gradients, peak.num_unknown)
+        peaks.append(max(peak, applying, key=lambda peak: peak.total))
+    return max(peaks, key=lambda peak: peak.total)
+
+
+def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:
+    """Returns the bytes for each replica, with those that its variables hold already; None: unknown."""
+    if strategies.has_gpus(strategy):
+        size = memory.gpu_memory_gb()
+        return None if size is None else int(1e9 * size)
+    return int(1e9 * memory.available_gb()) // workers.num_local_replicas(strategy) + held
+
+
+def _bytes_of(rows: Any) -> int:
+    """Returns the bytes of a batch's numbers; texts stay on the host."""
+    parts = [part for part in tf.nest.flatten(rows, expand_composites=True) if part.dtype != tf.string]
+    return sum(int(tf.size(part)) * int(part.dtype.size) for part in parts)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:8.3f} GB"

@@ -1,0 +1,160 @@
+"""What `make_dataset` takes, and what it refuses."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from distloop.data.make_dataset import make_dataset
+from distloop.data.numbered import NumberedDataset
+
+
+class Rows:
+    def __init__(self, count=10):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        return {"image": np.full([2 + row % 3, 3], row, np.float32), "label": row}
+
+
+def test_a_map_of_tensorflow_brings_rows_to_one_shape():
+    data = make_dataset(
+        Rows(), 4, map_fn=lambda e, seed: {"image": tf.image.resize(e["image"][..., None], [2, 2]), "label": e["label"]}
+    )
+    batch = next(iter(data))
+    assert batch["image"].shape == [4, 2, 2, 1] and batch["label"].numpy().tolist() == [0, 1, 2, 3]
+    assert data.element_spec["image"].shape.as_list() == [None, 2, 2, 1]
+
+
+def test_a_map_of_python_runs_in_python_with_the_same_seeds(capsys):
+    def in_python(example, seed):
+        return {"label": int(example["label"]), "seed": np.asarray(seed)}
+
+    data = make_dataset(Rows(), 4, shuffle=True, map_fn=in_python)
+    assert "map_fn runs in Python, in threads" in capsys.readouterr().err
+    traced = make_dataset(Rows(), 4, shuffle=True, map_fn=lambda e, seed: {"label": e["label"], "seed": seed})
+    for one, other in zip(data.starting_at(2).take(3), traced.starting_at(2).take(3), strict=True):
+        np.testing.assert_array_equal(one["label"], other["label"])
+        np.testing.assert_array_equal(one["seed"], other["seed"])
+
+
+def test_a_python_map_over_arrays():
+    data = make_dataset({"x": np.arange(6.0)}, 3, map_fn=lambda e, seed: float(np.asarray(e["x"]).item()) + 0.5)
+    assert next(iter(data)).numpy().tolist() == [0.5, 1.5, 2.5]
+
+
+def test_lists_are_sources_and_lists_of_arrays_are_columns():
+    assert next(iter(make_dataset([3, 1, 2], 2))).numpy().tolist() == [3, 1]
+    columns = next(iter(make_dataset([np.arange(4), np.ones([4, 2])], 2)))
+    assert [column.shape.as_list() for column in columns] == [[2], [2, 2]]
+
+
+def test_dropping_the_remainder_fixes_the_shape():
+    data = make_dataset(Rows(), 4, drop_remainder=True, map_fn=lambda e, seed: e["label"])
+    assert isinstance(data, NumberedDataset) and data.element_spec.shape == [4] and len(data) == 2
+    assert [batch.shape.as_list() for batch in data] == [[4], [4]]
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "words"),
+    [
+        (Rows(), {}, r"entry of float32 \(None, 3\), whose shape differs from row to row: give a map_fn"),
+        (Rows(0), {}, "has 0 rows"),
+        (iter([1]), {}, "The source given is a list_iterator; make_dataset takes arrays, anything with __len__"),
+        ("text", {}, "The source given is a str"),
+        (np.arange(3), {"seed": -1}, "seed=-1 was given"),
+        (np.arange(3), {"cache": True}, "cache=True is for a tf.data.Dataset"),
+        (
+            Rows(),
+            {"map_fn": lambda e, seed: e["image"]},
+            r"map_fn returns an entry of float32 \(None, 3\), and the rows",
+        ),
+        (np.arange(3), {"drop_remainder": True}, "The 3 rows given are no whole batch of 4"),
+        (tf.data.Dataset.range(3), {"map_fn": lambda e, seed: e}, "whose examples have no number: use Dataset.map"),
+    ],
+)
+def test_what_cannot_be_is_refused(source, settings, words):
+    with pytest.raises(ValueError, match=words):
+        make_dataset(source, 4, **settings)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_has_one_row_at_least(batch_size):
+    with pytest.raises(ValueError, match=f"batch_size={batch_size} was given; a batch has one row at least"):
+        make_dataset(np.arange(3), batch_size)
+
+
+# Sources of other packages, where these are installed -----------------------------------------------------------------
+
+
+def padded(example, seed):
+    ids = tf.pad(example["ids"], [[0, 5 - tf.shape(example["ids"])[0]]])
+    return {**example, "ids": tf.ensure_shape(ids, [5])}
+
+
+@pytest.mark.parametrize("format", [None, "numpy"])
+def test_datasets_of_hugging_face_are_sources(format):
+    datasets = pytest.importorskip("datasets")
+    columns = {
+        "ids": [list(range(row % 5)) for row in range(12)],
+        "matrix": [[[row, 1], [2, 3]] for row in range(12)],
+        "text": [f"row {row}" for row in range(12)],
+        "image": [np.full([2, 3, 3], row, np.uint8) for row in range(12)],
+    }
+    features = datasets.Features(
+        {
+            "ids": datasets.List(datasets.Value("int64")),
+            "matrix": datasets.Array2D([2, 2], "int32"),
+            "text": datasets.Value("string"),
+            "image": datasets.Image(),  # PNG, decoded by row
+        }
+    )
+    source = datasets.Dataset.from_dict(columns, features=features).with_format(format)
+    data = make_dataset(source, 5, shuffle=True, seed=2, map_fn=padded)
+    numbers = []
+    for batch in data:
+        rows = batch["image"].numpy()[:, 0, 0, 0].tolist()
+        numbers += rows
+        assert batch["image"].shape == [len(rows), 2, 3, 3]
+        assert batch["ids"].numpy().tolist() == [columns["ids"][row] + [0] * (5 - row % 5) for row in rows]
+        assert batch["matrix"].numpy().tolist() == [columns["matrix"][row] for row in rows]
+        assert [text.decode() for text in batch["text"].numpy()] == [columns["text"][row] for row in rows]
+    assert sorted(numbers) == list(range(12))
+    column = datasets.Dataset.from_dict({"x": [3, 1, 2]})["x"]
+    assert next(iter(make_dataset({"x": column}, 3)))["x"].numpy().tolist() == [3, 1, 2]
+    with pytest.raises(ValueError, match=r"A Dataset was given in a structure of arrays .* source\['train'\]"):
+        make_dataset(datasets.DatasetDict(train=source), 5)
+
+
+def test_a_map_dataset_of_grain_is_a_source():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.range(10).map(lambda number: {"x": np.full([2], number, np.float32)})
+    batch = next(iter(make_dataset(source, 4, shuffle=True, seed=1)))
+    expected = next(iter(make_dataset(np.arange(10), 4, shuffle=True, seed=1)))
+    assert batch["x"].numpy()[:, 0].astype(int).tolist() == expected.numpy().tolist()
+    with pytest.raises(ValueError, match="has no end; make_dataset starts each epoch itself"):
+        make_dataset(source.repeat(), 4)
+
+
+def test_a_dataset_of_pytorch_is_a_source():
+    class Tensor:  # as torch's
+        def __init__(self, values):
+            self.values = values
+
+        def detach(self):
+            return self
+
+        def cpu(self):
+            return np.asarray(self.values)
+
+    class Pairs:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, row):
+            return Tensor(np.full([2], row, np.float32)), row % 2
+
+    x, label = next(iter(make_dataset(Pairs(), 4)))
+    assert x.numpy()[:, 0].tolist() == [0, 1, 2, 3] and label.numpy().tolist() == [0, 1, 0, 1]

@@ -1,0 +1,92 @@
+"""The estimate of a step's memory: its parts, what fits, and what to do about it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.diagnostics import memory_estimate
+from tests.problems import assert_equal, classification, classifier, everything, on
+
+WIDTH, ROWS = 256, 64
+
+
+def wide(layers=8):
+    """A `model_fn` for a batch {"x": [B, WIDTH]}, whose layers keep an input each."""
+
+    def model_fn():
+        hidden = [keras.layers.Dense(WIDTH, activation="tanh", use_bias=False) for _ in range(layers)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
+        loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), 1)}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.Adam(), loss_fn)
+
+    return model_fn
+
+
+def data(rows=ROWS):
+    return {"x": np.zeros([rows, WIDTH], np.float32)}
+
+
+def estimate(**settings):
+    trainer = distloop.Trainer(wide(), on(1, batch_size=ROWS, **settings))
+    return distloop.estimate_memory(trainer, data())
+
+
+def available(monkeypatch, gigabytes):
+    monkeypatch.setattr(memory_estimate.memory, "available_gb", lambda: gigabytes)
+
+
+def test_weights_slots_averages_batch_activations_and_gradients_are_told():
+    parts = estimate(average_decay=0.9).parts
+    weights = 8 * WIDTH**2 * 4
+    assert parts["weights"] == pytest.approx(weights, rel=0.01)
+    assert parts["optimizer slots"] == pytest.approx(2 * weights, rel=0.01)
+    assert parts["averages of weights"] == weights
+    assert parts["batch"] == ROWS * WIDTH * 4
+    assert parts["gradients"] >= 2 * weights  # more than the activations of so few rows
+
+
+def test_activations_grow_with_the_rows_and_shrink_with_the_microbatches():
+    trainer = distloop.Trainer(wide(), on(1, batch_size=100 * ROWS))
+    whole = distloop.estimate_memory(trainer, data(100 * ROWS))
+    activation = 100 * ROWS * WIDTH * 4
+    assert 8 * activation <= whole.parts["activations"] <= 9 * activation
+    halves = distloop.Trainer(wide(), on(1, batch_size=100 * ROWS, microbatches=2))
+    assert distloop.estimate_memory(halves, data(100 * ROWS)).parts["activations"] == pytest.approx(
+        whole.parts["activations"] / 2, rel=0.01
+    )
+
+
+def test_a_replica_holds_its_own_rows():
+    trainer = distloop.Trainer(classifier(batch_norm="synchronized"), on(2, batch_size=9))
+    before = everything(trainer)
+    result = distloop.estimate_memory(trainer, classification(9))
+    assert result.rows == 5
+    assert_equal(everything(trainer), before)
+
+
+@pytest.mark.slow
+def test_the_microbatches_that_make_a_step_fit_are_named(monkeypatch):
+    activation = 100 * ROWS * WIDTH * 4
+    available(monkeypatch, 5 * activation / 1e9)
+    result = distloop.estimate_memory(distloop.Trainer(wide(8), on(1, batch_size=100 * ROWS)), data(100 * ROWS))
+    assert not result.fits and result.enough_microbatches == 4
+    assert "It does not fit: give --microbatches=4" in str(result)
+    available(monkeypatch, 0.0)
+    few = distloop.estimate_memory(distloop.Trainer(wide(2), on(1, batch_size=2)), data(2))
+    assert "does not fit with any number of microbatches" in str(few)
+
+
+def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys, tmp_path):
+    trainer = distloop.Trainer(classifier(), on(1, memory=True, workdir=str(tmp_path / "run")))
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(classification(8), batch_size=4, steps=1)
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and trainer.step == 0 and not (tmp_path / "run").exists()
+    assert "Estimated memory of each device, for a step of 4 rows:" in printed
+    assert "GB  activations" in printed and "that are available" in printed
+    available(monkeypatch, 0.0)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(classification(8), batch_size=4, steps=1)
+    assert ended.value.code == 1

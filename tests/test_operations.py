@@ -1,0 +1,12 @@
+"""The operations of traced functions."""
+
+import tensorflow as tf
+
+from distloop.operations import DRAWS_FROM_KERNEL, with_called
+
+
+def test_operations_of_called_functions_and_of_branches_are_seen():
+    inner = tf.function(lambda x: tf.cond(x > 0, lambda: x + tf.random.normal([]), lambda: x))
+    graph = tf.function(lambda x: inner(x) * 2).get_concrete_function(tf.TensorSpec([])).graph
+    assert not [op for op in graph.get_operations() if DRAWS_FROM_KERNEL.fullmatch(op.type)]
+    assert [op.type for op in with_called(graph.get_operations()) if DRAWS_FROM_KERNEL.fullmatch(op.type)]
