@@ -110,10 +110,13 @@ def test_lengths_that_do_not_fit_are_refused(settings, words):
 
 
 def test_a_place_in_other_batches_is_refused():
-    place = {"batches": 9, "skipped": [], **ORDER.facts_at({"batches": 9})}
-    assert convert_place(place, ORDER.facts_at(place)) is place
+    def facts_of(order):
+        return {**order.facts_at({"batches": 9}), "order": 1}
+
+    place = {"batches": 9, "skipped": [], **facts_of(ORDER)}
+    assert convert_place(place, facts_of(ORDER)) is place
     for other in (by_length(PLAIN, LENGTHS + 1, ()), by_length(replace(PLAIN, batch_size=6), LENGTHS, ())):
         with pytest.raises(ValueError, match="had batches by length, of 5 examples in windows of 500 "):
-            convert_place(place, other.facts_at(place))
+            convert_place(place, facts_of(other))
     with pytest.raises(ValueError, match="and the data given has no lengths"):
-        convert_place(place, PLAIN.facts_at(place))
+        convert_place(place, facts_of(PLAIN))
