@@ -103,6 +103,9 @@ class Config:
     num_devices: int = setting(
         DEVICES, 0, "Devices per worker; 0: all. With device=cpu: the number of virtual CPUs to create."
     )
+    virtual_replicas: int = setting(
+        DEVICES, 0, "Replicas that devices share out, for the same bits on any number of them: 2, 4, 8, ...; 0: none."
+    )
     num_stages: int = setting(
         DEVICES,
         1,
@@ -281,7 +284,7 @@ class Config:
 
     def global_batch_size(self, strategy: Any) -> int:
         """Returns the examples per step over all replicas of a strategy, such as `trainer.strategy`."""
-        return self.batch_size or int(strategy.num_replicas_in_sync) * self.replica_batch_size
+        return self.batch_size or int(self.virtual_replicas or strategy.num_replicas_in_sync) * self.replica_batch_size
 
     @classmethod
     def from_flags(cls, **overrides: Any) -> "Config":

@@ -112,6 +112,36 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "out.",
     ),
     (
+        lambda config: config.virtual_replicas.bit_count() > 1,
+        "virtual_replicas={config.virtual_replicas} was given; its sums are added in pairs, so it is a power of two: "
+        "give 2, 4, 8 and so on.",
+    ),
+    (
+        lambda config: config.virtual_replicas and config.num_devices and config.virtual_replicas % config.num_devices,
+        "virtual_replicas={config.virtual_replicas} and num_devices={config.num_devices} were given; each device runs "
+        "as many virtual replicas as the others: give a number of devices that divides {config.virtual_replicas}.",
+    ),
+    (
+        lambda config: config.virtual_replicas and config.intra_op_threads > 1,
+        "virtual_replicas={config.virtual_replicas} and intra_op_threads={config.intra_op_threads} were given, but the "
+        "bits of a gradient depend on the threads within an operation, of which there is 1 then: leave either out.",
+    ),
+    (
+        lambda config: config.virtual_replicas and config.jit_compile,
+        "virtual_replicas={config.virtual_replicas} and jit_compile=True were given, but XLA promises no bits: leave "
+        "either out.",
+    ),
+    (
+        lambda config: config.virtual_replicas and config.microbatches == "auto",
+        "virtual_replicas={config.virtual_replicas} and microbatches=auto were given, but the bits would depend on a "
+        "device's memory: give a number of microbatches.",
+    ),
+    (
+        lambda config: config.virtual_replicas and config.num_stages > 1,
+        "virtual_replicas={config.virtual_replicas} and num_stages={config.num_stages} were given, but stages belong "
+        "to one replica: leave either out.",
+    ),
+    (
         lambda config: config.strategy == "none" and config.num_devices > 1 and config.num_stages == 1,
         "strategy=none and num_devices={config.num_devices} contradict each other; without a strategy there is one "
         "device: give strategy=mirrored or num_devices=1.",

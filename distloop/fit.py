@@ -386,10 +386,10 @@ def make_training_source(data: FitData, state: TrainState, config: Config, lates
     if latest is not None and data.is_asked_for(latest.asked_for):
         return latest
     source = Source(
-        data.train,
-        state.strategy,
+        *(data.train, state.strategy),
         shuffle_seed=config.seed,
         microbatches=config.first_microbatches,
+        virtual_replicas=config.virtual_replicas,
         may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),

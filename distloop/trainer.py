@@ -87,13 +87,14 @@ class Trainer:
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
         is_scaled = loss_scale.needs_loss_scale(config.precision)
+        decay, virtual_replicas = config.average_decay, config.virtual_replicas
         with loss_scale.policy(config.precision):
-            self.state = TrainState.make(model_fn, self.strategy, config.average_decay, is_loss_scaled=is_scaled)
+            self.state = TrainState.make(model_fn, self.strategy, decay, virtual_replicas, is_loss_scaled=is_scaled)
         self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
-        self._passes = Passes(self.strategy, config.global_batch_size(self.strategy))
+        self._passes = Passes(self.strategy, config.global_batch_size(self.strategy), config.virtual_replicas)
         self._predictor = Predictor(self.state, eager=config.eager)
         self._eval_loop = EvalLoop(self.state, eager=config.eager)
         self._forward_pass = ForwardPass(self.state, config)
@@ -250,9 +251,8 @@ class Trainer:
     ) -> dict[int, dict[str, float]]:
         """Evaluates each checkpoint of a run that another process trains, once, until that run is complete.
 
-        It writes `evaluations/<name>.jsonl`, and `<name>/` for TensorBoard, into the run's workdir. A second
-        call leaves out the checkpoints that have a row already. `keep_checkpoints` of the run must be large enough that
-        no checkpoint is deleted before its turn.
+        It writes `evaluations/<name>.jsonl`, and `<name>/` for TensorBoard. A second call leaves out checkpoints that
+        have a row. `keep_checkpoints` of the run must be so large that none is deleted before its turn.
 
         Args:
             dataset: as for `fit`; finite.

@@ -283,7 +283,8 @@ def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], 
 
 def tensorflow_variable(variable: Any) -> Any:
     """Returns the TensorFlow variable of a Keras variable; any other variable as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    # Private: in a `keras.StatelessScope`, `value` is the scope's.
+    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def is_seed(variable: Any) -> bool:

@@ -235,7 +235,7 @@ def test_flags_txt_restores_every_field(fresh_flags, tmp_path):
     flags.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
     excluded = {"epochs", "until", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
-    excluded |= {"clip_variable_norm", "clip_value", "replica_batch_size"}
+    excluded |= {"clip_variable_norm", "clip_value", "replica_batch_size", "virtual_replicas"}
     assert set(OTHER_VALUES) == set(NAMES) - excluded
     flags.write(given, str(tmp_path))
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given

@@ -34,10 +34,11 @@ class DataInfo:
         layout: what tracing needs to know about the batches.
         num_batches: of one pass, the longest over all workers' shards; inf: endless; None: unknown.
         num_missing_batches: by which this worker's shard is shorter than the longest one.
-        min_rows: one for each microbatch of each replica; a batch with fewer rows is padded.
+        min_rows: one for each microbatch of each (virtual) replica; a batch with fewer rows is padded.
         batch_size: of a whole batch, of this worker's shard if the data is sharded; None if unknown, or if TensorFlow
             splits the batches.
-        replica_batch_sizes: the rows of a whole batch that each replica takes, of this worker's if the data is sharded.
+        replica_batch_sizes: the rows of a whole batch that each replica takes, virtual ones if there are any, of this
+            worker's if the data is sharded.
     """
 
     element_spec: Any
@@ -67,6 +68,7 @@ def inspect(
     strategy: tf.distribute.Strategy,
     *,
     microbatches: int = 1,
+    virtual_replicas: int = 0,
     is_sharded: bool = False,
     batch_size: int | None = None,
 ) -> DataInfo:
@@ -76,20 +78,28 @@ def inspect(
         dataset: a `tf.data.Dataset` or a `DistributedDataset`; read only to count a shard's batches.
         strategy: whose replicas share out each batch.
         microbatches: the parts in which a replica computes its rows.
+        virtual_replicas: as `Config.virtual_replicas`.
         is_sharded: whether the dataset is this worker's shard, so that other workers have other examples.
         batch_size: of a whole batch, where the dataset cannot know it; None: the dataset may.
 
     Raises:
-        ValueError: if the dataset is not batched or known to be empty, if the shards do not fit together, or if
-            workers that should read the same do not.
+        ValueError: if the dataset is not batched or known to be empty, if the shards do not fit together, if
+            workers that should read the same do not, or if batches depend on the devices and must not.
     """
     is_split = isinstance(dataset, tf.distribute.DistributedDataset)
+    if virtual_replicas and (is_split or is_sharded):
+        raise ValueError(
+            f"{virtual_replicas=} was given with {'a DistributedDataset' if is_split else 'a shard for each worker'}, "
+            "whose batches depend on the devices: give the plain dataset of global batches, which distloop shares out."
+        )
     if not is_split:
         _require_batched(dataset.element_spec)
     num_batches, num_missing = cardinality(dataset), 0
     if num_batches == 0:
         raise ValueError(EMPTY_DATASET)
     replicas = workers.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
+    turns = virtual_replicas // replicas or 1
+    replicas *= turns
     min_rows = replicas * microbatches
     static_size = None if is_split else static_batch_size(dataset.element_spec)
     is_padded = not is_split and min_rows > 1 and (static_size is None or static_size < min_rows)
@@ -103,7 +113,7 @@ def inspect(
         workers.require_same(strategy, "read a dataset", facts)
     return DataInfo(
         dataset.element_spec,
-        Layout(is_split, is_padded, is_sharded, _max_replica_rows(sizes, strategy, is_sharded)),
+        Layout(is_split, is_padded, is_sharded, _max_replica_rows(sizes, turns, strategy, is_sharded), turns),
         num_batches,
         num_missing,
         min_rows,
@@ -168,7 +178,9 @@ def _replica_batch_sizes(batch_size: int, replicas: int, min_rows: int) -> tuple
     return tuple(min(batch_size, end) - min(batch_size, start) for start, end in bounds)
 
 
-def _max_replica_rows(sizes: tuple[int, ...], strategy: tf.distribute.Strategy, is_sharded: bool) -> int | None:
+def _max_replica_rows(
+    sizes: tuple[int, ...], turns: int, strategy: tf.distribute.Strategy, is_sharded: bool
+) -> int | None:
     """Returns the largest number of rows that a replica of any worker takes.
 
     Returns:
@@ -176,7 +188,7 @@ def _max_replica_rows(sizes: tuple[int, ...], strategy: tf.distribute.Strategy, 
     """
     if not strategies.uses_collectives(strategy):
         return None
-    most = max(sizes, default=0)
+    most = max((sum(sizes[i : i + turns]) for i in range(0, len(sizes), turns)), default=0)
     if is_sharded:
         rows_by_worker = workers.gather(strategy, most)
         most = 0 if 0 in rows_by_worker else int(rows_by_worker.max())

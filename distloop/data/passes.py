@@ -15,14 +15,16 @@ class Passes:
         batch_size: of arrays, the examples in a global batch.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, batch_size: int):
+    def __init__(self, strategy: tf.distribute.Strategy, batch_size: int, virtual_replicas: int = 0):
         """Starts without sources.
 
         Args:
             strategy: whose replicas share out each batch.
             batch_size: of arrays, the examples in a global batch.
+            virtual_replicas: as `Config.virtual_replicas`.
         """
         self._strategy = strategy
+        self._virtual_replicas = virtual_replicas
         self.batch_size = batch_size
         self._sources: list[Source] = []  # the latest first
 
@@ -37,7 +39,13 @@ class Passes:
             ValueError: if the data breaks a rule, or is endless and may not be.
         """
         source = next((s for s in self._sources if s.data is data), None)
-        source = source or Source(data, self._strategy, repeat=False, batch_size=self.batch_size)
+        source = source or Source(
+            data,
+            self._strategy,
+            virtual_replicas=self._virtual_replicas,
+            repeat=False,
+            batch_size=self.batch_size,
+        )
         if source.info.is_endless and not may_be_endless:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."

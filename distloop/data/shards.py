@@ -5,7 +5,8 @@
 
 Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow. Nothing is added,
 so synchronized BatchNormalization sees the same rows on any number of replicas. Only a batch too small to give every
-replica and microbatch a row is padded with whole copies of itself, at weight 0.
+replica and microbatch a row is padded with whole copies of itself, at weight 0. Virtual replicas share out a batch as
+replicas do: the replica on a device takes the rows of its own virtual ones, each after the other.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ class Layout(NamedTuple):
     is_padded: bool  # whether the iterator's elements are `Batch`es, whose size says how many rows count
     is_sharded: bool = False  # whether each worker reads a shard of the data, so that its batches are its own
     max_replica_rows: int | None = None  # of a whole batch, on any worker, if known; for collectives
+    turns: int = 1  # the virtual replicas that each replica runs
 
 
 class LastBatch:
@@ -115,8 +117,8 @@ def take_shard(
     Args:
         batch: the global batch, or this replica's part if the layout is split.
         layout: of the iterator that the batch is from.
-        microbatches: k, the parts into which a replica's shard is cut.
-        microbatch: the index of the part, from 0.
+        microbatches: k, the parts into which the shard of a replica, or of each virtual one, is cut.
+        microbatch: the index of the part, from 0; those of this replica's first virtual replica come first.
 
     Returns:
         The rows in the user's structure, `[b, ...]`, and their weights `[b]` (float32, 0 for padding), or None if all
@@ -129,6 +131,9 @@ def take_shard(
     elif layout.is_sharded:
         replicas = workers.num_local_replicas(context.strategy)
         replica = replica % replicas
+    if layout.turns > 1:
+        replicas, replica = replicas * layout.turns, replica * layout.turns + microbatch // microbatches
+        microbatch = microbatch % microbatches
     rows, size = batch
     if layout.is_split and microbatches > 1:
         rows, size = pad(rows, microbatches)

@@ -64,6 +64,7 @@ class Source:
         strategy: tf.distribute.Strategy,
         *,
         microbatches: int = 1,
+        virtual_replicas: int = 0,
         repeat: bool = True,
         may_go_back: bool = False,
         limit: int = 0,
@@ -81,9 +82,9 @@ class Source:
                 one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
             strategy: whose replicas share out each batch.
             microbatches: the parts in which a replica computes its rows.
+            virtual_replicas: as `Config.virtual_replicas`.
             repeat: whether finite data starts again at its end.
-            may_go_back: whether a position may be restored after the data was read. The dataset is copied then, so
-                that it is shuffled alike each time.
+            may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
             limit: the most batches in a pass; 0: all.
             is_cached: whether each pass repeats the batches of the first one.
             batch_size: of arrays, the examples in a global batch.
@@ -122,7 +123,8 @@ class Source:
         self._may_go_back = may_go_back and not is_split
         is_sharded = opened.takes_context and self._num_workers > 1
         rows = None if self._feed is None else self._feed.batch_size
-        self._inspect = functools.partial(inspect, self._dataset, strategy, is_sharded=is_sharded, batch_size=rows)
+        facts: dict[str, Any] = {"virtual_replicas": virtual_replicas, "is_sharded": is_sharded, "batch_size": rows}
+        self._inspect = functools.partial(inspect, self._dataset, strategy, **facts)
         self.set_microbatches(microbatches)
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
         self._starting_feed = self._feed if starts_anywhere else None
@@ -215,11 +217,7 @@ class Source:
             return iterate(self._whole_pipeline)
 
     def start_loop(self) -> int | None:
-        """Takes the batches to skip at this place, before a loop starts.
-
-        Returns:
-            The most batches that the loop may take; None: any number.
-        """
+        """Takes the batches to skip here, before a loop; returns the most that it may take, None: any number."""
         left = self._left_of_pass()
         while self.batches_taken in self.skipped_batches:
             next(self.iterator())

@@ -34,7 +34,7 @@ from distloop.diagnostics.tracing import (
 )
 from distloop.distributed import devices
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.random_streams import SEED_STRIDE
+from distloop.training.random_streams import stream_of
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -158,7 +158,7 @@ class Probe:
             first_seeds = [tf.convert_to_tensor(seed) for seed in state.seeds]
             for replica, batch in ((0, rows), (0, rows), (1, other_rows)):
                 for seed, value in zip(state.seeds, first_seeds, strict=True):
-                    seed.assign(value + tf.constant([replica * SEED_STRIDE, 0], value.dtype))
+                    seed.assign(stream_of(value, replica))
                 with as_replica(replica, REPLICAS, collectives) as operations, no_new_variables():
                     for update in state.spec.updates:
                         update.loss_fn(batch, True)
@@ -285,7 +285,12 @@ class Probe:
         """Two steps of training on the beginning of the data."""
         with self.restored():
             before = self._gradients()
-            source = Source(self.dataset(), self.state.strategy, microbatches=self._microbatches)
+            source = Source(
+                self.dataset(),
+                self.state.strategy,
+                microbatches=self._microbatches,
+                virtual_replicas=self.state.virtual_replicas,
+            )
             step = TrainStep(self.state, microbatches=self._microbatches)
 
             def train(iterator: Any) -> tf.Tensor:

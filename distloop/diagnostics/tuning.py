@@ -1,9 +1,7 @@
 """Tuning: a few steps that look for a learning rate or a batch size, and change nothing.
 
-    result = find_learning_rate(trainer, dataset)
-    print(result.suggestion)
-    result = autotune_batch(trainer, dataset)
-    print(result.suggestion)
+    rate = find_learning_rate(trainer, dataset).suggestion
+    batch_size = autotune_batch(trainer, dataset).suggestion
 
 The trainer's own model trains, with its settings, on a pass of its own over the dataset; then every bit is restored.
 """
@@ -120,7 +118,7 @@ def find_learning_rate(
     factor = (highest / lowest) ** (1 / (steps - 1))
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
     dataset = as_dataset(dataset, settings.global_batch_size(state.strategy), settings.seed)
-    source = Source(dataset, state.strategy, microbatches=settings.first_microbatches, may_go_back=True)
+    source = _source(dataset, state, settings, may_go_back=True)
     with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
         with contextlib.suppress(_Exploded, Diverged):
             make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
@@ -173,9 +171,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
     with a learning rate of 0: it measures the step and not the input. It ends when a batch does not fit on a GPU, when
     the next one has more rows than the dataset or might take more than `memory_share` of the memory that was available,
     or when two doublings in a row were less than 5 % faster. `Config.batch_size` stays as it is: give the suggestion to
-    the program, with the learning rate that goes with it.
-
-    Everything that training changes is restored bit for bit.
+    the program, with the learning rate that goes with it. Everything that training changes is restored bit for bit.
 
     Args:
         trainer: its model and settings are used, on one worker.
@@ -318,6 +314,11 @@ def _rate_of(state: TrainState, update: str, schedule: _Sweep) -> Iterator[None]
         optimizer._learning_rate = before
 
 
+def _source(dataset: Any, state: TrainState, settings: Config, **options: Any) -> Source:
+    options |= {"microbatches": settings.first_microbatches, "virtual_replicas": state.virtual_replicas}
+    return Source(dataset, state.strategy, **options)
+
+
 class _Meter:
     """Measures how fast a model trains with a batch size."""
 
@@ -329,8 +330,7 @@ class _Meter:
         places = tf.range(batch_size) % shards.batch_size(self._rows)
         with tf.device(HOST):
             batch = tf.nest.map_structure(lambda t: tf.gather(t, places), self._rows)
-        dataset = tf.data.Dataset.from_tensors(batch)
-        source = Source(dataset, self._state.strategy, microbatches=self._settings.first_microbatches)
+        source = _source(tf.data.Dataset.from_tensors(batch), self._state, self._settings)
         loop = make_loop(self._state, self._settings)
 
         def train(steps: int) -> dict[str, float]:

@@ -56,8 +56,11 @@ def prepare_process(config: Config) -> None:
         _set_memory_growth()
     tf.get_logger().setLevel("WARNING")  # TensorFlow logs how it reduces at every trace, at level INFO
     keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
+    is_on_gpus = choose_device_type(config) == "GPU"
+    if config.deterministic or (config.virtual_replicas and is_on_gpus):
         tf.config.experimental.enable_op_determinism()
+    if config.virtual_replicas:
+        _keep_graphs_as_written()
 
 
 @contextlib.contextmanager
@@ -93,15 +96,31 @@ def short_device(device: str) -> str:
 
 
 def _set_threads(config: Config) -> None:
-    if not config.intra_op_threads:
+    given = "intra_op_threads" if config.intra_op_threads else "virtual_replicas"
+    count = config.intra_op_threads or (1 if config.virtual_replicas else 0)  # the bits of a gradient depend on it
+    if not count:
         return
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads)
+        tf.config.threading.set_intra_op_parallelism_threads(count)
     except RuntimeError:
         raise ValueError(
-            f"intra_op_threads={config.intra_op_threads} was given, but TensorFlow has already started with another "
-            "number: call distloop.prepare(config) before the first tensor, dataset or model."
+            f"{given}={getattr(config, given)} was given, but TensorFlow has already started with another number of "
+            f"threads within an operation than {count}: call distloop.prepare(config) before the first tensor, dataset "
+            "or model."
         ) from None
+
+
+def _keep_graphs_as_written() -> None:
+    """Turns off what changes a graph by its surroundings, and with it the bits: fusions, and compilation by XLA.
+
+    It stays off, as functions that are traced later in this process would have other bits.
+    """
+    if tf.config.optimizer.get_jit():
+        raise ValueError(
+            "virtual_replicas was given, and tf.config.optimizer.set_jit lets XLA compile parts of a graph, which "
+            "promises no bits: leave either out."
+        )
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def _create_virtual_cpus(config: Config) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from distloop.distributed import strategies
+from distloop.distributed.tree_sums import tree_sum
 
 T = TypeVar("T")
 
@@ -128,3 +129,15 @@ def all_gather(rows: tf.Tensor) -> tf.Tensor:
     if dtype.is_integer or dtype.is_bool:  # collectives support few types
         sent = tf.cast(rows, tf.int64)
     return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis=0), dtype)
+
+
+def sum_in_tree(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the sums of tensors over the replicas of all workers, bit for bit as `tree_sum`. Call in replica context.
+
+    Args:
+        tensors: of the same shapes on all replicas.
+    """
+    context = tf.distribute.get_replica_context()
+    if strategies.adds_in_tree(context.strategy):
+        return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+    return [tree_sum(tf.unstack(all_gather(t[tf.newaxis]), context.num_replicas_in_sync)) for t in tensors]

@@ -20,6 +20,7 @@ from distloop.distributed import devices, environment, tensorflow_internals, wor
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
+from distloop.distributed.tree_sums import tree_sum
 from distloop.flags import facts, secret_names
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
@@ -76,7 +77,8 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
         )
     if name == "none" or (name == "auto" and num_devices == 1):
         return tf.distribute.get_strategy()
-    return _make_mirrored(tuple(f"{device_type}:{i}" for i in range(num_devices)))
+    device_names = tuple(f"{device_type}:{i}" for i in range(num_devices))
+    return _make_mirrored(device_names, bool(config.virtual_replicas))
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
@@ -96,6 +98,21 @@ def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
             "use a synchronous strategy such as MirroredStrategy."
         )
     return strategy
+
+
+def virtual_replicas_each(strategy: tf.distribute.Strategy, count: int) -> int:
+    """Returns how many virtual replicas each replica runs; `count` of all, 0: none.
+
+    Raises:
+        ValueError: if they cannot be shared out evenly.
+    """
+    each, rest = divmod(count, strategy.num_replicas_in_sync)
+    if rest:
+        raise ValueError(
+            f"virtual_replicas={count} was given for {describe(strategy)}, and each runs as many virtual ones as the "
+            f"others: give a number of devices and workers that divides {count}."
+        )
+    return each
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
@@ -121,6 +138,12 @@ def uses_collectives(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if replicas communicate by TensorFlow's collectives; mirrored CPUs of one process do not."""
     reduction = tensorflow_internals.cross_device_ops(strategy)
     return strategy.num_replicas_in_sync > 1 and not isinstance(reduction, tf.distribute.ReductionToOneDevice)
+
+
+def adds_in_tree(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if sums over replicas are added as `tree_sum` does, not in an order of TensorFlow's."""
+    reduction = tensorflow_internals.cross_device_ops(strategy)
+    return strategy.num_replicas_in_sync == 1 or getattr(reduction, "accumulation_fn", None) is tree_sum
 
 
 def _device_names(strategy: tf.distribute.Strategy) -> list[str]:
@@ -161,12 +184,13 @@ def _strategy_name(config: Config) -> str:
 
 
 @functools.cache
-def _make_mirrored(device_names: tuple[str, ...]) -> tf.distribute.Strategy:
+def _make_mirrored(device_names: tuple[str, ...], adds_in_tree: bool) -> tf.distribute.Strategy:
     # On virtual CPUs, one addition of packed vectors is cheaper than collectives (2.5 times on small models) and uses
-    # no keys that another strategy could clash with. GPUs keep TensorFlow's default, NCCL.
+    # no keys that another strategy could clash with. GPUs keep TensorFlow's default, NCCL, unless bits count.
     on_cpu = device_names[0].startswith("CPU")
+    reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=tree_sum if adds_in_tree else None)
     return tf.distribute.MirroredStrategy(
-        list(device_names), cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None
+        list(device_names), cross_device_ops=reduction if on_cpu or adds_in_tree else None
     )
 
 

@@ -9,7 +9,8 @@ All functions run in replica context. They do not know how gradients are compute
     apply(optimizer, packing.unpack(segments, scale), variables)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ import tensorflow as tf
 
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
 LARGEST_PACKED_BYTES = 256 * 1024
+
+Reduce = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 class Packing:
@@ -123,13 +126,14 @@ class Packing:
                 yield i, self._size(i) if len(group) > 1 else 1
 
     def all_reduce(
-        self, segments: Sequence[tf.Tensor], sums: Mapping[str, Any]
+        self, segments: Sequence[tf.Tensor], sums: Mapping[str, Any], reduce: Reduce | None = None
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Sums gradients, and other values by name, over all replicas and workers in one reduction.
 
         Args:
             segments: the packed gradients.
             sums: name -> a float32 tensor of static shape, or a list of such tensors.
+            reduce: returns the sums of some tensors over all replicas; None: in the order that TensorFlow chooses.
 
         Returns:
             The summed segments, and name -> sum.
@@ -137,28 +141,30 @@ class Packing:
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1:
             return list(segments), dict(sums)
+        reduce = reduce or functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM)
         tensors = [tensor for value in sums.values() for tensor in tf.nest.flatten(value)]
         if not tensors:
-            return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(segments))), {}
+            return list(reduce(list(segments))), {}
         vector = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-        segments, vector = self._all_reduce_with(vector, segments)
+        segments, vector = self._reduce_with(vector, segments, reduce)
         pieces = iter(tf.split(vector, [tensor.shape.num_elements() for tensor in tensors]))
         return segments, {
             name: tf.nest.map_structure(lambda tensor: tf.reshape(next(pieces), tensor.shape), value)
             for name, value in sums.items()
         }
 
-    def _all_reduce_with(self, vector: tf.Tensor, segments: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _reduce_with(
+        self, vector: tf.Tensor, segments: Sequence[tf.Tensor], reduce: Reduce
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Sums segments and one more vector over the replicas; at the end of a small segment, the vector is free."""
-        context = tf.distribute.get_replica_context()
         for i, segment in enumerate(segments):
             size = segment.shape[0]
             if segment.dtype == vector.dtype and size * segment.dtype.size <= LARGEST_PACKED_BYTES:
                 joined = [*segments[:i], tf.concat([segment, vector], 0), *segments[i + 1 :]]
-                reduced = list(context.all_reduce(tf.distribute.ReduceOp.SUM, joined))
+                reduced = list(reduce(joined))
                 reduced[i], vector = reduced[i][:size], reduced[i][size:]
                 return reduced, vector
-        *reduced, vector = context.all_reduce(tf.distribute.ReduceOp.SUM, [*segments, vector])
+        *reduced, vector = reduce([*segments, vector])
         return reduced, vector
 
 

@@ -204,7 +204,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
     try:
         for update in train_step.updates:
             before = read()
-            for microbatch in range(train_step.microbatches):
+            for microbatch in range(layout.turns * train_step.microbatches):
                 origin = _find_origin(train_step, update, batch, layout, microbatch)
                 seen_by = np.flatnonzero(workers.gather(strategy, origin is not None))
                 if len(seen_by):

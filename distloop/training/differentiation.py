@@ -109,7 +109,7 @@ class Differentiation:
                 state.placement,
                 tallies["loss"],
                 is_weighted=isinstance(outputs["loss"], metrics.Weighted),
-                shards=state.strategy.num_replicas_in_sync * self._microbatches,
+                shards=(state.virtual_replicas or state.strategy.num_replicas_in_sync) * self._microbatches,
             )
             if regularization is not None:
                 tallies[REGULARIZATION] = regularization

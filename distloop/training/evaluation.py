@@ -20,17 +20,18 @@ from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
+from distloop.distributed.tree_sums import tree_sum
 from distloop.errors import as_user_error
 from distloop.graph_functions import graph_function
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
-from distloop.training.metric_state import KerasMetrics, check_arguments
+from distloop.training.metric_state import Join, KerasMetrics, check_arguments
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.spec import LossFn
 from distloop.training.state import TrainState
 from distloop.training.variable_creation import refusing_new_variables
-from distloop.training.variable_writes import restored_writes
+from distloop.training.virtual_replicas import join_rows, run_forward
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 _PART_SECS = 1.0  # after which a part of a pass begins no other batch
@@ -50,7 +51,7 @@ class EvalStep:
         self._strategy = state.strategy
         self._loss_fn = loss_fn
         self._needs_loss = loss_fn is None
-        self.keras_metrics = state.keras_metrics if loss_fn is None else _copied(metrics or {}, state.strategy)
+        self.keras_metrics = state.keras_metrics if loss_fn is None else _copied(metrics or {}, state)
         self.names: list[str] = []
 
     @property
@@ -64,34 +65,59 @@ class EvalStep:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
-            The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`.
+            The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`; with virtual
+            replicas, those of each of this worker's, `[v * 2 * M]`.
         """
         replica_fn = gathering.with_max_rows(functools.partial(self._forward, layout), layout.max_replica_rows)
-        tallies = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
+        per_replica = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
         with tf.device(HOST):
-            return tf.add_n([tf.cast(replica_tallies, tf.float64) for replica_tallies in tallies])
+            tallies = [tf.cast(replica_tallies, tf.float64) for replica_tallies in per_replica]
+            return tf.concat(tallies, 0) if self._state.virtual_replicas else tf.add_n(tallies)
+
+    def sum_over_workers(self, tallies: tf.Tensor) -> tf.Tensor:
+        """Returns the tallies of all workers, `[2 * M]`, from the sums of what a step returns."""
+        strategy, count = self._strategy, self._state.virtual_replicas
+        num_workers = workers.num_workers(strategy)
+        if count:  # each worker's in its own place, where zeros change no bit of them
+            size = count // num_workers * 2 * len(self.names)
+            here = tf.one_hot(workers.worker_index(strategy), num_workers, dtype=tf.float64)
+            tallies = tf.reshape(here[:, tf.newaxis] * tf.broadcast_to(tallies, [size]), [-1])  # one zero: no batch yet
+        if num_workers > 1:
+            tallies = workers.sum_over_workers(strategy, tallies)
+        return tree_sum(tf.unstack(tf.reshape(tallies, [count, -1]))) if count else tallies
 
     def _forward(self, layout: Layout, batch: Batch) -> tf.Tensor:
-        state = self._state
-        rows, row_weights = shards.take_shard(batch, layout)
+        """Returns the tallies of a replica's rows, `[2 * M]`; of each of its virtual replicas, `[T * 2 * M]`."""
+        joins: dict[str, Join] = {}  # by update, what puts together the arguments of Keras metrics
+        results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
+        tallies, metric_rows = zip(*results, strict=True)
+        for update, join in joins.items():
+            parts = zip(*(rows[update] for rows in metric_rows), strict=True)
+            self.keras_metrics.update_gathered([join_rows(pieces) for pieces in parts], join)
+        return join_rows(tallies)
+
+    def _tally(
+        self, joins: dict[str, Join], rows: Any, row_weights: tf.Tensor | None
+    ) -> tuple[tf.Tensor, dict[str, list[tf.Tensor]]]:
+        """Returns the tallies of some rows, `[2 * M]`, and by update the rows of its Keras metrics; adds to `joins`."""
         named: dict[str, metrics.Tally] = {}
-        with restored_writes(state):
-            fed: set[str] = set()
-            for update, loss_fn in self.loss_fns.items():
-                prefix = f"{update}/" if update else ""
-                with gathering.shard(row_weights):
-                    outputs = loss_fn(rows, False)
-                tallies, metric_rows = tally_outputs(
-                    outputs, rows, row_weights, self.keras_metrics, needs_loss=self._needs_loss
-                )
-                broadcasts.refuse_pairs(outputs, loss_fn, rows, False)
-                arguments = metric_rows.join(metric_rows.tensors)
-                self.keras_metrics.update_gathered(*self.keras_metrics.add(arguments, row_weights))
-                named.update({prefix + name: tally for name, tally in tallies.items()})
-                fed.update(outputs)
+        fed: set[str] = set()
+        rows_by_update = {}
+        for update, loss_fn in self.loss_fns.items():
+            prefix = f"{update}/" if update else ""
+            with gathering.shard(row_weights):
+                outputs = loss_fn(rows, False)
+            tallies, metric_rows = tally_outputs(
+                outputs, rows, row_weights, self.keras_metrics, needs_loss=self._needs_loss
+            )
+            broadcasts.refuse_pairs(outputs, loss_fn, rows, False)
+            arguments = metric_rows.join(metric_rows.tensors)
+            rows_by_update[update], joins[update] = self.keras_metrics.add(arguments, row_weights)
+            named.update({prefix + name: tally for name, tally in tallies.items()})
+            fed.update(outputs)
         metrics.check_fed(self.keras_metrics, fed)
         self.names = list(named)
-        return metrics.flatten(named.values())
+        return metrics.flatten(named.values()), rows_by_update
 
     def feed(self, layout: Layout, batch: Batch) -> dict[str, Any]:
         """Returns the arguments that each update's `loss_fn` returns for Keras metrics, by its name; on a replica."""
@@ -267,8 +293,7 @@ class EvalLoop:
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
             )
             self._tallies.assign(tallies)
-        if workers.num_workers(self._state.strategy) > 1:  # one sum over workers for the whole pass
-            tallies = workers.sum_over_workers(self._state.strategy, tallies)
+        tallies = self._step.sum_over_workers(tallies)  # once for the whole pass
         results = self._step.keras_metrics.results()
         return {"has_ended": ~has_more, "batches": batches, "tallies": tallies, "keras_metrics": results}
 
@@ -277,14 +302,14 @@ def _limits(max_batches: int, deadline: float) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.constant(max_batches, tf.int64), tf.constant(deadline, tf.float64)
 
 
-def _copied(metrics: Mapping[str, keras.metrics.Metric], strategy: tf.distribute.Strategy) -> KerasMetrics:
+def _copied(metrics: Mapping[str, keras.metrics.Metric], state: TrainState) -> KerasMetrics:
     """Returns copies of metrics, which were made anywhere, on all replicas.
 
     Raises:
         ValueError: if a metric does not say how it is made.
     """
     copies = {}
-    with strategy.scope():
+    with state.strategy.scope():
         for name, metric in metrics.items():
             try:
                 copies[name] = type(metric).from_config(metric.get_config())
@@ -293,4 +318,4 @@ def _copied(metrics: Mapping[str, keras.metrics.Metric], strategy: tf.distribute
                     f'The metric under "{name}" of an Evaluation cannot be copied to the replicas ({error}): give it '
                     "a get_config that returns the arguments of its constructor, or put it into ModelSpec(metrics=...)."
                 ) from error
-    return KerasMetrics(copies, strategy)
+    return KerasMetrics(copies, state.strategy, gathers_all=state.virtual_replicas > 0)

@@ -11,49 +11,23 @@ It sums nothing over replicas and changes no weight.
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from distloop.data import shards
 from distloop.data.shards import Batch, Layout
+from distloop.distributed import gathering
 from distloop.distributed.devices import HOST
 from distloop.errors import explaining_merge_call
-from distloop.graph_functions import graph_function
 from distloop.optimizers.gradients import Packing
 from distloop.training import metrics, variable_writes
 from distloop.training.differentiation import Differentiation, divisor_of
-from distloop.training.metric_state import Join
+from distloop.training.part_sums import PartSums, Trace
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.written_values import WrittenValues
 from distloop.variables import tensorflow_variable
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What tracing reveals about a pass: Python values, the same on every replica.
-
-    Attributes:
-        names: of the tallies, "loss" first, without the update's own name.
-        outputs: the names that `loss_fn` returned, those of Keras metrics included.
-        reached: by variable, whether the loss depends on it.
-        written: the variables that the forward pass writes.
-        has_tokens: whether the weight of the loss counts tokens.
-        join: puts together the arguments of the Keras metrics.
-    """
-
-    names: list[str]
-    outputs: set[str]
-    reached: list[bool]
-    written: list[Any]
-    has_tokens: bool
-    join: Join
-
-    def divisor(self, value: str) -> int:
-        """Returns the place of the weight that divides a value's gradients, among the flat tallies `[2 * M]`."""
-        return 2 * self.names.index(divisor_of(value, self.names)) + 1
 
 
 class Local(NamedTuple):
@@ -71,12 +45,14 @@ class ForwardBackward:
 
     Attributes:
         update: the user's `loss_fn` and optimizer.
+        state, microbatches, jit_compile: the arguments.
         variables: the variables to differentiate by.
         overwritten: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
             summed nor scaled, they get the maximum over microbatches and replicas.
         writable: the variables that the forward pass may write.
         written_values: what becomes of the values that the forward pass writes.
         packing: the layout of their gradients.
+        reduce: sums tensors over all replicas; None: in the order that TensorFlow chooses.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
     """
@@ -96,11 +72,12 @@ class ForwardBackward:
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = Packing(self.variables, state.placement.gradient_devices(self.variables))
+        self.reduce = gathering.sum_in_tree if state.virtual_replicas else None
         self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.reads = self._differentiate.reads
-        self._state = state
-        self._microbatches = microbatches
-        self._jit_compile = jit_compile
+        self.state = state
+        self.microbatches = microbatches
+        self.jit_compile = jit_compile
         self._trace: Trace | None = None
         self.writable = [
             *state.untrained_variables,
@@ -157,48 +134,22 @@ class ForwardBackward:
             factor: of the loss, as `loss_factor` returns it.
             value: the name of the value to differentiate.
             again_from: for another look at the same batch, the values to start from, by the variables' `id`; metrics
-                are not updated. None: the first look.
+                are not updated. None: the first parts.
 
         Returns:
             Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`, or total and weight of `value`
             in another look; with several replicas also "secs", `[R]`, the seconds that each replica took; where values
             that parts of the batch write are merged, "writes", `[F]`.
         """
-        replicas, is_first = self._state.strategy.num_replicas_in_sync, again_from is None
+        replicas, is_first = self.state.strategy.num_replicas_in_sync, again_from is None
         is_timed = replicas > 1 and is_first
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
         before = self.values() if again_from is None else again_from
-        keras_metrics, joins = self._state.keras_metrics, list[Join]()
-        traces: list[Trace] = []
-
-        def compute(rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None) -> Any:
-            *results, trace = self.compute(rows, row_weights, factor, value, is_first=is_first)
-            traces.append(trace)
-            return tuple(results)
-
-        if self._jit_compile:
-            # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
-            # for each replica, which reads that replica's variables.
-            compute = graph_function(compute, jit_compile=True)
-
-        def microbatch(index: tf.Tensor | int) -> Any:
-            rows, row_weights = shards.take_shard(batch, layout, self._microbatches, index)
-            segments, tallies, fed, new_values = compute(rows, row_weights, factor)
-            metric_rows = keras_metrics.add(traces[-1].join(fed), row_weights)
-            joins.append(metric_rows.join)
-            written = traces[-1].written
-            count = shards.batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
-            flat = self.written_values.flatten(written, new_values, count, index) if is_first else None
-            self.written_values.rewind(written, before, index)
-            return segments, tallies if flat is None else tf.concat([tallies, flat], 0), metric_rows.tensors
-
-        row_specs = keras_metrics.row_specs.get(self.name, ()) if is_first else ()
-        with explaining_merge_call(_explain_merge_call(self._microbatches, self._jit_compile)):
-            segments, vector, metric_rows = self._state.placement.sum_microbatches(
-                self.packing, self._microbatches, microbatch, row_specs
-            )
-        self._set_trace(traces, is_first=is_first)
-        keras_metrics.update_gathered(metric_rows, joins[-1])
+        parts = PartSums(self, batch, layout, factor, value, before, is_first=is_first)
+        with explaining_merge_call(self._explain_merge_call()):
+            segments, vector, metric_rows = parts.in_turns() if self.state.virtual_replicas else parts.in_loop()
+        self._set_trace(parts.traces, is_first=is_first)
+        self.state.keras_metrics.update_gathered(metric_rows, parts.joins[-1])
         size, written = 2 * len(self.trace.names) if is_first else 2, self.trace.written
         has_writes = vector.shape[0] > size
         sums = {"tallies": vector[:size], "writes": vector[size:]} if has_writes else {"tallies": vector}
@@ -208,11 +159,12 @@ class ForwardBackward:
             secs = tf.cast(_time_after([*segments, last]) - started, tf.float32)
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             sums["secs"] = tf.one_hot(replica, replicas) * secs
-        return Local(segments, sums, written, [before[id(v)] for v in written], [tf.identity(v) for v in written])
+        after = [parts.after.get(id(v), tf.identity(v)) for v in written]
+        return Local(segments, sums, written, [before[id(v)] for v in written], after)
 
     def variables_by_path(self) -> dict[str, Any]:
         """Returns the variables to differentiate by, in order."""
-        return {self._state.paths[id(v)]: v for v in self.variables}
+        return {self.state.paths[id(v)]: v for v in self.variables}
 
     def values(self) -> dict[int, tf.Tensor]:
         """Returns the values of all variables that the pass may write, by `id`; in replica context."""
@@ -285,12 +237,26 @@ class ForwardBackward:
         factor = self.loss_factor(tf.cast(examples, tf.float32))
         _, gradients, _, tallies, _ = self._differentiate(rows, None, factor, training=training, is_first=False)
         by_path = {
-            self._state.paths[id(v)]: None
+            self.state.paths[id(v)]: None
             if g is None
             else tf.convert_to_tensor(g) / (1.0 if factor is None else factor)
             for v, g in zip(self.variables, gradients, strict=True)
         }
         return by_path, tallies
+
+    def _explain_merge_call(self) -> str:
+        """Returns one sentence about a forward pass that talks to other replicas where TensorFlow cannot do it."""
+        setting, allowed = f"microbatches={self.microbatches}", "microbatches=1"
+        if self.jit_compile:
+            setting, allowed = "jit_compile=True", "jit_compile=False"
+        place = "inside a loop or what XLA compiles"
+        if self.state.virtual_replicas:
+            setting, allowed = f"virtual_replicas={self.state.virtual_replicas}", "plain BatchNormalization"
+            place = "between virtual replicas, which take turns"
+        return (
+            f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
+            f"BatchNormalization(synchronized=True), which TensorFlow cannot do {place}: use {allowed}."
+        )
 
     def _set_trace(self, traces: Sequence[Trace], *, is_first: bool) -> None:
         """Sets `trace` from the traces of all microbatches, or adds what another look reached and wrote."""
@@ -308,21 +274,9 @@ class ForwardBackward:
 
     def add_written(self, variables: Sequence[Any]) -> list[Any]:
         """Sets the written variables in `trace` to these and those of Keras metrics; returns them in their order."""
-        are_written = {id(v) for v in (*variables, *self._state.keras_metrics.variables_of(self.trace.outputs))}
+        are_written = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
         self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
         return self.trace.written
-
-
-def _explain_merge_call(microbatches: int, jit_compile: bool) -> str:
-    """Returns one sentence about a forward pass that talks to other replicas inside a loop or under XLA."""
-    setting, allowed = (
-        ("jit_compile=True", "jit_compile=False") if jit_compile else (f"{microbatches=}", "microbatches=1")
-    )
-    return (
-        f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
-        "BatchNormalization(synchronized=True), which TensorFlow cannot do inside a loop or what XLA compiles: use "
-        f"{allowed}."
-    )
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

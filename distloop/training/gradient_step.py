@@ -189,7 +189,7 @@ def _look(
 ) -> Look:
     """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
     local = update(batch, layout, factor, value, again_from=again_from)
-    segments, sums = update.packing.all_reduce(local.segments, local.sums)
+    segments, sums = update.packing.all_reduce(local.segments, local.sums, update.reduce)
     tallies = sums["tallies"]
     if again_from is not None:
         divisor, after, new_values = tallies[1], local.after, list[tf.Tensor]()

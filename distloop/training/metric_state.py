@@ -43,14 +43,27 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         is_built: whether every metric has all of its variables.
     """
 
-    def __init__(self, metrics: Mapping[str, keras.metrics.Metric], strategy: tf.distribute.Strategy):
-        """Stores the metrics, of which some may create their variables when they are first updated."""
+    def __init__(
+        self,
+        metrics: Mapping[str, keras.metrics.Metric],
+        strategy: tf.distribute.Strategy,
+        *,
+        gathers_all: bool = False,
+    ):
+        """Stores the metrics, of which some may create their variables when they are first updated.
+
+        Args:
+            metrics: by name.
+            strategy: in whose scope they were made.
+            gathers_all: whether sums are updated with the rows of all replicas, too, so that their bits do not depend
+                on the number of replicas.
+        """
         self._metrics = dict(metrics)
         self._strategy = strategy
         self._restored: Mapping[str, tf.Tensor] | None = None  # until the metrics are built
         self._reset_gathered = graph_function(lambda: strategy.run(self._reset_on_replica))
         self._gather_sums = graph_function(lambda: strategy.run(self._gather_on_replica))
-        self.gathered = [name for name, metric in self._metrics.items() if not _is_sum(metric)]
+        self.gathered = [name for name, metric in self._metrics.items() if gathers_all or not _is_sum(metric)]
         self.row_specs: dict[str, list[tf.TensorSpec]] = {}
         self.is_built = not self.gathered and all(map(_is_built, self._metrics.values()))
         self._check_variables()

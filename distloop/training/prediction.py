@@ -25,7 +25,7 @@ from distloop.errors import as_user_error, require
 from distloop.training.compiled_loop import compiled
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.state import TrainState
-from distloop.training.variable_writes import restored_writes
+from distloop.training.virtual_replicas import join_rows, run_forward
 
 _MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same time
 _MAX_JOINED_SECS = 1.0  # after which no other batch is joined to those before
@@ -70,14 +70,19 @@ class PredictStep:
         return tf.nest.map_structure(joined, per_replica)
 
     def _forward(self, layout: Layout, batch: Batch) -> Any:
-        rows, weights = shards.take_shard(batch, layout)
-        with restored_writes(self._state):
+        def predict(rows: Any, row_weights: tf.Tensor | None) -> Any:
             outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
+            if workers.num_workers(self._strategy) == 1 or row_weights is None:
+                return outputs
+            count = tf.cast(tf.reduce_sum(row_weights), tf.int32)
+            return tf.nest.map_structure(lambda output: output[:count], outputs)
+
+        results = run_forward(self._state, layout, batch, predict)
+        outputs = tf.nest.map_structure(lambda *pieces: join_rows(pieces), *results)
         if workers.num_workers(self._strategy) == 1:
             return outputs
         self.row_specs = tf.nest.map_structure(lambda t: f"{t.dtype.name} {list(t.shape[1:])}", outputs)
-        count = None if weights is None else tf.cast(tf.reduce_sum(weights), tf.int32)
-        return tf.nest.map_structure(lambda output: _join_outputs(output[:count]), outputs)
+        return tf.nest.map_structure(_join_outputs, outputs)
 
 
 class PredictLoop:

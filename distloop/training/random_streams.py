@@ -4,7 +4,8 @@
     with streams.preserved():                        # their states are restored on exit
         predict()
 
-The replicas' streams of one generator start `SEED_STRIDE` apart and advance together. The states of recurrent layers go
+The replicas' streams of one generator start `SEED_STRIDE` apart and advance together. Of virtual replicas each has a
+stream, and the variable on a replica holds that of its first one. The states of recurrent layers go
 on from batch to batch as they do, and are read and written along with them. It does not know who draws the numbers.
 """
 
@@ -27,13 +28,21 @@ class RandomStreams:
         seeds: the variables with their states, `[2]` each: key and counter.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, seeds: Sequence[Any], recurrent_states: Sequence[Any] = ()):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        seeds: Sequence[Any],
+        recurrent_states: Sequence[Any] = (),
+        *,
+        turns: int = 1,
+    ):
         """Moves the replicas' streams apart: Keras starts them all alike, with equal dropout masks.
 
         Args:
             strategy: the strategy in whose scope the variables were created.
             seeds: as the attribute.
             recurrent_states: of a model on one replica.
+            turns: the virtual replicas that each replica runs.
         """
         self.seeds = list(seeds)
         self._variables = [*seeds, *recurrent_states]
@@ -41,8 +50,7 @@ class RandomStreams:
         def separate() -> None:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             for seed in self.seeds:
-                offset = tf.stack([tf.cast(replica, seed.dtype) * SEED_STRIDE, tf.zeros([], seed.dtype)])
-                seed.assign(tf.convert_to_tensor(seed) + offset)
+                seed.assign(stream_of(tf.convert_to_tensor(seed), replica * turns))
 
         def read() -> list[tf.Tensor]:
             return [tf.identity(variable) for variable in self._variables]
@@ -73,3 +81,14 @@ class RandomStreams:
             yield
         finally:
             self.write(before)
+
+
+def stream_of(state: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
+    """Returns the state of a replica's random stream, `[2]`.
+
+    Args:
+        state: that of another replica.
+        replica: its number, counted from the other one's.
+    """
+    offset = tf.cast(replica, state.dtype) * SEED_STRIDE
+    return state + tf.stack([offset, tf.zeros([], state.dtype)])

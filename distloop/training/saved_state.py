@@ -17,7 +17,7 @@ import tensorflow as tf
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.log import log
-from distloop.training.random_streams import SEED_STRIDE
+from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState, optimizer_prefix
 from distloop.variables import tensorflow_variable
 
@@ -101,7 +101,7 @@ class SavedState:
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
         for replica, part in enumerate(self._state.replica_variables(variable), workers.first_replica(self._strategy)):
-            part.assign(value + tf.constant([replica * SEED_STRIDE, 0], part.dtype))
+            part.assign(stream_of(value, replica * self._state.turns))
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
         """Returns what an optimizer's variables do not show: its class, and the learning rate that it was given."""

@@ -9,12 +9,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from distloop.distributed import strategies
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.errors import as_user_error
@@ -46,6 +47,8 @@ class TrainState(tf.Module):
         skipped_steps: how many of those calls changed nothing, a scalar int64.
         spec: the result of `model_fn`.
         strategy: the strategy in whose scope everything was created.
+        virtual_replicas: as `Config.virtual_replicas`.
+        turns: how many of them each replica runs; 1 without them.
         placement: the devices of the model, if it is a pipeline.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
         plain_optimizers: by name of the update, the Keras optimizers.
@@ -72,12 +75,15 @@ class TrainState(tf.Module):
         strategy: tf.distribute.Strategy,
         average_decay: float,
         is_loss_scaled: bool,
+        virtual_replicas: int,
         created: dict[int, Any],
     ):
         """Use `make`."""
         super().__init__(name="state")
         self.spec = spec
         self.strategy = strategy
+        self.virtual_replicas = virtual_replicas
+        self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
         with tf.device(HOST):  # plain variables: replicas do not read them
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
             self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
@@ -88,7 +94,7 @@ class TrainState(tf.Module):
         self.initial_learning_rates: dict[str, float] = {}
         self.is_built = False
         self.placement = make_placement(spec.model)
-        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy)
+        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
         with strategy.scope(), recorded(created):
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
             if is_loss_scaled:
@@ -108,6 +114,7 @@ class TrainState(tf.Module):
         model_fn: Callable[[], ModelSpec],
         strategy: tf.distribute.Strategy,
         average_decay: float = 0.0,
+        virtual_replicas: int = 0,
         *,
         is_loss_scaled: bool = False,
     ) -> "TrainState":
@@ -117,6 +124,7 @@ class TrainState(tf.Module):
             model_fn: creates models and optimizers and returns a `ModelSpec`.
             strategy: the strategy.
             average_decay: of the moving average of the weights; 0: no average.
+            virtual_replicas: as `Config.virtual_replicas`.
             is_loss_scaled: True to put a `LossScaleOptimizer` around each optimizer.
 
         Raises:
@@ -133,7 +141,7 @@ class TrainState(tf.Module):
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
                 "return distloop.ModelSpec(model, optimizer, loss_fn)."
             )
-        return cls(spec, strategy, average_decay, is_loss_scaled, created)
+        return cls(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created)
 
     @property
     def model(self) -> Any:
@@ -179,7 +187,7 @@ class TrainState(tf.Module):
     def _finish(self) -> None:
         """Assigns variables to updates, builds the optimizers and the average; no more variables after it; in scope."""
         named = named_variables(self.spec.model)
-        self._require_created_here(named.items(), "model")
+        _require_created(self._created, named.items(), "model")
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         for update in self.optimizer_updates:
@@ -195,11 +203,11 @@ class TrainState(tf.Module):
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
             self.average = MovingAverage(self.trained_variables, self._average_decay)
-        self.recurrent_states = _find_recurrent_states(layers, self.strategy.num_replicas_in_sync)
-        self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states)
+        replicas = self.strategy.num_replicas_in_sync * self.turns
+        self.recurrent_states = _find_recurrent_states(layers, replicas)
+        self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
         self.spec = self.spec.with_functions(refusing_new_variables)
         if sizes := fixed_sizes(self.spec.model):
-            replicas = self.strategy.num_replicas_in_sync
             explaining = functools.partial(explaining_fixed_sizes, sizes=sizes, replicas=replicas)
             self.spec = self.spec.with_functions(explaining)
         self.is_built = True
@@ -207,7 +215,7 @@ class TrainState(tf.Module):
     def _build_optimizer(self, update: Update) -> None:
         """Builds an update's optimizer over its variables and overrides methods of Keras."""
         optimizer, plain = self.optimizers[update.name], self.plain_optimizers[update.name]
-        self._require_created_here([(v.name, v) for v in optimizer.variables], "optimizer")
+        _require_created(self._created, [(v.name, v) for v in optimizer.variables], "optimizer")
         variables = self.variables_of_update[update.name]
         paths = [self.paths[id(v)] for v in variables]
         factors, are_decayed = update.learning_rate_factors(paths), update.are_decayed(paths)
@@ -231,14 +239,6 @@ class TrainState(tf.Module):
         for update in self.spec.updates:
             first.setdefault(id(self.optimizers[update.name]), update)
         return list(first.values())
-
-    def _require_created_here(self, variables: Iterable[tuple[str, Any]], owner: str) -> None:
-        for path, variable in variables:
-            if id(tensorflow_variable(variable)) not in self._created:
-                raise ValueError(
-                    f"The {owner}'s variable {path!r} was made outside model_fn, so replicas would not share it: make "
-                    f"the {owner} inside model_fn, or give a compiled Keras model to distloop.from_keras(model)."
-                )
 
     def all_variables(self) -> dict[str, Any]:
         """Returns every variable that training changes, except those of Keras metrics, by the names of checkpoints.
@@ -285,6 +285,16 @@ class TrainState(tf.Module):
     def num_parameters(self) -> int:
         """Returns the number of trained parameters."""
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in self.trained_variables)
+
+
+def _require_created(created: Mapping[int, Any], variables: Iterable[tuple[str, Any]], owner: str) -> None:
+    """Refuses variables by path that are not among those that were created in `model_fn`."""
+    for path, variable in variables:
+        if id(tensorflow_variable(variable)) not in created:
+            raise ValueError(
+                f"The {owner}'s variable {path!r} was made outside model_fn, so replicas would not share it: make "
+                f"the {owner} inside model_fn, or give a compiled Keras model to distloop.from_keras(model)."
+            )
 
 
 def optimizer_prefix(update_name: str) -> str:

@@ -4,6 +4,10 @@
         outputs = loss_fn(rows, True)
     written                                            # the BatchNormalization statistics, random streams, ...
 
+    with own_values(variables, values) as scope:       # nothing is written
+        outputs = loss_fn(rows, True)
+    scope.get_current_value(variables[0])
+
 It does not know what writes the variables, or why they are restored.
 """
 
@@ -11,6 +15,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from distloop.training.state import TrainState
@@ -86,6 +91,11 @@ def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
     except ValueError:  # the operation calls no function
         read_only = []
     return [tensor for i, tensor in resources.items() if i not in read_only]
+
+
+def own_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> keras.StatelessScope:
+    """Returns a scope in which Keras variables have other values, and what is assigned to any stays in the scope."""
+    return keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,16 @@
 """Written values: one value of each variable from those that the parts of a batch write.
 
-A part is a microbatch of a replica. Each part starts from the values that the variables have when the step begins.
+A part is a microbatch of a replica, virtual or not. Each part starts from the values that the variables have when the
+step begins.
 
     written_values = WrittenValues(state, microbatches=4, overwritten=[])
-    flat = written_values.flatten(written, [], rows, microbatch)          # summed over all parts by the caller
+    flat = written_values.flatten(written, values, [], rows, part)        # summed over all parts by the caller
     written_values.rewind(written, before, microbatch)
     values, _ = written_values.merge(written, after, flat)
 
-A float gets the mean over the rows, any other variable the value of its replica's last microbatch. Random streams and
-Keras metrics go on from one microbatch to the next. This module does not know what writes the variables.
+A float gets the mean over the rows, any other variable the value of its replica's last microbatch, of the first virtual
+replica there. Random streams and Keras metrics go on from one microbatch to the next. This module does not know what
+writes the variables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +33,7 @@ class WrittenValues:
 
         Args:
             state: what is trained.
-            microbatches: of each replica.
+            microbatches: of each replica, virtual or not.
             overwritten: variables that get the maximum of new values; together N elements.
 
         Raises:
@@ -44,7 +46,8 @@ class WrittenValues:
             )
         self.carried = {id(v) for v in (*state.seeds, *state.keras_metrics.variables().values())}
         self._microbatches = microbatches
-        self._num_parts = state.strategy.num_replicas_in_sync * microbatches
+        self._parts_here = state.turns * microbatches
+        self._num_parts = state.strategy.num_replicas_in_sync * self._parts_here
         self._overwritten = list(overwritten)
 
     def with_mean(self, written: Sequence[Any]) -> list[Any]:
@@ -52,27 +55,34 @@ class WrittenValues:
         return [v for v in written if id(v) not in self.carried and tf.as_dtype(v.dtype).is_floating]
 
     def flatten(
-        self, written: Sequence[Any], new_values: Sequence[tf.Tensor], rows: tf.Tensor, microbatch: tf.Tensor | int
+        self,
+        written: Sequence[Any],
+        values: Sequence[Any],
+        new_values: Sequence[tf.Tensor],
+        rows: tf.Tensor,
+        part: tf.Tensor | int,
     ) -> tf.Tensor | None:
         """Returns what to sum over the parts, after one of them ran.
 
         Args:
             written: the variables that it wrote.
+            values: what it wrote to each.
             new_values: for the overwritten variables.
             rows: their number in the part, without padding.
-            microbatch: the number of the part in its replica.
+            part: its number in its replica.
 
         Returns:
             `[F]`: the rows, each value times the rows, and `[P, N]` zeros but for the new values at the part's place.
             None: there is nothing to sum.
         """
         pieces = []
-        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+        if self._num_parts > 1 and (averaged := {id(v) for v in self.with_mean(written)}):
             rows = tf.cast(rows, tf.float32)
-            pieces += [rows, *(tf.cast(v, tf.float32) * rows for v in averaged)]
+            of_averaged = [value for v, value in zip(written, values, strict=True) if id(v) in averaged]
+            pieces += [rows, *(tf.cast(value, tf.float32) * rows for value in of_averaged)]
         if new_values:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            is_here = tf.equal(tf.range(self._num_parts), replica * self._microbatches + microbatch)  # [P]
+            is_here = tf.equal(tf.range(self._num_parts), replica * self._parts_here + part)  # [P]
             pieces.append(tf.where(is_here[:, tf.newaxis], _join(new_values), 0.0))
         return _join(pieces) if pieces else None
 
