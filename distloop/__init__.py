@@ -48,6 +48,7 @@ _MODULES = {
     "WorstExamples": "actions.worst_examples",
     "autotune_batch": "diagnostics.tuning",
     "define_flags": "flags",
+    "digest": "variables",
     "estimate_memory": "diagnostics.memory_estimate",
     "find_learning_rate": "diagnostics.tuning",
     "from_callback": "actions.keras_callback",
@@ -132,6 +133,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.training.metrics import weighted as weighted
     from distloop.training.spec import ModelSpec as ModelSpec
     from distloop.training.spec import Update as Update
+    from distloop.variables import digest as digest
     from distloop.variables import summarize as summarize
 else:
 

@@ -1,4 +1,4 @@
-"""Tools for users' tests: devices and workers in processes of their own, the replica law, tiny data.
+"""Tools for users' tests: devices and workers in processes of their own, the replica law, the same bits, tiny data.
 
 They need no test framework. In a test file:
 
@@ -23,19 +23,22 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.actions.action import Action, Report
 from distloop.comparison import relative_difference
 from distloop.config import Config
 from distloop.data.copies import fresh_copy
 from distloop.distributed import strategies, workers
-from distloop.monitoring.records import ABOUT_THE_RUN
+from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
 from distloop.trainer import Trainer
+from distloop.training.saved_state import SavedState
 from distloop.training.spec import GradientFn, ModelSpec
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 
@@ -123,10 +126,8 @@ def assert_replica_law(
     strategies.prepare(Config(device="cpu", num_devices=max(replicas)))
     expected: dict[str, np.ndarray] = {}
     for count in replicas:
-        config = Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
-        trainer = Trainer(without_rounding_noise(model_fn, tolerance), config)
-        metrics = trainer.fit(fresh_copy(dataset), steps=steps)
-        values = {name: np.asarray(value) for name, value in metrics.items() if not _is_about_the_run(name)}
+        trainer = Trainer(without_rounding_noise(model_fn, tolerance), _config(count, settings))
+        values = _reported(trainer.fit(fresh_copy(dataset), steps=steps), ABOUT_THE_RUN - {"gradient_norm"})
         for path, variable in portable_names(trainer.model).items():
             if not is_seed(variable):
                 values[path] = tensorflow_variable(variable).numpy()
@@ -138,6 +139,86 @@ def assert_replica_law(
                 f"After {steps} steps {name} differs by {differences[name]:.1e} of its norm between {replicas[0]} and "
                 f"{count} replicas, more than {tolerance:g}; trainer.audit(dataset) looks for the cause."
             )
+
+
+def assert_same_bits(
+    model_fn: Callable[[], ModelSpec],
+    dataset: tf.data.Dataset,
+    replicas: Sequence[int] = (1, 2, 4),
+    *,
+    virtual_replicas: int = 4,
+    steps: int = 5,
+    **settings: Any,
+) -> None:
+    """Checks that a model has the same bits on any number of devices: of training, an evaluation and predictions.
+
+    It compares the bytes of what each step reports, of all that a checkpoint holds after the last one, of an evaluation
+    on the same data, and of the predictions if there is a `predict_fn`. It runs in this process, on virtual CPUs: call
+    `distloop.prepare(distloop.Config(device="cpu", num_devices=4, virtual_replicas=4))` in conftest.py, or call this by
+    `run_on_devices`.
+
+    Args:
+        model_fn: as for `Trainer`.
+        dataset: finite, of global batches, as for `Trainer.fit`.
+        replicas: numbers of devices, which divide `virtual_replicas`; the others are compared with the first.
+        virtual_replicas: as `Config.virtual_replicas`.
+        steps: number of steps to train.
+        **settings: of `Config`, such as `precision="mixed_bfloat16"`.
+
+    Raises:
+        AssertionError: if a byte differs; the message names the first value that does, and by how much.
+        ValueError: if TensorFlow has started with fewer devices or other threads, or virtual replicas cannot run it.
+    """
+    settings = {**settings, "virtual_replicas": virtual_replicas}
+    strategies.prepare(_config(max(replicas), settings))
+    expected: dict[str, np.ndarray] = {}
+    for count in replicas:
+        values = _all_values(Trainer(model_fn, _config(count, settings)), dataset, steps)
+        expected = expected or values
+        for name, value in expected.items():
+            if values[name].tobytes() != value.tobytes():
+                raise AssertionError(
+                    f"{name} has other bits on {replicas[0]} and {count} devices with {virtual_replicas=}: "
+                    f"{_show_difference(values[name], value)}; trainer.audit(dataset) looks for the cause."
+                )
+
+
+class _Values(Action):
+    """An action that keeps what each step reports, and all other numbers of a run, in the order in which they come."""
+
+    every = 1
+
+    def __init__(self) -> None:
+        self.values: dict[str, np.ndarray] = {}
+
+    def __call__(self, report: Report) -> None:
+        self.add(f"After step {report.step}, ", _reported(report.metrics, OF_THE_MACHINE))
+
+    def add(self, prefix: str, numbers: Mapping[str, Any]) -> None:
+        for name, value in numbers.items():
+            array = np.asarray(value)
+            self.values[f"{prefix}{name}"] = array.astype(bytes) if array.dtype == object else array  # strings
+
+
+def _all_values(trainer: Trainer, dataset: tf.data.Dataset, steps: int) -> dict[str, np.ndarray]:
+    """Trains, evaluates and predicts; returns all numbers by name."""
+    values = _Values()
+    trainer.fit(fresh_copy(dataset), steps=steps, actions=[values])
+    values.add(f"After step {steps}, ", SavedState(trainer.state).snapshot())
+    values.add("In an evaluation, ", _reported(trainer.evaluate(fresh_copy(dataset)), OF_THE_MACHINE))
+    if trainer.state.spec.predict_fn is not None:
+        leaves = keras.tree.flatten_with_path(trainer.predict(fresh_copy(dataset)))
+        values.add("In predictions, ", {"/".join(map(str, path)) or "the result": leaf for path, leaf in leaves})
+    return values.values
+
+
+def _show_difference(value: np.ndarray, reference: np.ndarray) -> str:
+    if value.shape != reference.shape:
+        return f"the shape is {list(value.shape)} and {list(reference.shape)}"
+    if value.size == 1:
+        return f"{reference.item()!r} and {value.item()!r}"
+    count = sum(a.tobytes() != b.tobytes() for a, b in zip(value.ravel(), reference.ravel(), strict=True))
+    return f"{count} of {value.size} numbers, by {relative_difference(value, reference):.1e} of the norm"
 
 
 def without_rounding_noise(model_fn: Callable[[], ModelSpec], tolerance: float = 1e-5) -> Callable[[], ModelSpec]:
@@ -204,8 +285,13 @@ def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, see
     }
 
 
-def _is_about_the_run(name: str) -> bool:
-    return name.rpartition("/")[2] in ABOUT_THE_RUN - {"gradient_norm"}
+def _config(count: int, settings: Mapping[str, Any]) -> Config:
+    return Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
+
+
+def _reported(metrics: Mapping[str, float], left_out: Set[str]) -> dict[str, np.ndarray]:
+    """Returns numbers without those whose names end in one of `left_out`."""
+    return {name: np.asarray(value) for name, value in metrics.items() if name.rpartition("/")[2] not in left_out}
 
 
 def _call(
@@ -241,7 +327,8 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--num_devices", type=int, default=1)
     options = parser.parse_args()
-    config = Config(device="cpu", num_devices=options.num_devices)
+    # One thread within an operation: `assert_same_bits` needs it, and it is set before TensorFlow starts.
+    config = Config(device="cpu", num_devices=options.num_devices, intra_op_threads=1)
     strategies.prepare(config)  # before the function's module is imported, which may make tensors
     index = workers.worker_index(strategies.make_strategy(config))
     with open(os.path.join(options.directory, _CALL), "rb") as file:

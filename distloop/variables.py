@@ -8,6 +8,7 @@ process; portable names count layers within the model, and variables within thei
 layer, a `tf.Module`, or a dict or list of them. This module does not know which variables are saved or trained.
 """
 
+import hashlib
 import itertools
 import re
 from collections import defaultdict
@@ -201,6 +202,24 @@ def summarize(model: Any) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "".join("  ".join([*cells[:-1], cells[-1].strip().rjust(widths[-1])]) + "\n" for cells in lines)
+
+
+def digest(model: Any) -> str:
+    """Returns the SHA-256 of a model's weights, to compare the bits of runs by eye: 64 characters.
+
+    Every variable counts in the order of the names, with its name, dtype, shape and bytes; random streams and the
+    states of recurrent layers do not.
+
+    Args:
+        model: as for `named_variables`; of several replicas, the first one's is taken.
+    """
+    sha256 = hashlib.sha256()
+    for name, variable in sorted(portable_names(model).items()):
+        if _is_parameter(variable):
+            variable = tensorflow_variable(variable)
+            value = getattr(variable, "values", [variable])[0].numpy()
+            sha256.update(f"{name} {value.dtype.name}{list(value.shape)}\n".encode() + value.tobytes())
+    return sha256.hexdigest()
 
 
 def portable_names(model: Any) -> dict[str, Any]:

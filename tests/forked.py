@@ -21,7 +21,7 @@ import threading
 import types
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distloop import testing
 
@@ -86,13 +86,20 @@ def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) 
 
 def run_in_workers(fn: Callable, workers: int, **settings) -> list:
     """Does what `distloop.testing.run_in_workers` does, in forks."""
-
-    def run_forks(command, *, env, timeout, **_):
-        assert command[1:3] == ["-m", "distloop.launch"]
-        return launch(command[3:], env=env, timeout=timeout)
-
-    with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=run_forks)):
+    with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=_run_forks)):
         return testing.run_in_workers(fn, workers, **settings)
+
+
+def run_on_devices(fn: Callable, devices: int, *arguments) -> Any:
+    """Does what `distloop.testing.run_on_devices` does, in a fork."""
+    with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=_run_forks)):
+        return testing.run_on_devices(fn, devices, *arguments)
+
+
+def _run_forks(command, *, env, timeout, **_):
+    if command[1:3] == ["-m", "distloop.launch"]:
+        return launch(command[3:], env=env, timeout=timeout)
+    return run(command[1:], env=env, timeout=timeout)
 
 
 def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str]) -> None:

@@ -67,6 +67,18 @@ def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
     assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
 
 
+@pytest.mark.slow
+def test_the_digest_is_the_same_on_one_device_and_on_two_workers():
+    program = ["-m", "experiments.same_bits", "--device=cpu", "--num_devices=1", "--steps=3"]
+    launched = forked.launch(["--workers=2", *program], env=os.environ, timeout=300)
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    outputs = [run(*program), launched.stdout]
+    digests = [output.split("SHA-256 of the weights ")[1].split()[0] for output in outputs]
+    assert digests[0] == digests[1] and len(digests[0]) == 64
+    assert "devices 1 replica (CPU:0), 4 virtual replicas" in outputs[0]
+    assert all("global batch 128 (32 per virtual replica)" in output for output in outputs)
+
+
 PROGRAM = '''
 """Digits with a small convnet."""
 import keras

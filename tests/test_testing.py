@@ -1,8 +1,10 @@
 """Tests what users test with."""
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
+import unittest.mock
 
 import keras
 import numpy as np
@@ -12,6 +14,8 @@ import tensorflow as tf
 import distloop
 from distloop import testing
 from distloop.distributed import workers
+from distloop.distributed.tree_sums import TreeSum
+from tests import forked
 from tests.problems import classification, classifier, on, refused
 
 
@@ -142,6 +146,68 @@ def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has
     assert kept == {"a/key/kernel": [True], "a/key/bias": [False, True], "a/alone/bias": [False], "b/kernel": [False]}
     doubled = testing._zero_noise(1e-5, lambda by_path: {p: 2 * g for p, g in by_path.items()}, tensors)
     assert doubled["a/key/kernel"].numpy() == [2.0] and doubled["b/kernel"].numpy() == [0.0]
+
+
+def noisy(change=lambda loss: loss):
+    """A `model_fn` with dropout and plain BatchNormalization, whose losses are changed."""
+
+    def model_fn():
+        spec = classifier(batch_norm="plain", dropout=0.3)()
+
+        def loss_fn(batch, training):
+            outputs = spec.loss_fn(batch, training)
+            return {**outputs, "loss": change(outputs["loss"])}
+
+        return dataclasses.replace(spec, loss_fn=loss_fn, updates=())
+
+    return model_fn
+
+
+def assert_same_bits():
+    testing.assert_same_bits(noisy(), data(), (1, 2, 4), steps=2)
+
+
+def assert_same_bits_of_one_that_asks_where_it_runs():
+    replica = lambda: tf.distribute.get_replica_context().replica_id_in_sync_group  # noqa: E731
+    testing.assert_same_bits(noisy(lambda loss: loss + 1e-6 * tf.cast(replica(), tf.float32)), data(), (1, 2), steps=2)
+
+
+def add_in_series(tree, value):
+    """Stands in for `TreeSum.append`: adds each value to the sum of all before it."""
+    tree._partial = [(1, tree._add(tree._partial[0][1], value) if tree._partial else value)]
+    return tree._partial[0][1]
+
+
+def assert_same_bits_of_sums_in_series():
+    with unittest.mock.patch.object(TreeSum, "append", add_in_series):
+        testing.assert_same_bits(noisy(), data(), (1, 2), steps=1)
+
+
+@pytest.mark.slow
+def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
+    forked.run_on_devices(assert_same_bits, 4)
+
+
+@pytest.mark.slow
+def test_a_loss_that_asks_where_it_runs_has_other_bits_and_the_first_of_them_are_named():
+    message = (
+        r"AssertionError: After step 1, loss has other bits on 1 and 2 devices with virtual_replicas=4: 1\.\d+ and"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        forked.run_on_devices(assert_same_bits_of_one_that_asks_where_it_runs, 2)
+
+
+@pytest.mark.slow
+def test_sums_in_another_order_have_other_bits():
+    with pytest.raises(RuntimeError, match="AssertionError: After step 1, .* has other bits on 1 and 2 devices"):
+        forked.run_on_devices(assert_same_bits_of_sums_in_series, 2)
+
+
+def test_a_difference_of_bits_is_shown_with_its_size():
+    zeros = np.zeros(3, np.float32)
+    assert testing._show_difference(zeros[:1], np.float32(-0.0)) == "the shape is [1] and []"
+    assert testing._show_difference(np.float32(-0.0), np.float32(0.0)) == "0.0 and -0.0"
+    assert testing._show_difference(zeros + [3, 4, 1], zeros + [3, 4, 0]) == "1 of 3 numbers, by 2.0e-01 of the norm"
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Names of variables: as Keras calls them, and alike in every process; the walk through nested models."""
 
+import contextlib
+import hashlib
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from distloop.variables import (
     ModelRunner,
     count_parameters,
     count_unnamed,
+    digest,
     named_variables,
     portable_names,
     slot_names,
@@ -288,3 +292,20 @@ def test_a_summary_is_a_line_a_variable():
         "scale                    scalar    float16  yes                 1",
         "4 variables                                 2,001           4,001",
     ]
+
+
+def digested(value=1.0, *, mirrored=False, seed=1):
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope() if mirrored else contextlib.nullcontext():
+        layers = [keras.layers.Dense(2, kernel_initializer="ones"), keras.layers.BatchNormalization()]
+        layers += [keras.layers.Dropout(0.5, seed=seed)]
+        model = keras.Sequential([keras.Input((3,)), *layers], name="net")
+        model.layers[1].moving_mean.assign([value, 0.0])
+    return digest(model)
+
+
+def test_a_digest_counts_each_byte_but_no_random_stream_and_is_the_same_in_every_process_and_on_several_replicas():
+    assert digested() == digested() == digested(seed=2) == digested(mirrored=True)
+    assert digested(np.nextafter(np.float32(1), np.float32(2))) != digested()
+    assert digest({"a": tf.Variable(0.0)}) != digest({"b": tf.Variable(0.0)}) != digest({"b": tf.Variable(0)})
+    known = hashlib.sha256(b"w int32[2]\n\x01\x00\x00\x00\x02\x00\x00\x00").hexdigest()
+    assert digest({"w": tf.Variable([1, 2])}) == known

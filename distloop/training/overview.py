@@ -159,6 +159,7 @@ def describe_environment(state: TrainState, settings: Config) -> str:
         ("start", f"step {int(state.step)}"),
         ("runs on", strategies.describe(state.strategy)),
         ("replicas", state.strategy.num_replicas_in_sync),
+        *([("virtual replicas", state.virtual_replicas)] if state.virtual_replicas else []),
         ("workers", workers.num_workers(state.strategy)),
         ("devices of the first worker", ", ".join(devices)),
         ("CPU cores", os.cpu_count()),
@@ -298,7 +299,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
     """Returns a sentence about what this worker reads and which part of it its replicas take."""
-    index, local = workers.worker_index(strategy), workers.num_local_replicas(strategy)
+    index, turns = workers.worker_index(strategy), source.layout.turns
+    local, total = workers.num_local_replicas(strategy) * turns, strategy.num_replicas_in_sync * turns
     worker = f"worker {index} of {workers.num_workers(strategy)}"
     if source.layout.is_sharded:
         batches = "endless batches" if source.info.is_endless else f"{source.info.num_batches} batches a pass"
@@ -310,7 +312,7 @@ def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
     first, last = index * local, (index + 1) * local - 1
     shards = f"shard {first}" if local == 1 else f"shards {first} to {last}"
     reads = "reads its rows of every batch" if source.reads_own_rows else "reads every batch"
-    return f"{worker} {reads} and trains on {shards} of {strategy.num_replicas_in_sync} of its rows."
+    return f"{worker} {reads} and trains on {shards} of {total} of its rows."
 
 
 def console_lines(state: TrainState, settings: Config, source: Source) -> list[str]:
@@ -318,17 +320,21 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     parts, trained = count_parameters(state.model), state.num_parameters()
     total = sum(parts.values())
     some = "" if trained == total else f", of which {trained:,} train"
+    virtual = f", {state.virtual_replicas} virtual replicas" if state.virtual_replicas else ""
     lines = [
-        f"devices {strategies.describe(state.strategy)}",
+        f"devices {strategies.describe(state.strategy)}{virtual}",
         f"precision {settings.precision}",
         f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
     ]
     if (batch_size := source.info.batch_size) is not None:
         sizes = source.info.replica_batch_sizes
         name = f"batch {batch_size} on each worker" if source.layout.is_sharded else f"global batch {batch_size}"
-        each = f"{sizes[0]} per replica" if len(set(sizes)) == 1 else show_split(sizes)
+        replica = "virtual replica" if virtual else "replica"
+        each = f"{sizes[0]} per {replica}" if len(set(sizes)) == 1 else show_split(sizes)
         lines.append(f"{name} ({each})" if len(sizes) > 1 else name)
     lines += state.placement.describe()
+    if virtual and strategies.has_gpus(state.strategy):
+        lines.append("virtual replicas are untested on GPUs; TensorFlow's deterministic operations are on")
     if settings.microbatches != 1:
         lines.append(f"microbatches {settings.microbatches}")
     if settings.workdir and not settings.fast_dev_run:
