@@ -63,7 +63,7 @@ def test_any_number_of_replicas_trains_to_the_same_weights(case):
     data = batches(settings.pop("size"), settings.pop("rows", 67))
     of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm") if k in settings}
     expected = None
-    for replicas in (1, 2, 4) if case == "all together" else (1, 3):
+    for replicas in (1, 4) if case == "all together" else (1, 3):
         trainer = train(classifier(**of_model), on(replicas, **settings), data)
         found = weights(trainer)
         if trainer.state.average is not None:
@@ -88,7 +88,7 @@ def test_any_number_of_replicas_trains_large_weights_to_the_same():
         return distloop.ModelSpec(model, keras.optimizers.AdamW(0.003), loss_fn)
 
     expected = None
-    for replicas in (1, 4):
+    for replicas in (1, 2):
         config = on(replicas, on_nonfinite="skip", average_decay=0.9, microbatches=2)
         trainer = train(model_fn, config, batches(16))
         assert "ResourceApplyAdam" in operation_types(trainer)
@@ -182,7 +182,7 @@ def rows_of_four(bad=()):
 @pytest.mark.slow
 def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
     data = rows_of_four()
-    trainer = train(critic_and_generator, on(3), data, steps=3)
+    trainer = train(critic_and_generator, on(2), data, steps=3)
     keras.utils.set_random_seed(0)
     spec = critic_and_generator()
     for update in spec.updates:
@@ -309,12 +309,11 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold():
         return trainer.fit(batches(16), steps=12), weights(trainer)
 
     plain_numbers, expected = run(None)
-    for scale in (2.0**15, 2.0**24):
-        numbers, found = run(scale)
-        assert_close(found, expected)
-        assert numbers["loss_scale"] == scale and "loss_scale" not in plain_numbers
-        for name in ("loss", "accuracy", "regularization", "gradient_norm", "clipped_share"):
-            assert numbers[name] == pytest.approx(plain_numbers[name], rel=1e-6)
+    numbers, found = run(2.0**24)
+    assert_close(found, expected)
+    assert numbers["loss_scale"] == 2.0**24 and "loss_scale" not in plain_numbers
+    for name in ("loss", "accuracy", "regularization", "gradient_norm", "clipped_share"):
+        assert numbers[name] == pytest.approx(plain_numbers[name], rel=1e-6)
 
 
 # microbatches -----------------------------------------------------------------------------------------------------
@@ -325,7 +324,7 @@ def test_any_number_of_microbatches_trains_to_the_same_weights():
     model_fn = classifier(is_weighted=True, l2=0.1)
     data = batches(16)
     expected = weights(train(model_fn, on(1), data))
-    for replicas, microbatches in ((2, 3), (1, 5), (3, 2)):
+    for replicas, microbatches in ((2, 3), (1, 5)):
         assert_close(weights(train(model_fn, on(replicas, microbatches=microbatches), data)), expected)
 
 
@@ -413,7 +412,7 @@ def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipp
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value, row, cut", fast((np.inf, 0, (1, 1)), (np.nan, 7, (2, 1)), (np.inf, 7, (4, 2))))
+@pytest.mark.parametrize("value, row, cut", fast((np.inf, 0, (1, 1)), (np.nan, 7, (2, 2))))
 def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, cut):
     replicas, microbatches = cut
     rows = classification(16)
@@ -543,7 +542,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprits, replicas", [("second", 2), ("first second", 3)])
+@pytest.mark.parametrize("culprits, replicas", [("second", 2), ("first second", 1)])
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
     rows = classification(24)
     rows["label"][13] = -1  # in the second batch
@@ -673,10 +672,8 @@ def test_the_error_is_about_the_update_that_has_no_loss_scale():
 
 # boundaries -------------------------------------------------------------------------------------------------------
 
-CUTS = [
-    dict(log_every="2 s", eval_every="25 %", steps_per_loop=1),
-    dict(log_every=7, eval_every=3, steps_per_loop=2),
-]
+BY_STEPS = dict(log_every=7, eval_every=3, steps_per_loop=2)
+BY_THE_CLOCK = dict(log_every="2 s", eval_every="25 %", checkpoint_every="1 s")
 
 
 @pytest.mark.slow
@@ -695,10 +692,9 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
 
     monkeypatch.setattr(loop, "time", problems.seconds_of_one_loop())
     expected = run()
-    for cut in CUTS:
-        assert_equal(run(**cut), expected)
+    assert_equal(run(**BY_STEPS), expected)
     monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
-    assert_equal(run(workdir=str(tmp_path), checkpoint_every="1 s"), expected)
+    assert_equal(run(workdir=str(tmp_path), **BY_THE_CLOCK), expected)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # besides the last one: saved by the clock
 
 
@@ -747,7 +743,7 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     expected = run()
     assert expected["skipped_steps@0"] > 0  # the scale went up until the gradients overflowed, and down again
     assert expected["loss_scale/@0"] != 2.0**14
-    assert_equal(run(**CUTS[1]), expected)
+    assert_equal(run(**BY_STEPS), expected)
 
 
 @pytest.mark.slow
@@ -803,7 +799,7 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
 def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
     data = batches(10, 30)
     expected = None
-    for replicas, microbatches in ((1, 1), (4, 1), (2, 2)):
+    for replicas, microbatches in ((1, 1), (3, 2)):
         # The layer stands first, so what it sees does not depend on weights that train.
         def model_fn():
             model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -870,7 +866,7 @@ def test_replicas_draw_different_dropout_masks():
 # evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, sizes", fast((3, [5, 1]), (1, [100]), (4, [16])))
+@pytest.mark.parametrize("replicas, sizes", fast((3, [5, 1]), (1, [100])))
 def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, sizes):
     rows = classification(67)
     trainer = distloop.Trainer(classifier(is_weighted=True, metrics=True), on(replicas))
@@ -935,7 +931,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
 # prediction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, sizes", fast((3, [3, 1]), (1, [100]), (4, [16])))
+@pytest.mark.parametrize("replicas, sizes", fast((3, [5, 1]), (1, [100])))
 def test_predictions_come_in_dataset_order_each_row_once(replicas, sizes):
     rows = classification(67)
 
@@ -977,7 +973,7 @@ def test_a_start_at_any_step_of_ten_million_rows_reads_as_little_as_the_first_on
         return trainer
 
     trainer = start(0, 2)
-    for at in (1_000_000, 10):  # 1,000,000 is in the second epoch
+    for at in (1_000_000, 10) if source == "rows" else (1_000_000,):  # 1,000,000 is in the second epoch
         many_rows.save_at(trainer, at)
         place = trainer._train_source.save_position()
         assert place["batches"] == at and len(json.dumps(place)) < 1000
