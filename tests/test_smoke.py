@@ -1,24 +1,47 @@
 """Tests the first run on a machine, on virtual CPUs."""
 
+import contextlib
+import io
+import os
+import unittest.mock
+
 import pytest
 import tensorflow as tf
 
 from distloop import smoke
+from distloop.training import virtual_replicas
+from tests import forked
 
 
-def lines_of(capsys):
-    """Returns name -> how each check went, and the last line."""
-    *lines, last = capsys.readouterr().out.splitlines()
-    return {line[:28].strip(): line[28:].split()[0] for line in lines}, last
+@pytest.fixture(autouse=True)
+def may_run_in_this_process(monkeypatch):
+    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", lambda count: None)
 
 
 @pytest.mark.slow
-def test_everything_passes_on_virtual_cpus(capsys):
-    assert smoke.main(["--device=cpu", "--num_devices=2"]) == 0
-    results, last = lines_of(capsys)
+def test_everything_passes_on_virtual_cpus():
+    done = forked.run(["-m", "distloop.smoke", "--device=cpu", "--num_devices=3"], env=os.environ, timeout=300)
+    assert done.returncode == 0, done.stdout
+    *lines, last = done.stdout.splitlines()
+    results = {line[:28].strip(): line[28:].split()[0] for line in lines}
     assert results.pop("batches to the devices") == "skipped"
-    assert set(results.values()) == {"passed"} and len(results) == 7
-    assert last == "7 passed, 0 failed, 1 skipped"
+    assert set(results.values()) == {"passed"} and len(results) == 8
+    assert last == "8 passed, 0 failed, 1 skipped"
+    assert "the same weights on 1 and 2 devices, SHA-256 " in lines[-1]
+
+
+def output_with_one_stream_for_all_turns():
+    checks = unittest.mock.patch.object(smoke, "_CHECKS", {"bits": smoke._same_bits})
+    with checks, unittest.mock.patch.object(virtual_replicas, "stream_of", lambda state, turn: state):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            assert smoke.main(["--device=cpu", "--num_devices=2"]) == 1
+    return output.getvalue()
+
+
+@pytest.mark.slow
+def test_other_bits_are_a_failure():
+    output = forked.run_on_devices(output_with_one_stream_for_all_turns, 2)
+    assert "failed   AssertionError: " in output and "has other bits on 1 and 2 devices" in output
 
 
 def test_a_failed_check_is_printed_and_the_others_still_run(monkeypatch, capsys):
