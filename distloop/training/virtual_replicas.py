@@ -51,7 +51,7 @@ class Turns:
         self._before = [tf.convert_to_tensor(before.get(id(v), v)) for v in self._variables]
         self._fn = fn
         self._call = self._isolated
-        if not tf.executing_eagerly():
+        if not tf.executing_eagerly() and state.turns * microbatches > 1:
             self._call = graph_function(self._isolated, experimental_attributes={"_noinline": True})
 
     def run(
