@@ -1,0 +1,349 @@
+"""The law of virtual replicas: a run has the same bits on any number of devices, and when it moves between them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.checkpoints.checkpoint import load
+from distloop.monitoring.records import OF_THE_MACHINE
+from distloop.training.random_streams import SEED_STRIDE
+from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
+from tests.training.test_gradient_step import sam
+
+V = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def graphs_of_other_tests_are_optimized():
+    """Virtual replicas turn TensorFlow's graph optimizers off in this process; turns them on again."""
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+# models -----------------------------------------------------------------------------------------------------------
+
+
+def digits():
+    """A convnet as in experiments/digits.py, with dropout, and with statistics of each virtual replica's rows."""
+    layers = [
+        keras.layers.Conv2D(4, 3, padding="same", use_bias=False),
+        keras.layers.BatchNormalization(momentum=0.9),
+        keras.layers.ReLU(),
+        keras.layers.Conv2D(4, 3, use_bias=False),
+        keras.layers.GlobalAveragePooling2D(),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(10),
+    ]
+    model = keras.Sequential([keras.Input((8, 8, 1)), *layers], name="convnet")
+
+    def loss_fn(batch, training):
+        logits = model(batch["image"], training=training)
+        return {
+            "loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True),
+            "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),
+        }
+
+    return distloop.ModelSpec(model, keras.optimizers.AdamW(0.002, weight_decay=0.05), loss_fn)
+
+
+def language_model():
+    """The transformer of experiments/language_model.py, tiny: embedding, causal attention, weights per token."""
+    text = keras.Input((12,), dtype="int32")
+    hidden = keras.layers.Embedding(32, 16)(text)
+    normed = keras.layers.LayerNormalization()(hidden)
+    hidden = hidden + keras.layers.MultiHeadAttention(2, 8, dropout=0.1)(normed, normed, use_causal_mask=True)
+    hidden = hidden + keras.layers.Dense(16, activation="gelu")(keras.layers.LayerNormalization()(hidden))
+    model = keras.Model(text, keras.layers.Dense(32, dtype="float32")(hidden), name="gpt")
+
+    def loss_fn(batch, training):
+        logits = model(batch["text"][:, :-1], training=training)
+        nats = keras.losses.sparse_categorical_crossentropy(batch["text"][:, 1:], logits, from_logits=True)
+        return {"loss": distloop.weighted(nats, batch["weight"])}
+
+    return distloop.ModelSpec(model, momentum(), loss_fn)
+
+
+def gan():
+    """Two models, two updates and a gradient penalty, as in experiments/gan.py."""
+    generator = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(64), keras.layers.LeakyReLU(0.2), keras.layers.Reshape((8, 8, 1))],
+        name="generator",
+    )
+    discriminator = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(4, 3, strides=2),
+            keras.layers.LeakyReLU(0.2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ],
+        name="discriminator",
+    )
+
+    def discriminator_loss(batch, training):
+        with tf.GradientTape() as tape:
+            tape.watch(batch["image"])
+            real = discriminator(batch["image"], training=training)[:, 0]
+        slope = tape.gradient(real, batch["image"])
+        penalty = tf.reduce_sum(slope**2, [1, 2, 3])
+        fake = discriminator(generator(batch["noise"], training=training), training=training)[:, 0]
+        return {"loss": tf.nn.softplus(-real) + tf.nn.softplus(fake) + penalty, "penalty": penalty, "real": real > 0}
+
+    def generator_loss(batch, training):
+        fake = discriminator(generator(batch["noise"], training=training), training=training)[:, 0]
+        return {"loss": tf.nn.softplus(-fake)}
+
+    updates = [
+        distloop.Update(name, loss_fn, momentum(), f"^{name}/")
+        for name, loss_fn in (("discriminator", discriminator_loss), ("generator", generator_loss))
+    ]
+    models = {"generator": generator, "discriminator": discriminator}
+    return distloop.ModelSpec(models, updates=updates, predict_fn=lambda batch: generator(batch["noise"]))
+
+
+class LargestLogit(keras.metrics.Metric):
+    """A metric whose state is no sum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_weight(initializer=keras.initializers.Constant(-1e9), name="largest")
+
+    def update_state(self, values, sample_weight=None):
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(values)))
+
+    def result(self):
+        return self.largest
+
+    def reset_state(self):
+        self.largest.assign(-1e9)
+
+
+def of_everything():
+    """A regularizer of activations, batch statistics, dropout, metrics that are sums and not."""
+    hidden = keras.layers.Dense(16, "tanh", activity_regularizer=keras.regularizers.L2(0.01), kernel_regularizer="l2")
+    layers = [hidden, keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((8,)), *layers], name="net")
+
+    def loss_fn(batch, training):
+        logits = model(batch["x"], training=training)
+        loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
+        return {
+            "loss": loss,
+            "mean": (logits[:, 1],),
+            "largest": (logits,),
+        }
+
+    return distloop.ModelSpec(
+        model,
+        keras.optimizers.Adam(0.01),
+        loss_fn,
+        predict_fn=lambda batch: model(batch["x"], training=False),
+        metrics={"mean": keras.metrics.Mean(), "largest": LargestLogit()},
+    )
+
+
+def with_sam():
+    spec = SMALL()
+    return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, step_fn=sam)
+
+
+# data -------------------------------------------------------------------------------------------------------------
+
+
+def images(rows=150):
+    random = np.random.default_rng(0)
+    return {
+        "image": random.random((rows, 8, 8, 1), np.float32),
+        "noise": random.normal(size=(rows, 4)).astype(np.float32),
+        "label": random.integers(0, 10, rows).astype(np.int32),
+    }
+
+
+def texts(rows=50):
+    random = np.random.default_rng(0)
+    text = random.integers(0, 32, (rows, 13)).astype(np.int32)
+    return {"text": text, "weight": (random.random((rows, 12)) < 0.8).astype(np.float32)}
+
+
+def with_overflow():
+    rows = classification(67)
+    rows["x"][31] = np.inf
+    return rows
+
+
+# the law ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A short run; `devices` are the numbers of them that are compared."""
+
+    model_fn: Callable[[], Any]
+    rows: dict[str, np.ndarray]
+    batch_size: int = 16
+    steps: int = 50
+    settings: dict[str, Any] = field(default_factory=dict)
+    devices: tuple[int, ...] = (1, 2, 4)
+    evaluates: bool = False  # and predicts
+    skipped: int = 0  # steps
+    poisoned: int = -1  # the number of a batch that has an infinite loss
+
+    def data(self):
+        data = distloop.make_dataset(self.rows, self.batch_size, shuffle=True)
+        return data.repeat().enumerate().map(self._poison) if self.poisoned >= 0 else data
+
+    def _poison(self, number, batch):
+        return {**batch, "x": tf.where(tf.equal(number, self.poisoned), np.inf, batch["x"])}
+
+
+SMALL = classifier(optimizer=momentum, dropout=0.2, batch_norm="local")
+CASES = {
+    "convolution, statistics, dropout": Case(digits, images(), settings=dict(average_decay=0.9, clip_norm=0.5)),
+    "bfloat16, attention, clipping": Case(
+        language_model, texts(), settings=dict(precision="mixed_bfloat16", clip_norm=0.5)
+    ),
+    "two updates": Case(gan, images(70), devices=(1, 4)),
+    # Batches of 14 rows, and a last one of 2: fewer than the virtual replicas.
+    "microbatches, metrics, a small last batch": Case(
+        of_everything,
+        classification(58),
+        14,
+        settings=dict(microbatches=2, clip_value=0.05, checkpoint_every=4),
+        devices=(1, 4),  # 2 when it moves
+        evaluates=True,
+    ),
+    "float16, an overflow": Case(SMALL, with_overflow(), settings=dict(precision="mixed_float16"), skipped=10),
+    "a step that is skipped": Case(
+        SMALL, with_overflow(), settings=dict(on_nonfinite="skip"), skipped=10, devices=(1, 4)
+    ),
+    "two looks": Case(with_sam, classification(67), settings=dict(clip_variable_norm=0.5), devices=(1, 4)),
+    "going back": Case(
+        SMALL,
+        classification(64),
+        steps=20,
+        settings=dict(on_divergence="rollback", checkpoint_every=5),
+        devices=(1, 4),
+        poisoned=13,
+    ),
+    "eager": Case(of_everything, classification(18), steps=4, settings=dict(eager=True), devices=(1, 2)),
+}
+
+
+def fit(case, devices, workdir, steps=None, **settings):
+    keras.utils.clear_session(free_memory=False)  # layers without a name get the same ones again
+    settings = {"log_every": 7, "console": "quiet", "virtual_replicas": V, **case.settings, **settings}
+    trainer = distloop.Trainer(case.model_fn, on(devices, workdir=str(workdir), **settings))
+    evals = {"test": distloop.Evaluation(distloop.make_dataset(case.rows, 9), every=7)} if case.evaluates else {}
+    trainer.fit(case.data(), steps=steps or case.steps, evals=evals)
+    return trainer
+
+
+def state_of(trainer):
+    """Returns what training changed, as one value of each variable: all replicas hold it, random streams aside."""
+    values = {}
+    turns = trainer.state.turns
+    for name, value in everything(trainer).items():
+        name, _, replica = name.partition("@")
+        if name.startswith("seeds/"):
+            value = value - np.array([int(replica) * turns * SEED_STRIDE, 0], value.dtype)
+        assert value.tobytes() == values.setdefault(name, value).tobytes(), name
+    return values
+
+
+def outcome(trainer, case, workdir):
+    """Returns all that a run leaves behind, by name."""
+    found = dict(state_of(trainer))
+    if case.evaluates:
+        data = distloop.make_dataset(case.rows, 9)
+        found |= {f"evaluation/{name}": np.array(value) for name, value in trainer.evaluate(data).items()}
+        found["predictions"] = trainer.predict(data)
+    saved = load(str(workdir / "checkpoints" / str(case.steps)))
+    for name, value in saved.values.items():
+        found[f"checkpoint/{name}"] = np.frombuffer(memoryview(value.numpy()), np.uint8)
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        of_model = {name: value for name, value in row.items() if name not in OF_THE_MACHINE | {"time"}}
+        found[f"row/{row['step']}"] = np.array(json.dumps(of_model, sort_keys=True))
+    return found
+
+
+def assert_same(found, expected):
+    """Compares two outcomes bit for bit; where numbers of one are rows of text, says which differ."""
+    assert sorted(found.keys() ^ expected.keys()) == []
+    for name in expected:
+        if name.startswith("row/"):
+            assert str(found.get(name)) == str(expected[name])
+    assert_equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_has_the_same_bits_on_any_number_of_devices(name, tmp_path):
+    case, expected = CASES[name], {}
+    for devices in case.devices:
+        found = outcome(fit(case, devices, tmp_path / str(devices)), case, tmp_path / str(devices))
+        expected = expected or found
+        assert_same(found, expected)
+    assert json.loads(str(expected[f"row/{case.steps}"]))["skipped_steps"] == case.skipped
+    if case.evaluates:
+        move(case, tmp_path / "moved", expected)
+
+
+def move(case, workdir, expected):
+    """Checks a run that goes on with other devices, from a checkpoint between two logs."""
+    for devices, steps in ((4, 14), (1, 35)):
+        fit(case, devices, workdir, steps)
+        shutil.rmtree(workdir / "checkpoints" / str(steps))  # as if it had been killed before
+    assert_same(outcome(fit(case, 2, workdir), case, workdir), expected)
+
+
+@pytest.mark.slow
+def test_virtual_replicas_train_as_real_ones_to_rounding(tmp_path):
+    case = Case(of_everything, classification(62), steps=8)  # the last batch is odd
+    virtual, real = (
+        fit(case, devices, tmp_path / str(devices), virtual_replicas=count) for devices, count in ((1, V), (V, 0))
+    )
+    assert_close(weights(virtual), weights(real))
+    for name, value in state_of(real).items():
+        if name.startswith("seeds/"):
+            assert np.array_equal(state_of(virtual)[name], value)
+    rows = [distloop.read_metrics(tmp_path / str(devices))[-1] for devices in (1, V)]
+    for name in ("loss", "mean", "largest", "regularization", "gradient_norm", "examples_seen"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_without_virtual_replicas_the_bits_differ(tmp_path):
+    case = Case(classifier(optimizer=momentum), classification(67), steps=20)
+    one, two = (weights(fit(case, devices, tmp_path / str(devices), virtual_replicas=0)) for devices in (1, 2))
+    assert_close(one, two, 1e-4)
+    assert any(one[name].tobytes() != two[name].tobytes() for name in one)
+
+
+@pytest.mark.slow
+def test_virtual_replicas_draw_different_numbers():
+    def model_fn():
+        spec = classifier(dropout=0.5)()
+        dropout = spec.model.get_layer("dropout")
+        predict_fn = lambda batch: dropout(tf.ones_like(batch["x"]), training=True)  # noqa: E731
+        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, predict_fn=predict_fn)
+
+    drawn = []
+    for devices in (1, 2, 4):
+        trainer = distloop.Trainer(model_fn, on(devices, virtual_replicas=V))
+        drawn.append(trainer.predict(distloop.make_dataset(classification(16), 8)))
+    assert drawn[0].tobytes() == drawn[1].tobytes() == drawn[2].tobytes()
+    masks = drawn[0].reshape(2 * V, 2, 8)  # of two rows each: the virtual replicas of two batches
+    assert len({mask.tobytes() for mask in masks}) == 2 * V
