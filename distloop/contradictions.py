@@ -137,11 +137,6 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "device's memory: give a number of microbatches.",
     ),
     (
-        lambda config: config.virtual_replicas and config.num_stages > 1,
-        "virtual_replicas={config.virtual_replicas} and num_stages={config.num_stages} were given, but stages belong "
-        "to one replica: leave either out.",
-    ),
-    (
         lambda config: config.strategy == "none" and config.num_devices > 1 and config.num_stages == 1,
         "strategy=none and num_devices={config.num_devices} contradict each other; without a strategy there is one "
         "device: give strategy=mirrored or num_devices=1.",
