@@ -24,6 +24,7 @@ from distloop.monitoring.console import say
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.out_of_memory import held_bytes
 from distloop.training.state import TrainState
+from distloop.training.virtual_replicas import side_by_side
 
 _BATCH, _ACTIVATIONS, _GRADIENTS = "batch", "activations", "gradients"
 
@@ -141,10 +142,12 @@ def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
 def _peak(state: TrainState, rows: Any, microbatches: int) -> Peak:
     """Returns the largest peak of the updates on a replica; the gradients of all parameters count at least twice.
 
-    They are there as sums of replicas, and scaled for the optimizer; with several microbatches once more.
+    They are there as sums of replicas, and scaled for the optimizer; with several microbatches once more, and with
+    virtual replicas as the sums of their tree.
     """
     count = int(shards.batch_size(rows))
-    part = tf.nest.map_structure(lambda t: t[: math.ceil(count / microbatches)], rows)
+    part = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.turns))], rows)
+    held = max(microbatches > 1, state.turns.bit_length() - 1)
     peaks = []
     for update in state.spec.updates:
         update_pass = ForwardBackward(state, update, microbatches=microbatches)
@@ -157,8 +160,8 @@ def _peak(state: TrainState, rows: Any, microbatches: int) -> Peak:
         peak = peak_of(compiled(trace, part).graph)
         sizes = zip(update_pass.packing.shapes, update_pass.packing.dtypes, strict=True)
         gradients = sum(int(shape.num_elements() or 0) * int(dtype.size) for shape, dtype in sizes)
-        if microbatches > 1:
-            peak = peak._replace(gradients=peak.gradients + gradients)
+        at_once = min(side_by_side(state.strategy), state.turns * microbatches) if state.virtual_replicas else 1
+        peak = peak._replace(activations=at_once * peak.activations, gradients=peak.gradients + held * gradients)
         applying = Peak(0, 2 * gradients, peak.num_unknown)
         peaks.append(max(peak, applying, key=lambda peak: peak.total))
     return max(peaks, key=lambda peak: peak.total)

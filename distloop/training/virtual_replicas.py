@@ -71,7 +71,7 @@ class Turns:
         Returns:
             What the variables have after the first turn, random streams included.
         """
-        width = _side_by_side(self._state.strategy)
+        width = side_by_side(self._state.strategy)
         kept: list[Sequence[tf.Tensor]] = []
         after_first: Written = {}
         written: Written = {}
@@ -152,7 +152,7 @@ def join_rows(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
 
 
-def _side_by_side(strategy: tf.distribute.Strategy) -> int:
+def side_by_side(strategy: tf.distribute.Strategy) -> int:
     """Returns how many turns of a replica run at the same time; each holds the activations of its rows."""
     if strategies.has_gpus(strategy):
         return 1
