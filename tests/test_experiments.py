@@ -18,7 +18,10 @@ EXPERIMENTS = {
     "gan": ("Frechet distance", ["--batch_size=32"]),
     "keras_port": ("by distloop", ["--port"]),
     "language_model": ("n-grams 1.", ["--width=16", "--blocks=1", "--context=32", "--batch_size=512"]),
-    "pipeline": ("test bits per byte", ["--width=16", "--blocks=2", "--context=32"]),  # two stages
+    "pipeline": (
+        "test bits per byte",
+        ["--width=16", "--blocks=2", "--context=32", "--microbatches=2", "--limit_eval_batches=2"],
+    ),
     "regression": ("test r2", []),
     "transfer": ("with 50 labels", []),
     "wide_mlp": ("test accuracy", ["--features=80", "--units=40,20,5,3"]),

@@ -63,7 +63,7 @@ RULES = dict(
 @pytest.mark.slow
 def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
     model_fn = make(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), **RULES)
-    testing.assert_replica_law(model_fn, data(), (1, 2, 4), tolerance=1e-6, clip_norm=0.1)
+    testing.assert_replica_law(model_fn, data(), (1, 3), tolerance=1e-6, clip_norm=0.1)
     assert_close(trained(model_fn, 2, clip_norm=0.1, microbatches=2), trained(model_fn, clip_norm=0.1))
 
 

@@ -38,9 +38,8 @@ def train(workdir, model_fn, replicas=2, steps=9, actions=(), **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"clip_norm": 0.1, "average_decay": 0.9, "precision": "mixed_float16", "on_nonfinite": "skip"},
-        {"microbatches": 2, "replicas": 3},
+        {"microbatches": 2},
         {"jit_compile": True, "replicas": 1},
     ],
     ids=str,

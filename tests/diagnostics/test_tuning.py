@@ -23,7 +23,7 @@ def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=
 
 @pytest.mark.slow
 def test_the_suggestion_is_the_same_on_any_number_of_replicas():
-    result = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 4)]
+    result = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 2)]
     assert result[0].suggestion == result[1].suggestion
     assert 1e-3 < result[0].suggestion < 1
     np.testing.assert_allclose(result[0].losses[:60], result[1].losses[:60], rtol=1e-5)
