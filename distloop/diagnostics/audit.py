@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     checks.identical_draws,
     replica_checks.dependence_on_replicas,
     replica_checks.drift,
+    replica_checks.same_bits,
     checks.gradients,
 )
 

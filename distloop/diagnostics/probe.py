@@ -13,7 +13,7 @@ import functools
 import gc
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +57,7 @@ class Trace(NamedTuple):
         collectives: how `loss_fn` communicates with other replicas, such as "all_reduce".
         created: if `loss_fn` created a variable, the error that stopped the trace; `run` is None.
         labels: the operations of the first call that take class numbers, each with these and the number of classes.
+        asked: what `loss_fn` asks about where it runs, such as "replica_id_in_sync_group".
     """
 
     calls: list[list[tf.Operation]]
@@ -64,6 +65,7 @@ class Trace(NamedTuple):
     collectives: set[str]
     created: VariableCreated | None = None
     labels: Sequence[tuple[tf.Operation, tf.Tensor, int]] = ()
+    asked: Set[str] = frozenset()
 
 
 class Measurement(NamedTuple):
@@ -153,13 +155,14 @@ class Probe:
         """Three calls of `loss_fn`, which are traced and not run."""
         state, calls, collectives = self.state, [], set[str]()
         labels: list[tuple[tf.Operation, tf.Tensor, int]] = []
+        asked: set[str] = set()
 
         def trace(rows: Any, other_rows: Any) -> Any:
             first_seeds = [tf.convert_to_tensor(seed) for seed in state.seeds]
             for replica, batch in ((0, rows), (0, rows), (1, other_rows)):
                 for seed, value in zip(state.seeds, first_seeds, strict=True):
                     seed.assign(stream_of(value, replica))
-                with as_replica(replica, REPLICAS, collectives) as operations, no_new_variables():
+                with as_replica(replica, REPLICAS, collectives, asked) as operations, no_new_variables():
                     for update in state.spec.updates:
                         update.loss_fn(batch, True)
                 calls.append(operations)
@@ -168,7 +171,7 @@ class Probe:
             return draws, [(tf.reduce_min(numbers), tf.reduce_max(numbers)) for _, numbers, _ in labels]
 
         try:
-            return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives, None, labels)
+            return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives, None, labels, asked)
         except VariableCreated as created:
             return Trace(calls, None, collectives, created)
         except VariableCreatedError as error:

@@ -24,7 +24,8 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
     for update in probe.state.spec.updates:
         (whole,), collectives = probe.measure(update, [probe.rows], training=True)
         unsynchronized = _unsynchronized_normalizations(probe, whole)
-        yield from (_unsynchronized(path) for path in unsynchronized)
+        if not probe.state.virtual_replicas:  # they have statistics of their own on any number of devices
+            yield from (_unsynchronized(path) for path in unsynchronized)
         training = not (whole.is_random or unsynchronized or collectives or probe.trace.collectives)
         if training:
             halves, _ = probe.measure(update, probe.halves, training=True)
@@ -138,6 +139,25 @@ def _first_difference(probe: Probe, update: Update, training: bool) -> str | Non
 def drift(probe: Probe) -> Iterator[Finding]:
     """Checks that after two steps every replica holds the same value of each variable."""
     return (_apart(path) for path in probe.two_steps.paths_apart)
+
+
+def same_bits(probe: Probe) -> Iterator[Finding]:
+    """Checks that no virtual replica uses what others compute, or the number of a device."""
+    if not probe.state.virtual_replicas:
+        return
+    if collectives := probe.trace.collectives:
+        yield Finding(
+            "talks to other replicas",
+            " and ".join(sorted(collectives)),
+            "virtual replicas take turns, so none has what another one computes: use plain BatchNormalization and a "
+            "loss that needs no rows of other replicas, or leave virtual_replicas out",
+        )
+    elif asked := probe.trace.asked:
+        yield Finding(
+            "asks where it runs",
+            " and ".join(sorted(asked)),
+            "it counts devices, not virtual replicas, so the bits depend on how many devices there are: leave it out",
+        )
 
 
 def _apart(path: str) -> Finding:

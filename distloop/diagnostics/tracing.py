@@ -25,13 +25,16 @@ class VariableCreated(Exception):  # noqa: N818 - an observation, not an error
 
 
 @contextlib.contextmanager
-def as_replica(replica: int, num_replicas: int, collectives: set[str]) -> Iterator[list[tf.Operation]]:
+def as_replica(
+    replica: int, num_replicas: int, collectives: set[str], asked: set[str] | None = None
+) -> Iterator[list[tf.Operation]]:
     """Calls user code as a replica of several, on one device, while a graph is traced.
 
     Args:
         replica: its number.
         num_replicas: the number of replicas that the code sees.
         collectives: gets the names of the collective operations that the code calls.
+        asked: gets what the code asks about where it runs, such as "replica_id_in_sync_group".
 
     Yields:
         A list that holds the new operations afterwards. Placeholders are left out: only the first of two calls adds
@@ -40,7 +43,7 @@ def as_replica(replica: int, num_replicas: int, collectives: set[str]) -> Iterat
     graph = tf.compat.v1.get_default_graph()
     operations: list[tf.Operation] = []
     before = len(graph.get_operations())
-    with _ReplicaContext(replica, num_replicas, collectives):
+    with _ReplicaContext(replica, num_replicas, collectives, set() if asked is None else asked):
         yield operations
     operations += [op for op in graph.get_operations()[before:] if op.type != "Placeholder"]
 
@@ -48,18 +51,21 @@ def as_replica(replica: int, num_replicas: int, collectives: set[str]) -> Iterat
 class _ReplicaContext(tf.distribute.ReplicaContext):
     """Stands for one of several replicas; a collective operation returns this replica's own value."""
 
-    def __init__(self, replica: int, num_replicas: int, collectives: set[str]):
+    def __init__(self, replica: int, num_replicas: int, collectives: set[str], asked: set[str]):
         super().__init__(tf.distribute.get_strategy(), 0)  # TensorFlow's default one, whose variables have one part
         self._replica = replica
         self._num_replicas = num_replicas
         self._collectives = collectives
+        self._asked = asked
 
     @property
     def replica_id_in_sync_group(self) -> int:
+        self._asked.add("replica_id_in_sync_group")
         return self._replica
 
     @property
     def num_replicas_in_sync(self) -> int:
+        self._asked.add("num_replicas_in_sync")
         return self._num_replicas
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.diagnostics.audit import audit
+from distloop.training.state import TrainState
 from tests.problems import assert_equal, classification, classifier, everything, on, refused
 
 pytestmark = pytest.mark.slow
@@ -336,3 +338,45 @@ def test_the_setting_leaves_with_0_where_nothing_is_found():
 
 def test_a_batch_of_one_row_is_refused():
     refused(lambda: distloop.Trainer(classifier(), on(1)).audit(data(size=1)), "less than 2 rows", "larger batches")
+
+
+def writes_a_variable():
+    spec, seen = classifier()(), tf.Variable(0.0, trainable=False, name="seen")
+
+    def loss_fn(batch, training):
+        seen.assign_add(1.0)
+        return spec.loss_fn(batch, training)
+
+    return distloop.ModelSpec({"net": spec.model, "seen": seen}, spec.optimizer, loss_fn)
+
+
+def add_number_of_replica(loss, batch):
+    return loss + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+
+
+OF_VIRTUAL_REPLICAS = {
+    "nothing": (classifier(batch_norm="plain", dropout=0.3), ()),
+    "synchronized BatchNormalization": (
+        classifier(batch_norm="synchronized"),
+        ("talks to other replicas", "all_reduce", "use plain BatchNormalization"),
+    ),
+    "the number of a replica": (
+        planted(add_number_of_replica),
+        ("asks where it runs", "replica_id_in_sync_group", "counts devices"),
+    ),
+    "a tf.Variable": (writes_a_variable, ("stops with an error", "", "the forward pass writes seen, of which virtual")),
+    "whole numbers of the rows": (planted(layers=[Counter]), ("replicas apart", "counter/count", "make it a float")),
+}
+
+
+@pytest.mark.parametrize("case", OF_VIRTUAL_REPLICAS)
+def test_what_breaks_the_same_bits_of_virtual_replicas_is_found(case):
+    model_fn, expected = OF_VIRTUAL_REPLICAS[case]
+    state = TrainState.make(model_fn, tf.distribute.get_strategy(), 0.0, 4)
+    state.build(next(iter(data())))
+    findings = audit(state, data()).findings
+    told = [(finding.what, finding.name, finding.hint) for finding in findings]
+    if not expected:
+        assert not told
+    else:
+        assert any(all(a in b for a, b in zip(expected, texts, strict=True)) for texts in told), told

@@ -12,10 +12,10 @@ from distloop.diagnostics.tracing import (
 
 
 def test_code_is_traced_as_a_replica_of_several():
-    collectives = set()
+    collectives, asked = set(), set()
 
     def trace(x):
-        with as_replica(1, 3, collectives):
+        with as_replica(1, 3, collectives, asked):
             context = tf.distribute.get_replica_context()
             assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (1, 3)
             total = context.all_reduce("SUM", x)
@@ -23,6 +23,7 @@ def test_code_is_traced_as_a_replica_of_several():
 
     assert compiled(trace, tf.constant([1.0]))(tf.constant([2.0])).numpy() == [4.0]  # with its own values
     assert collectives == {"all_reduce", "all_gather"}
+    assert asked == {"replica_id_in_sync_group", "num_replicas_in_sync"}
 
 
 def test_two_calls_have_the_same_operations_though_the_first_one_captures():
