@@ -305,7 +305,7 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold():
             return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), scale, dynamic=False)
 
         model_fn = classifier(optimizer=scaled if scale else None, is_weighted=True, l2=0.1)
-        trainer = distloop.Trainer(model_fn, on(2, clip_norm=0.5, average_decay=0.9))
+        trainer = distloop.Trainer(model_fn, on(1, clip_norm=0.5, average_decay=0.9))
         return trainer.fit(batches(16), steps=12), weights(trainer)
 
     plain_numbers, expected = run(None)
@@ -558,7 +558,7 @@ def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both
 @pytest.mark.slow
 def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit():
     optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**24)  # noqa: E731
-    trainer = distloop.Trainer(classifier(optimizer=optimizer), float16(2))
+    trainer = distloop.Trainer(classifier(optimizer=optimizer), float16(1))
     seen = after_each_step(trainer, batches(16, 64), 14)
     skipped = int(trainer.state.skipped_steps)
     assert 1 < skipped < 14
@@ -629,7 +629,7 @@ def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replica
 
 @pytest.mark.slow
 def test_float16_a_good_step_starts_the_count_of_overflows_again():
-    trainer, fit = at_the_floor("-----------+---------+----------", 2, on_nonfinite="skip")
+    trainer, fit = at_the_floor("-----------+---------+----------", 1, on_nonfinite="skip")
     with pytest.raises(FloatingPointError, match="Step 32 is number 10 in a row"):
         fit()
     assert trainer.optimizer.iterations.numpy() == 2
@@ -643,7 +643,7 @@ def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale():
 
     rows = classification(8)
     rows["label"][:] = -1
-    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), float16(2))
+    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), float16(1))
     refused(
         lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
         "Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1:",
@@ -701,7 +701,7 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
     def rows(name, **arguments):
-        config = on(2, workdir=str(tmp_path / name), log_every=3, checkpoint_every=20, average_decay=0.9)
+        config = on(1, workdir=str(tmp_path / name), log_every=3, checkpoint_every=20, average_decay=0.9)
         trainer = train(classifier(dropout=0.3), config, batches(16, shuffle=True), steps=100, **arguments)
         found = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return everything(trainer), found
@@ -734,7 +734,7 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
 
     def run(**cut):
         model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
-        trainer = distloop.Trainer(model_fn, float16(2, average_decay=0.9, **cut))
+        trainer = distloop.Trainer(model_fn, float16(1, average_decay=0.9, **cut))
         data = batches(16, shuffle=True)
         trainer.fit(data, steps=23, evals={"test": batches(16)})
         trainer.fit(data, steps=53)

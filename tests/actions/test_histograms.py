@@ -38,7 +38,7 @@ def train(workdir, model_fn, replicas=2, steps=9, actions=(), **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"clip_norm": 0.1, "average_decay": 0.9, "precision": "mixed_float16", "on_nonfinite": "skip"},
+        {"clip_norm": 0.1, "average_decay": 0.9, "precision": "mixed_float16", "on_nonfinite": "skip", "replicas": 1},
         {"microbatches": 2},
         {"jit_compile": True, "replicas": 1},
     ],
