@@ -19,7 +19,7 @@ def pytest_configure(config):
     log.propagate = True  # to pytest's caplog
     if not hasattr(config, "workerinput") and config.getoption("tx", None):
         return  # the process that hands tests to others needs no TensorFlow, which takes 5 CPU seconds to import
-    distloop.prepare(distloop.Config(device="cpu", num_devices=4))
+    distloop.prepare(distloop.Config(device="cpu", num_devices=4, intra_op_threads=1))  # as virtual replicas need it
     gc.freeze()  # what TensorFlow and Keras made at their import is never garbage, and takes long to look through
     gc.disable()
     thread = threading.Thread(target=collect_garbage, daemon=True)

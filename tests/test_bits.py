@@ -1,6 +1,7 @@
 """The law of virtual replicas: a run has the same bits on any number of devices, and when it moves between them."""
 
 import json
+import pathlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.checkpoint import load
+from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.training.random_streams import SEED_STRIDE
 from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
@@ -221,7 +223,7 @@ CASES = {
         classification(58),
         14,
         settings=dict(microbatches=2, clip_value=0.05, checkpoint_every=4),
-        devices=(1, 4),  # 2 when it moves
+        devices=(1,),  # 4, 1 and 2 when it moves
         evaluates=True,
     ),
     "float16, an overflow": Case(SMALL, with_overflow(), settings=dict(precision="mixed_float16"), skipped=10),
@@ -253,13 +255,20 @@ def fit(case, devices, workdir, steps=None, **settings):
 def state_of(trainer):
     """Returns what training changed, as one value of each variable: all replicas hold it, random streams aside."""
     values = {}
-    turns = trainer.state.turns
+    turns, first = trainer.state.turns, workers.first_replica(trainer.strategy)
     for name, value in everything(trainer).items():
         name, _, replica = name.partition("@")
         if name.startswith("seeds/"):
-            value = value - np.array([int(replica) * turns * SEED_STRIDE, 0], value.dtype)
+            value = value - np.array([(first + int(replica)) * turns * SEED_STRIDE, 0], value.dtype)
         assert value.tobytes() == values.setdefault(name, value).tobytes(), name
     return values
+
+
+def rows_of(workdir):
+    """Returns the rows of a run's metrics.jsonl without what depends on the machine."""
+    rows = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+    of_machine = OF_THE_MACHINE | {"time"}
+    return [{name: row[name] for name in sorted(row.keys() - of_machine)} for row in rows]
 
 
 def outcome(trainer, case, workdir):
@@ -272,10 +281,7 @@ def outcome(trainer, case, workdir):
     saved = load(str(workdir / "checkpoints" / str(case.steps)))
     for name, value in saved.values.items():
         found[f"checkpoint/{name}"] = np.frombuffer(memoryview(value.numpy()), np.uint8)
-    for line in (workdir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        of_model = {name: value for name, value in row.items() if name not in OF_THE_MACHINE | {"time"}}
-        found[f"row/{row['step']}"] = np.array(json.dumps(of_model, sort_keys=True))
+    found |= {f"row/{row['step']}": np.array(json.dumps(row)) for row in rows_of(workdir)}
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import forked, many_rows, worker_scenarios
-from tests.problems import assert_close
+from tests.problems import assert_close, assert_equal
 from tests.worker_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.slow
@@ -48,6 +48,7 @@ def on_workers(tmp_path_factory):
     out = tmp_path_factory.mktemp("workers-2-2")
     worker_scenarios.run(half_of_elastic, 1, out)
     worker_scenarios.run(half_of_position, 1, out)
+    worker_scenarios.run(half_of_bits, 1, out)
     results, launcher = run_on_workers(2, 2, out)
     return results, out, launcher
 
@@ -65,6 +66,10 @@ def half_of_elastic(make, workdir):
     trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
     trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=5)
     return {}
+
+
+def half_of_bits(make, workdir):
+    return worker_scenarios.bits(make, workdir, steps=4)
 
 
 def half_of_position(make, workdir):
@@ -102,6 +107,29 @@ def test_all_workers_end_with_the_same_bits(on_workers):
             for other in results[1:]:
                 if not key.startswith("local/"):
                     assert other[key].tobytes() == value.tobytes(), (name, key)
+
+
+def assert_same_bits(results, results_alone):
+    for result in results:
+        assert "error" not in result, str(result["error"])
+        assert_equal(result, results_alone)
+
+
+def test_workers_have_the_bits_of_one_process_whose_run_they_go_on_with(on_workers, alone):
+    assert_same_bits(on_workers[0]["bits"], alone("bits"))
+
+
+def test_four_workers_have_the_bits_of_one_process(alone, tmp_path):
+    results, _ = run_on_workers(4, 1, tmp_path, "bits")
+    assert_same_bits(results["bits"], alone("bits"))
+
+
+def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(on_workers, alone, tmp_path):
+    def further(make, workdir):
+        return worker_scenarios.bits(make, workdir, steps=16)
+
+    found = worker_scenarios.run(further, 2, on_workers[1])
+    assert_same_bits([found], worker_scenarios.run(further, 1, tmp_path))
 
 
 def of_kind(kind, result):

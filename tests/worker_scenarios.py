@@ -17,7 +17,7 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
-from tests import many_rows
+from tests import many_rows, test_bits
 from tests.problems import classification, classifier, everything, weights
 
 ROWS = 67
@@ -382,6 +382,31 @@ def differences(make, workdir):
     return results
 
 
+def bits(make, workdir, steps=12):
+    """Virtual replicas; goes on from a checkpoint of one process if there is one in the workdir."""
+    found = {}
+    try:
+        for case, settings in (
+            (test_bits.CASES["convolution, statistics, dropout"], dict(average_decay=0.9, checkpoint_every=5)),
+            (test_bits.CASES["float16, an overflow"], dict(precision="mixed_float16")),
+        ):
+            name = case.model_fn.__name__
+            path = os.path.join(workdir, f"bits {name}")
+            keras.utils.clear_session(free_memory=False)  # layers without a name get the same ones again
+            trainer = make(case.model_fn, workdir=path, virtual_replicas=test_bits.V, log_every=4, **settings)
+            test = distloop.make_dataset(case.rows, 9)
+            trainer.fit(case.data(), steps=steps, evals={"test": distloop.Evaluation(test, every=4)})
+            values = {**test_bits.state_of(trainer), **numbers(trainer.evaluate(test))}
+            if name == "model_fn":
+                values["predictions"] = trainer.predict(test)
+            trainer.workers.barrier()  # until the chief has written its rows
+            values["rows"] = np.array([json.dumps(row) for row in test_bits.rows_of(path)])
+            found |= {f"{name}/{key}": value for key, value in values.items()}
+    finally:  # of the scenarios after it
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+    return found
+
+
 SCENARIOS = [
     exchange,
     differences,
@@ -401,6 +426,7 @@ SCENARIOS = [
     stops,
     interrupts,
     files,
+    bits,
 ]
 
 
@@ -418,7 +444,7 @@ def run(scenario, num_devices, workdir):
 
 def main(out, num_devices, *names):
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    distloop.prepare(distloop.Config(device="cpu", num_devices=num_devices))
+    distloop.prepare(distloop.Config(device="cpu", num_devices=num_devices, intra_op_threads=1))  # for `bits`
     for scenario in SCENARIOS:
         if names and scenario.__name__ not in names:
             continue

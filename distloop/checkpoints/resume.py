@@ -80,7 +80,7 @@ class RunCheckpoints:
         """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
 
         Raises:
-            ValueError: if there is one and `resume=False`, all are damaged, or it is of another model or optimizer.
+            ValueError: if there is one and `resume=False`, all are damaged, or it is of another kind of run.
         """
         if self._checkpoints is None or not (self.is_new or self._shows_best):
             return
@@ -90,7 +90,7 @@ class RunCheckpoints:
                 f"{self._checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
             )
         if (saved := self._load_newest(self._checkpoints)) is not None:
-            self._restore(saved)
+            self._restore(_require_same_virtual_replicas(saved, self._state))
 
     def restore(self, path: str | None) -> None:
         """Restores a checkpoint; the path is that of `Trainer.restore`.
@@ -151,13 +151,14 @@ class RunCheckpoints:
             The log window to continue, from `TrainLoop.save_window`; None: no checkpoint was restored.
 
         Raises:
-            ValueError: if two actions have one name, or JSON cannot hold an action's state.
+            ValueError: if two actions have one name, or JSON cannot hold an action's state, or as for `resume`.
         """
         self._source, self._loop, self._run = source, loop, run
         if self._checkpoints is not None:
             self._actions = action_state.by_name(actions)
         window, is_over = None, False
         if (saved := self._saved) is not None:
+            _require_same_virtual_replicas(saved, self._state)
             is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
             if not is_over and source.save_position() != saved.notes["input"]:
                 source.restore_position(saved.notes["input"])
@@ -289,6 +290,18 @@ class RunCheckpoints:
             say(text)
 
 
+def _require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:
+    """Returns a checkpoint; refuses to train on from one of another number of virtual replicas. Old ones have none."""
+    trained, given = saved.notes.get("virtual_replicas", 0), state.virtual_replicas
+    if trained != given:
+        raise ValueError(
+            f"The checkpoint {saved.path!r} was trained with virtual_replicas={trained}, and {given} were given, with "
+            f"which a run has other bits: give virtual_replicas={trained}, or begin a new run in another workdir, "
+            "from these weights with init_from."
+        )
+    return saved
+
+
 def _has_length(notes: Mapping[str, Any], run: Period) -> bool:
     """Returns whether the run of a checkpoint was as long as this one is to be."""
     return notes.get("until") == run.steps if run.steps else notes.get("until_secs") == run.secs
@@ -310,6 +323,7 @@ def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:
     """Returns what a checkpoint notes of the process that saved it."""
     return {
         "replicas": state.strategy.num_replicas_in_sync,
+        "virtual_replicas": state.virtual_replicas,
         "config": flags.shown_settings(config),
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
     }

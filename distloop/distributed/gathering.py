@@ -51,6 +51,16 @@ def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None
         del _current.row_weights, _current.microbatches
 
 
+@contextlib.contextmanager
+def taking_turns(virtual_replicas: int) -> Iterator[None]:
+    """Tells `gather_rows` that what is traced inside sees the rows of one virtual replica; of these, so many."""
+    _current.virtual_replicas = virtual_replicas
+    try:
+        yield
+    finally:
+        del _current.virtual_replicas
+
+
 def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the rows of all replicas, in the order of the global batch. Call it in `loss_fn`, on every replica.
 
@@ -64,9 +74,14 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         rows have the index of the last row.
 
     Raises:
-        ValueError: with microbatches, each of which would see its own rows alone; on several workers or GPUs, if the
-            dataset's batch size is unknown.
+        ValueError: with microbatches or virtual replicas, each of which would see its own rows alone; on several
+            workers or GPUs, if the dataset's batch size is unknown.
     """
+    if virtual_replicas := getattr(_current, "virtual_replicas", 0):
+        raise ValueError(
+            f"The loss compares all rows of a batch (gather_rows), and {virtual_replicas=} was given, each of which "
+            "would see its own rows alone: use virtual_replicas=0."
+        )
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:
         raise ValueError(
             f"The loss compares all rows of a batch (gather_rows), and {microbatches=} was given, each of which would "

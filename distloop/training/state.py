@@ -58,6 +58,7 @@ class TrainState(tf.Module):
         keras_metrics: the Keras metrics, by name.
         loss_watch: statistics of the updates' losses, for the detection of spikes.
         average: the moving average of the weights, or None.
+        created: by `id`, the TensorFlow variables that were made for it, those of no model included.
 
     Once the model is built:
         paths: paths of the model's variables by `id`.
@@ -91,7 +92,7 @@ class TrainState(tf.Module):
         self.loss_watch = LossWatch(len(spec.updates))
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
-        self._created = created
+        self.created = created
         self.initial_learning_rates: dict[str, float] = {}
         self.is_built = False
         self.placement = make_placement(spec.model)
@@ -169,8 +170,8 @@ class TrainState(tf.Module):
         Raises:
             ValueError: if a layer is not built by the calls, or they create a variable outside the model.
         """
-        with self.strategy.scope(), recorded(self._created):
-            known = set(self._created)
+        with self.strategy.scope(), recorded(self.created):
+            known = set(self.created)
             for update in self.spec.updates:
                 update.loss_fn(rows, False)
             unbuilt = [layer.name for layer in top_layers(self.spec.model, in_parts=True) if not layer.built]
@@ -180,7 +181,7 @@ class TrainState(tf.Module):
                     "are unknown: call them, or build them in model_fn."
                 )
             in_model = {id(tensorflow_variable(v)) for v in named_variables(self.spec.model).values()}
-            outside = [variable.name for i, variable in self._created.items() if i not in known | in_model]
+            outside = [variable.name for i, variable in self.created.items() if i not in known | in_model]
             if outside:
                 raise ValueError(explain_new_variable(outside[0]))
             self._finish()
@@ -188,7 +189,7 @@ class TrainState(tf.Module):
     def _finish(self) -> None:
         """Assigns variables to updates, builds the optimizers and the average; no more variables after it; in scope."""
         named = named_variables(self.spec.model)
-        _require_created(self._created, named.items(), "model")
+        _require_created(self.created, named.items(), "model")
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         for update in self.optimizer_updates:
@@ -204,6 +205,7 @@ class TrainState(tf.Module):
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
             self.average = MovingAverage(self.trained_variables, self._average_decay)
+        _refuse_synchronized(layers, self.virtual_replicas)
         replicas = self.strategy.num_replicas_in_sync * self.turns
         self.recurrent_states = _find_recurrent_states(layers, replicas)
         self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
@@ -216,7 +218,7 @@ class TrainState(tf.Module):
     def _build_optimizer(self, update: Update) -> None:
         """Builds an update's optimizer over its variables and overrides methods of Keras."""
         optimizer, plain = self.optimizers[update.name], self.plain_optimizers[update.name]
-        _require_created(self._created, [(v.name, v) for v in optimizer.variables], "optimizer")
+        _require_created(self.created, [(v.name, v) for v in optimizer.variables], "optimizer")
         variables = self.variables_of_update[update.name]
         paths = [self.paths[id(v)] for v in variables]
         factors, are_decayed = update.learning_rate_factors(paths), update.are_decayed(paths)
@@ -310,12 +312,22 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
 
 
+def _refuse_synchronized(layers: Iterable[keras.Layer], virtual_replicas: int) -> None:
+    """Refuses layers that sum over replicas in their forward pass, which on one device would be silently wrong."""
+    for part in (part for layer in layers for part in layer._flatten_layers()):
+        if virtual_replicas and getattr(part, "synchronized", False):
+            raise ValueError(
+                f"{virtual_replicas=} was given with the layer {part.name!r}, which is synchronized=True, but virtual "
+                "replicas take turns and cannot talk to each other: use plain BatchNormalization."
+            )
+
+
 def _find_recurrent_states(layers: Iterable[keras.Layer], replicas: int) -> list[Any]:
     """Returns the states of stateful recurrent layers, each once; they belong to the rows of one replica."""
     states = [pair for layer in layers for pair in recurrent_states(layer)]
     if states and replicas > 1:
         raise ValueError(
             f"The layer {states[0][0].name!r} is stateful, so its states belong to the rows of one replica, and there "
-            f"are {replicas}: give num_devices=1 and one worker, or stateful=False."
+            f"are {replicas}: give num_devices=1, one worker and virtual_replicas=0, or stateful=False."
         )
     return list({id(state): state for _, state in states}.values())

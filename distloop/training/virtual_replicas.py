@@ -8,6 +8,7 @@ function by itself: TensorFlow calls it as it stands, whatever surrounds it, and
 what is computed, or how results are added.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from distloop.data.shards import Batch, Layout, take_shard
-from distloop.distributed import cores, strategies, workers
+from distloop.distributed import cores, gathering, strategies, workers
 from distloop.graph_functions import graph_function
 from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState
@@ -100,15 +101,20 @@ class Turns:
         """Calls the function with values for the variables; returns its result and, by their places, new values."""
         state = self._state
         trained = state.trained_variables
-        candidates = [*state.untrained_variables, *trained]
-        with recorded_writes(candidates) as written, own_values(self._variables, values) as own:
-            result = self._fn(*arguments)
+        candidates = [*state.untrained_variables, *trained, *state.created.values()]
+        # Eagerly, it is not known which of them are written.
+        nothing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([])
+        recorded = nothing if tf.executing_eagerly() else recorded_writes(candidates)
+        with recorded as written, own_values(self._variables, values) as own:
+            with gathering.taking_turns(state.virtual_replicas):
+                result = self._fn(*arguments)
         written += [v for v in trained if own.get_current_value(v) is not None]
-        if written and not tf.executing_eagerly():
+        if written:
+            name = state.paths.get(id(written[0]), written[0].name.partition(":")[0])
             raise ValueError(
-                f"virtual_replicas={state.virtual_replicas} was given, but the forward pass writes "
-                f"{state.paths[id(written[0])]}, of which virtual replicas cannot have values of their own: make it a "
-                "weight of a Keras layer, with add_weight(trainable=False)."
+                f"virtual_replicas={state.virtual_replicas} was given, but the forward pass writes {name!r}, of which "
+                "virtual replicas cannot have values of their own: make it a weight of a Keras layer, with "
+                "add_weight(trainable=False)."
             )
         new_values = [own.get_current_value(v) for v in self._variables]
         return result, {
