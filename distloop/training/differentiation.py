@@ -30,7 +30,7 @@ _LEAST_WEIGHT = 1e-12
 _UNSHARED = (
     "The layers {} have an activity regularizer or an add_loss, the loss has weights or masks of its own, and each "
     "batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one value per "
-    "example, or train on one replica without microbatches."
+    "example, or train on one replica without microbatches and virtual replicas."
 )
 
 
