@@ -202,7 +202,7 @@ def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_be
     def run(name, *stops):
         for steps in stops:
             settings = {"on_divergence": "rollback", "checkpoint_every": 5}
-            trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path / name), **settings))
+            trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / name), **settings))
             trainer.fit(distloop.make_dataset(rows, BATCH_SIZE, shuffle=True, map_fn=poison), steps=steps)
         assert trainer._train_source.skipped_batches == {13}
         return everything(trainer)

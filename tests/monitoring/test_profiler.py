@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(workdir, steps=12, profile="", **settings):
-    trainer = distloop.Trainer(classifier(), on(2, workdir=str(workdir), profile=profile, **settings))
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir), profile=profile, **settings))
     trainer.fit(tf.data.Dataset.from_tensor_slices(classification()).batch(16), steps=steps)
     return trainer
 

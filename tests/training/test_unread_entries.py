@@ -78,10 +78,10 @@ def test_a_run_names_them_once_and_refuses_them_on_request(capsys):
 
     rows = {"x": np.ones([7, 2], np.float32), "path": np.array(["a"] * 7), "meta": {"id": np.arange(7)}}
     data = distloop.make_dataset(rows, 7)
-    trainer = distloop.Trainer(model_fn, on(2, microbatches=2))
+    trainer = distloop.Trainer(model_fn, on(1, microbatches=2))
     trainer.fit(data, steps=2)
     trainer.fit(data, steps=4)
     assert capsys.readouterr().out.count("entries of each batch that no loss_fn reads: meta/id, path (") == 1
-    trainer = distloop.Trainer(model_fn, on(2, unread_entries="refuse"))
+    trainer = distloop.Trainer(model_fn, on(1, unread_entries="refuse"))
     refused(lambda: trainer.fit(data, steps=2), "No loss_fn reads these entries", "all the same: meta/id, path;")
     assert trainer.step == 0
