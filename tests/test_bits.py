@@ -57,7 +57,8 @@ def digits():
             "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),
         }
 
-    return distloop.ModelSpec(model, keras.optimizers.AdamW(0.002, weight_decay=0.05), loss_fn)
+    optimizer = keras.optimizers.AdamW(0.002, weight_decay=0.05)
+    return distloop.ModelSpec(model, optimizer, loss_fn, predict_fn=lambda batch: model(batch["image"], training=False))
 
 
 def language_model():
