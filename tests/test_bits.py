@@ -37,6 +37,24 @@ def momentum():
 # models -----------------------------------------------------------------------------------------------------------
 
 
+class LastSum(keras.layers.Layer):
+    """A layer with integers and a boolean of its own, which depend on the rows and change the outputs."""
+
+    def build(self, shape):
+        self.last = self.add_weight(shape=(2,), dtype="int32", trainable=False, initializer="zeros", name="last")
+        self.flag = self.add_weight(
+            shape=(), dtype="bool", trainable=False, initializer=lambda shape, dtype: tf.constant(False), name="flag"
+        )
+
+    def call(self, rows, training=False):
+        outputs = rows * tf.where(self.flag.value, 0.9, 1.1) + tf.cast(self.last.value[0] % 7, rows.dtype) / 10
+        if training:
+            total = tf.cast(tf.reduce_sum(rows) * 1000, tf.int32)
+            self.last.assign(tf.stack([total, self.last.value[1] + 1]))
+            self.flag.assign(total % 2 == 0)
+        return outputs
+
+
 def digits():
     """A convnet as in experiments/digits.py, with dropout, and with statistics of each virtual replica's rows."""
     layers = [
@@ -45,6 +63,7 @@ def digits():
         keras.layers.ReLU(),
         keras.layers.Conv2D(4, 3, use_bias=False),
         keras.layers.GlobalAveragePooling2D(),
+        LastSum(),
         keras.layers.Dropout(0.3),
         keras.layers.Dense(10),
     ]

@@ -281,7 +281,7 @@ def warn(train_step: TrainStep) -> None:
     for update in train_step.updates:
         _warn_unreached(train_step, update)
         _warn_unscaled(train_step, update)
-        if train_step.state.strategy.num_replicas_in_sync > 1:
+        if train_step.state.strategy.num_replicas_in_sync > 1 and not train_step.state.virtual_replicas:
             _warn_apart(train_step, update)
 
 

@@ -8,9 +8,9 @@ step begins.
     written_values.rewind(written, before, microbatch)
     values, _ = written_values.merge(written, after, flat)
 
-A float gets the mean over the rows, any other variable the value of its replica's last microbatch, of the first virtual
-replica there. Random streams and Keras metrics go on from one microbatch to the next. This module does not know what
-writes the variables.
+A float gets the mean over the rows, any other variable the value of its replica's last microbatch; of virtual replicas,
+that of the first one, on every replica. Random streams and Keras metrics go on from one microbatch to the next. This
+module does not know what writes the variables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,11 +48,17 @@ class WrittenValues:
         self._microbatches = microbatches
         self._parts_here = state.turns * microbatches
         self._num_parts = state.strategy.num_replicas_in_sync * self._parts_here
+        self._takes_first = state.virtual_replicas > 1
         self._overwritten = list(overwritten)
 
     def with_mean(self, written: Sequence[Any]) -> list[Any]:
         """Returns the variables that get the mean over the rows."""
         return [v for v in written if id(v) not in self.carried and tf.as_dtype(v.dtype).is_floating]
+
+    def from_first(self, written: Sequence[Any]) -> list[Any]:
+        """Returns the variables that get the value of the first virtual replica."""
+        others = self.carried | {id(v) for v in self.with_mean(written)}
+        return [v for v in written if id(v) not in others] if self._takes_first else []
 
     def flatten(
         self,
@@ -72,16 +78,19 @@ class WrittenValues:
             part: its number in its replica.
 
         Returns:
-            `[F]`: the rows, each value times the rows, and `[P, N]` zeros but for the new values at the part's place.
-            None: there is nothing to sum.
+            `[F]`: the rows, each value times the rows; the bytes of values of the first virtual replica, zeros from the
+            others; and `[P, N]` zeros but for the new values at the part's place. None: there is nothing to sum.
         """
         pieces = []
-        if self._num_parts > 1 and (averaged := {id(v) for v in self.with_mean(written)}):
+        by_id = {id(v): value for v, value in zip(written, values, strict=True)}
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        if self._num_parts > 1 and (averaged := self.with_mean(written)):
             rows = tf.cast(rows, tf.float32)
-            of_averaged = [value for v, value in zip(written, values, strict=True) if id(v) in averaged]
-            pieces += [rows, *(tf.cast(value, tf.float32) * rows for value in of_averaged)]
+            pieces += [rows, *(tf.cast(by_id[id(v)], tf.float32) * rows for v in averaged)]
+        if from_first := self.from_first(written):
+            is_first = tf.equal(replica * self._parts_here + part, self._microbatches - 1)  # its last microbatch
+            pieces += [tf.where(is_first, _to_bytes(by_id[id(v)]), 0.0) for v in from_first]
         if new_values:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             is_here = tf.equal(tf.range(self._num_parts), replica * self._parts_here + part)  # [P]
             pieces.append(tf.where(is_here[:, tf.newaxis], _join(new_values), 0.0))
         return _join(pieces) if pieces else None
@@ -119,6 +128,10 @@ class WrittenValues:
             totals, flat = _cut(flat[1:], averaged)
             for variable, total in zip(averaged, totals, strict=True):
                 values[id(variable)] = tf.cast(tf.math.divide_no_nan(total, rows), variable.dtype)
+        for variable in self.from_first(written):
+            size = _to_bytes(values[id(variable)]).shape.num_elements()
+            values[id(variable)] = _from_bytes(flat[:size], variable)
+            flat = flat[size:]
         new_values: list[tf.Tensor] = []
         if self._overwritten:
             new_values, _ = _cut(tf.reduce_max(tf.reshape(flat, [self._num_parts, -1]), 0), self._overwritten)
@@ -137,3 +150,18 @@ def _cut(flat: tf.Tensor, variables: Sequence[Any]) -> tuple[list[tf.Tensor], tf
     sizes = [shape.num_elements() for shape in shapes]
     *pieces, rest = tf.split(flat, [*sizes, flat.shape[0] - sum(sizes)])
     return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)], rest
+
+
+def _to_bytes(value: Any) -> tf.Tensor:
+    """Returns the bytes of a tensor as float32 numbers, which keep them in a sum with zeros, `[n]`."""
+    value = tf.convert_to_tensor(value)
+    value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else tf.bitcast(value, tf.uint8)
+    return tf.reshape(tf.cast(value, tf.float32), [-1])
+
+
+def _from_bytes(flat: tf.Tensor, variable: Any) -> tf.Tensor:
+    """Returns a value for a variable from the result of `_to_bytes`."""
+    dtype, shape = tf.as_dtype(variable.dtype), tf.TensorShape(variable.shape)
+    per_element = [] if dtype.size == 1 else [dtype.size]
+    value = tf.reshape(tf.cast(flat, tf.uint8), [*shape, *per_element])
+    return tf.cast(value, tf.bool) if dtype == tf.bool else tf.bitcast(value, dtype)
