@@ -365,7 +365,7 @@ OF_VIRTUAL_REPLICAS = {
         ("asks where it runs", "replica_id_in_sync_group", "counts devices"),
     ),
     "a tf.Variable": (writes_a_variable, ("stops with an error", "", "the forward pass writes seen, of which virtual")),
-    "whole numbers of the rows": (planted(layers=[Counter]), ("replicas apart", "counter/count", "make it a float")),
+    "whole numbers of the rows": (planted(layers=[Counter]), ()),
 }
 
 
