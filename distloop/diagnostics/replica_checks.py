@@ -86,8 +86,8 @@ def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measu
                     "its mean over the replicas differs from the value of one replica with all rows: sum over the "
                     "replicas first, with tf.distribute.get_replica_context().all_reduce",
                 )
-        elif any(not np.array_equal(part, parts[0]) for part in parts):
-            yield _apart(path)
+        elif any(not np.array_equal(part, parts[0]) for part in parts) and not probe.state.virtual_replicas:
+            yield _apart(path)  # else all replicas get the value of the first virtual one
 
 
 def _values_and_gradients(
@@ -138,8 +138,7 @@ def _first_difference(probe: Probe, update: Update, training: bool) -> str | Non
 
 def drift(probe: Probe) -> Iterator[Finding]:
     """Checks that after two steps every replica holds the same value of each variable."""
-    if not probe.state.virtual_replicas:  # all replicas get the value of the first virtual one
-        yield from (_apart(path) for path in probe.two_steps.paths_apart)
+    return (_apart(path) for path in probe.two_steps.paths_apart)
 
 
 def same_bits(probe: Probe) -> Iterator[Finding]:

@@ -350,21 +350,28 @@ def writes_a_variable():
     return distloop.ModelSpec({"net": spec.model, "seen": seen}, spec.optimizer, loss_fn)
 
 
+def add_sum_over_replicas(loss, batch):
+    return loss + tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_mean(loss))
+
+
 def add_number_of_replica(loss, batch):
     return loss + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
 
 
 OF_VIRTUAL_REPLICAS = {
     "nothing": (classifier(batch_norm="plain", dropout=0.3), ()),
-    "synchronized BatchNormalization": (
-        classifier(batch_norm="synchronized"),
+    "a sum over replicas": (
+        planted(add_sum_over_replicas),
         ("talks to other replicas", "all_reduce", "use plain BatchNormalization"),
     ),
     "the number of a replica": (
         planted(add_number_of_replica),
         ("asks where it runs", "replica_id_in_sync_group", "counts devices"),
     ),
-    "a tf.Variable": (writes_a_variable, ("stops with an error", "", "the forward pass writes seen, of which virtual")),
+    "a tf.Variable": (
+        writes_a_variable,
+        ("stops with an error", "", "the forward pass writes 'seen', of which virtual"),
+    ),
     "whole numbers of the rows": (planted(layers=[Counter]), ()),
 }
 
