@@ -15,7 +15,7 @@ import tensorflow as tf
 import distloop
 from distloop.comparison import relative_difference
 from distloop.data import shards
-from distloop.distributed import strategies
+from distloop.distributed import devices, strategies
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 
 
@@ -162,6 +162,11 @@ def write_run(path, rows, settings=None, *, saved=None, incidents=(), age_secs=3
     if incidents:
         (path / "incidents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in incidents))
     return path
+
+
+def optimize_graphs():
+    """Turns TensorFlow's graph optimizers on again, which virtual replicas turn off in a process."""
+    tf.config.optimizer.set_experimental_options(dict.fromkeys(devices._REWRITE_ARITHMETIC, True))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import distloop
 from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests import many_rows, test_bits
-from tests.problems import classification, classifier, everything, weights
+from tests.problems import classification, classifier, everything, optimize_graphs, weights
 
 ROWS = 67
 
@@ -403,7 +403,7 @@ def bits(make, workdir, steps=12):
             values["rows"] = np.array([json.dumps(row) for row in test_bits.rows_of(path)])
             found |= {f"{name}/{key}": value for key, value in values.items()}
     finally:  # of the scenarios after it
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+        optimize_graphs()
     return found
 
 

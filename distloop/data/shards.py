@@ -150,6 +150,15 @@ def take_shard(
     return shard, weights
 
 
+def place_of_shard(batch: Batch, layout: Layout, turn: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns where the rows of a turn begin in the global batch, and how many it has, without padding, int32 []."""
+    context = tf.distribute.get_replica_context()
+    size = tf.convert_to_tensor(batch_size(batch.rows))
+    replicas, replica = context.num_replicas_in_sync * layout.turns, context.replica_id_in_sync_group * layout.turns
+    total = size if batch.size is None else batch.size
+    return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total
+
+
 def shard_size(batch: Batch, layout: Layout) -> tf.Tensor | int:
     """Returns the number of rows of this replica's shard without padding; call it in replica context."""
     rows, weights = take_shard(batch, layout)

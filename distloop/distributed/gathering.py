@@ -10,7 +10,7 @@ It does not know what is compared.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -51,14 +51,66 @@ def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None
         del _current.row_weights, _current.microbatches
 
 
+class NeedsRowsError(Exception):
+    """`gather_rows` was called in a turn before all virtual replicas have given their rows."""
+
+
+class Exchange:
+    """The rows that virtual replicas, which take turns, give and get in `gather_rows`.
+
+    Attributes:
+        given: the rows that each call gave, without padding, `[b, ...]`.
+        rows: by call, those of all virtual replicas, `[B, ...]`; empty while they are collected and calls get zeros;
+            None: a call is a `NeedsRowsError`.
+        slopes: by call, the derivative of the objective by `rows`, float32; set where it is differentiated.
+    """
+
+    def __init__(self, first: tf.Tensor, total: tf.Tensor, rows: Sequence[tf.Tensor] | None):
+        """Stores the index of this turn's first row in the global batch, the number of its rows, and `rows`."""
+        self._first, self._total = first, total
+        self.given: list[tf.Tensor] = []
+        self.rows = rows
+        self.slopes: list[tf.Tensor] = []
+        self._zeros: set[int] = set()
+
+    def __call__(self, own: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns what `gather_rows` returns for `size` rows, of which those that count are given."""
+        if self.rows is None:
+            raise NeedsRowsError
+        self.given.append(own)
+        if self.rows:
+            rows = self.rows[len(self.given) - 1]
+        else:
+            if not tf.executing_eagerly() and _depends_on(own, self._zeros):
+                raise ValueError(
+                    "The loss calls gather_rows for what it computed from other gathered rows, which virtual replicas "
+                    "cannot do, as they take turns: use virtual_replicas=0."
+                )
+            rows = tf.zeros(tf.concat([self._total[tf.newaxis], tf.shape(own)[1:]], 0), own.dtype)
+            rows.set_shape([None, *own.shape[1:]])
+            if not tf.executing_eagerly():
+                self._zeros.add(id(rows.op))
+        return rows, tf.minimum(self._first + tf.range(size), self._total - 1)
+
+    def own(self, rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+        """Returns this turn's rows, as many as another tensor has, of those of all virtual replicas."""
+        return rows[self._first : self._first + tf.shape(like)[0]]
+
+
 @contextlib.contextmanager
-def taking_turns(virtual_replicas: int) -> Iterator[None]:
-    """Tells `gather_rows` that what is traced inside sees the rows of one virtual replica; of these, so many."""
-    _current.virtual_replicas = virtual_replicas
+def exchanging(exchange: Exchange) -> Iterator[Exchange]:
+    """Enters the turn of a virtual replica: what is traced inside gives and gets rows by an exchange."""
+    _current.exchange = exchange
     try:
-        yield
+        yield exchange
     finally:
-        del _current.virtual_replicas
+        del _current.exchange
+
+
+def current_exchange() -> Exchange | None:
+    """Returns that of the turn that is traced now; None: no virtual replica is traced."""
+    exchange: Exchange | None = getattr(_current, "exchange", None)
+    return exchange
 
 
 def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -74,14 +126,9 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         rows have the index of the last row.
 
     Raises:
-        ValueError: with microbatches or virtual replicas, each of which would see its own rows alone; on several
-            workers or GPUs, if the dataset's batch size is unknown.
+        ValueError: with microbatches, each of which would see its own rows alone; on several workers or GPUs, if the
+            dataset's batch size is unknown.
     """
-    if virtual_replicas := getattr(_current, "virtual_replicas", 0):
-        raise ValueError(
-            f"The loss compares all rows of a batch (gather_rows), and {virtual_replicas=} was given, each of which "
-            "would see its own rows alone: use virtual_replicas=0."
-        )
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:
         raise ValueError(
             f"The loss compares all rows of a batch (gather_rows), and {microbatches=} was given, each of which would "
@@ -91,6 +138,8 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
     row_weights = getattr(_current, "row_weights", None)
     size = tf.shape(values)[0]
     count = size if row_weights is None else tf.math.count_nonzero(row_weights, dtype=tf.int32)
+    if (exchange := current_exchange()) is not None:
+        return exchange(values[:count], size)
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         rows, first = values[:count], 0
@@ -99,6 +148,19 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         rows = _all_gather_unequal(values[:count], counts, context.strategy, "The loss calls gather_rows")
         first = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
     return rows, tf.minimum(first + tf.range(size), tf.shape(rows)[0] - 1)
+
+
+def _depends_on(tensor: tf.Tensor, operations: Set[int]) -> bool:
+    """Returns whether a tensor of a graph is computed from the results of operations, known by `id`."""
+    stack, seen = [tensor.op], set[int]()
+    while stack:
+        op = stack.pop()
+        if id(op) in operations:
+            return True
+        if id(op) not in seen:
+            seen.add(id(op))
+            stack += [source.op for source in op.inputs]
+    return False
 
 
 def gather_all(tensors: Sequence[tf.Tensor], reason: str) -> list[tf.Tensor]:

@@ -94,8 +94,10 @@ class Differentiation:
         """
         state = self._state
         tensors = [tensorflow_variable(v) for v in (*self._variables, *self._overwritten)]
+        exchange = gathering.current_exchange()
+        gathered = [rows for rows in (exchange.rows if exchange and exchange.rows else ()) if rows.dtype.is_floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            for tensor in tensors:
+            for tensor in (*tensors, *gathered):
                 tape.watch(tensor)
             with gathering.shard(row_weights, self._microbatches), self.reads.recorded(rows) as returned:
                 outputs = self._update.loss_fn(rows, training)
@@ -125,12 +127,46 @@ class Differentiation:
                 objective *= factor
         # Last, since tracing the loss again replaces the losses that Keras layers carry.
         broadcasts.refuse_pairs(outputs, self._update.loss_fn, rows, training)
-        gradients = state.placement.differentiate(tape, objective, tensors)
+        gradients = state.placement.differentiate(tape, objective, [*tensors, *gathered])
+        if exchange is not None:
+            slopes = zip(gathered, gradients[len(tensors) :], strict=True)
+            exchange.slopes = [
+                tf.cast(tf.zeros_like(rows) if g is None else tf.convert_to_tensor(g), tf.float32) for rows, g in slopes
+            ]
+        trained, overwritten = gradients[: len(self._variables)], gradients[len(self._variables) : len(tensors)]
         new_values = [
             tf.convert_to_tensor(variable if gradient is None else gradient)
-            for variable, gradient in zip(self._overwritten, gradients[len(self._variables) :], strict=True)
+            for variable, gradient in zip(self._overwritten, overwritten, strict=True)
         ]
-        return set(outputs), gradients[: len(self._variables)], new_values, tallies, metric_rows
+        return set(outputs), trained, new_values, tallies, metric_rows
+
+    def pull_back(self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]) -> list[Any]:
+        """Differentiates by way of the rows that this turn gave to all virtual replicas; in replica context.
+
+        Args:
+            rows: `[b, ...]`.
+            row_weights: `[b]`, 0 for padding; None: all rows count.
+            slopes: the derivative of the whole objective by the rows of all, of each floating `Exchange.rows`.
+
+        Returns:
+            For each variable the gradient of the objective, or None.
+        """
+        tensors = [tensorflow_variable(v) for v in self._variables]
+        exchange = gathering.current_exchange()
+        assert exchange is not None, "only virtual replicas exchange rows"
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            for tensor in tensors:
+                tape.watch(tensor)
+            with gathering.shard(row_weights, self._microbatches):
+                self._update.loss_fn(rows, True)
+            given = [own for own in exchange.given if own.dtype.is_floating]
+            objective = tf.add_n(
+                [
+                    tf.reduce_sum(tf.cast(own, tf.float32) * exchange.own(slope, own))
+                    for own, slope in zip(given, slopes, strict=True)
+                ]
+            )
+        return self._state.placement.differentiate(tape, objective, tensors)
 
 
 def tally_outputs(

@@ -159,6 +159,8 @@ class ForwardBackward:
             secs = tf.cast(_time_after([*segments, last]) - started, tf.float32)
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             sums["secs"] = tf.one_hot(replica, replicas) * secs
+        if parts.pulled_back:
+            sums["pulled_back"] = parts.pulled_back
         after = [parts.after.get(id(v), tf.identity(v)) for v in written]
         return Local(segments, sums, written, [before[id(v)] for v in written], after)
 
@@ -207,18 +209,33 @@ class ForwardBackward:
                 rows, row_weights, factor, value, is_first=is_first
             )
         reached = [gradient is not None for gradient in gradients]
-        if not any(reached):
+        exchange = gathering.current_exchange()
+        if not any(reached) and not (exchange is not None and exchange.given):
             raise ValueError(
                 f"{'The loss' if value == 'loss' else repr(value)}{f' of update {self.name!r}' if self.name else ''} "
                 "does not depend on any variable that is to be trained: compute it from the model's outputs."
             )
-        filled = [
-            tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(gradients, self.variables, strict=True)
-        ]
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
         trace = Trace(names, outputs, reached, written, tallies["loss"].is_per_token, metric_rows.join)
-        return self.packing.pack(filled), flat_tallies, metric_rows.tensors, new_values, trace
+        return self._pack(gradients), flat_tallies, metric_rows.tensors, new_values, trace
+
+    def pull_back(
+        self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[bool]]:
+        """Returns packed gradients by way of rows that virtual replicas exchanged, and which variables they reach.
+
+        The arguments are those of `Differentiation.pull_back`.
+        """
+        gradients = self._differentiate.pull_back(rows, row_weights, slopes)
+        return self._pack(gradients), [gradient is not None for gradient in gradients]
+
+    def _pack(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Packs gradients, None where there is none."""
+        filled = [
+            tf.zeros(v.shape, v.dtype) if g is None else g for g, v in zip(gradients, self.variables, strict=True)
+        ]
+        return self.packing.pack(filled)
 
     def gradients_of(
         self, rows: Any, examples: tf.Tensor, *, training: bool

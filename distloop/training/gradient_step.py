@@ -190,6 +190,8 @@ def _look(
     """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
     local = update(batch, layout, factor, value, again_from=again_from)
     segments, sums = update.packing.all_reduce(local.segments, local.sums, update.reduce)
+    if "pulled_back" in sums:
+        segments = update.packing.add(segments, sums["pulled_back"])
     tallies = sums["tallies"]
     if again_from is not None:
         divisor, after, new_values = tallies[1], local.after, list[tf.Tensor]()

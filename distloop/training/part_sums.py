@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
+from distloop.distributed import gathering
 from distloop.distributed.placement import Sums
 from distloop.distributed.tree_sums import TreeSum
 from distloop.graph_functions import graph_function
@@ -21,7 +22,7 @@ from distloop.optimizers.gradients import Packing
 from distloop.training.differentiation import divisor_of
 from distloop.training.metric_state import Join
 from distloop.training.state import TrainState
-from distloop.training.virtual_replicas import Turns, Written
+from distloop.training.virtual_replicas import Part, Turns, Written
 from distloop.training.written_values import WrittenValues
 
 
@@ -64,6 +65,11 @@ class _Pass(Protocol):
     def name(self) -> str:
         """The name of the update."""
 
+    def pull_back(
+        self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[bool]]:
+        """Returns packed gradients by way of rows that virtual replicas exchanged, and which variables they reach."""
+
     def compute(
         self, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None, value: str, *, is_first: bool
     ) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor], Trace]:
@@ -80,6 +86,7 @@ class PartSums:
         traces: of the parts, in order.
         joins: of their arguments of Keras metrics.
         after: by `id`, the values that virtual replicas wrote, which the variables do not have yet.
+        pulled_back: packed gradients by way of the rows that virtual replicas exchanged; empty: they did not.
     """
 
     def __init__(
@@ -104,6 +111,7 @@ class PartSums:
         self.traces: list[Trace] = []
         self.joins: list[Join] = []
         self.after: Written = {}
+        self.pulled_back: list[tf.Tensor] = []
 
     def in_loop(self) -> Sums:
         """Adds up the microbatches of this replica, which go through a TensorFlow loop or a pipeline."""
@@ -127,28 +135,51 @@ class PartSums:
     def in_turns(self) -> Sums:
         """Adds up the microbatches of each virtual replica of this replica, and these in a fixed tree."""
         update = self._update
-        turns = Turns(update.state, self._compute, microbatches=update.microbatches, before=self._before)
+
+        def compute(rows: Any, row_weights: tf.Tensor | None) -> Any:
+            return self._compute(rows, row_weights, self._factor)
+
+        data = self._batch, self._layout
+        turns = Turns(update.state, *data, compute, microbatches=update.microbatches, before=self._before)
         sums = TreeSum[_Sum](self._add)
+        slopes = TreeSum[list[tf.Tensor]](_add_lists)
         of_turn: list[_Sum] = []  # over its microbatches so far
         metric_rows: list[list[tf.Tensor]] = []
 
-        def finish(part: int, arguments: Sequence[Any], results: Any, written: Written) -> list[tf.Tensor]:
-            rows, row_weights, _ = arguments
-            variables = [v for v in update.writable if id(v) in written]
+        def finish(part: Part) -> list[tf.Tensor]:
+            variables = [v for v in update.writable if id(v) in part.written]
             self.traces[-1] = replace(self.traces[-1], written=variables)
-            values = [written[id(v)] for v in variables]
-            segments, vector, rows_of_part = self._summands(part, rows, row_weights, results, values)
-            metric_rows.append(rows_of_part)
+            values = [part.written[id(v)] for v in variables]
+            segments, vector, rows = self._summands(part.number, part.rows, part.row_weights, part.result, values)
+            metric_rows.append(rows)
             kept = self._add(of_turn.pop(), (segments, vector)) if of_turn else (segments, vector)
-            if (part + 1) % update.microbatches:
+            if (part.number + 1) % update.microbatches:
                 of_turn.append(kept)
-            else:
-                kept = sums.append(kept)
-            return [*kept[0], kept[1]]
+                return [*kept[0], kept[1]]
+            kept = sums.append(kept)
+            return [*kept[0], kept[1], *slopes.append(part.slopes)]
 
-        self.after = turns.run(self._arguments, finish)
+        gathered, self.after = turns.run(finish)
+        if gathered is not None:
+            self.pulled_back = self._pull_back(turns, slopes.total())
         segments, vector = sums.total()
         return segments, vector, [tf.concat(rows, 0) for rows in zip(*metric_rows, strict=True)]
+
+    def _pull_back(self, turns: Turns, slopes: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
+        update = self._update
+        if update.state.strategy.num_replicas_in_sync > 1:
+            slopes = gathering.sum_in_tree(slopes)
+        sums = TreeSum[list[tf.Tensor]](update.packing.add)
+
+        def pull_back(rows: Any, row_weights: tf.Tensor | None) -> list[tf.Tensor]:
+            segments, also = update.pull_back(rows, row_weights, slopes)
+            reached = [a or b for a, b in zip(self.traces[-1].reached, also, strict=True)]
+            self.traces[-1] = replace(self.traces[-1], reached=reached)
+            return segments
+
+        turns.again(pull_back, lambda part: sums.append(part.result))
+        return sums.total()
 
     def _add(self, one: _Sum, other: _Sum) -> _Sum:
         return self._update.packing.add(one[0], other[0]), one[1] + other[1]
@@ -175,3 +206,7 @@ class PartSums:
         if self._is_first:
             flat = self._update.written_values.flatten(trace.written, values, new_values, count, part)
         return segments, tallies if flat is None else tf.concat([tallies, flat], 0), metric_rows.tensors
+
+
+def _add_lists(one: list[tf.Tensor], other: list[tf.Tensor]) -> list[tf.Tensor]:
+    return [a + b for a, b in zip(one, other, strict=True)]

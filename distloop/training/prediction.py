@@ -72,9 +72,10 @@ class PredictStep:
     def _forward(self, layout: Layout, batch: Batch) -> Any:
         def predict(rows: Any, row_weights: tf.Tensor | None) -> Any:
             outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
-            if workers.num_workers(self._strategy) == 1 or row_weights is None:
+            if workers.num_workers(self._strategy) == 1:
                 return outputs
-            count = tf.cast(tf.reduce_sum(row_weights), tf.int32)
+            count = None if row_weights is None else tf.cast(tf.reduce_sum(row_weights), tf.int32)
+            # Even if all rows count: TensorFlow gathers what an operation made on a device, not an entry of a batch.
             return tf.nest.map_structure(lambda output: output[:count], outputs)
 
         results = run_forward(self._state, layout, batch, predict)

@@ -6,28 +6,29 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_equal, classification, classifier, mirrored, on, refused, weights
+from tests.problems import assert_equal, classification, classifier, mirrored, on, optimize_graphs, refused, weights
 
 
 @pytest.fixture(autouse=True)
 def graphs_of_other_tests_are_optimized():
     yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+    optimize_graphs()
 
 
 def batches():
     return distloop.make_dataset(classification(40), 8)
 
 
-def trainer_of(*layers, virtual_replicas=4, devices=2, strategy=None, gathers=False, rows=None, **settings):
+def trainer_of(
+    *layers, virtual_replicas=4, devices=2, strategy=None, gather=lambda logits: None, rows=None, **settings
+):
     def model_fn():
         made = [layer() for layer in layers]
         model = keras.Sequential([keras.Input((8,), rows), *made, keras.layers.Dense(4, name="logits")], name="net")
 
         def loss_fn(batch, training):
             logits = model(batch["x"], training=training)
-            if gathers:
-                distloop.gather_rows(logits)
+            gather(logits)
             return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
@@ -55,7 +56,6 @@ class Counter(keras.layers.Layer):
         (dict(intra_op_threads=2), ["virtual_replicas=4 and intra_op_threads=2", "leave either out"]),
         (dict(jit_compile=True), ["virtual_replicas=4 and jit_compile=True", "leave either out"]),
         (dict(microbatches="auto"), ["virtual_replicas=4 and microbatches=auto", "give a number of microbatches"]),
-        (dict(num_stages=2), ["virtual_replicas=4 and num_stages=2", "leave either out"]),
     ],
 )
 def test_settings_that_change_bits_are_refused(settings, parts):
@@ -81,12 +81,25 @@ def test_layers_that_share_values_are_refused(layer, parts, devices):
     refused(lambda: trainer_of(layer, devices=devices).fit(batches(), steps=2), *parts)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_loss_over_all_rows_is_refused(devices):
-    trainer = trainer_of(devices=devices, gathers=True)
-    parts = ["gather_rows", "virtual_replicas=4 was given", "use virtual_replicas=0"]
-    refused(lambda: trainer.fit(batches(), steps=2), *parts)
-    refused(lambda: trainer.evaluate(batches()), *parts)
+def test_gathered_rows_of_gathered_rows_are_refused():
+    def gather(logits):
+        rows, place = distloop.gather_rows(logits)
+        distloop.gather_rows(tf.gather(rows, place) * 2.0)
+
+    parts = ["gather_rows", "from other gathered rows", "use virtual_replicas=0"]
+    refused(lambda: trainer_of(gather=gather).fit(batches(), steps=2), *parts)
+    refused(lambda: trainer_of(gather=gather).evaluate(batches()), *parts)
+
+
+def test_rows_are_not_gathered_with_microbatches_or_by_collectives():
+    trainer = trainer_of(gather=distloop.gather_rows, microbatches=2)
+    refused(lambda: trainer.fit(batches(), steps=2), "gather_rows", "use microbatches=1")
+    ops = tf.distribute.HierarchicalCopyAllReduce()
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=ops)
+    trainer = trainer_of(gather=distloop.gather_rows, strategy=strategy)
+    refused(
+        lambda: trainer.fit(batches(), steps=2), "gather_rows", "virtual_replicas=4", "collectives", "use one worker"
+    )
 
 
 def test_states_of_a_whole_batchs_rows_are_refused():
