@@ -19,7 +19,11 @@ HALVES = [
 
 def probe(operations=(), **observations):
     return SimpleNamespace(
-        tolerance=1e-3, layers=[], compare_operations=lambda update, training: list(operations), **observations
+        tolerance=1e-3,
+        layers=[],
+        state=SimpleNamespace(virtual_replicas=0),
+        compare_operations=lambda update, training: list(operations),
+        **observations,
     )
 
 
