@@ -145,14 +145,14 @@ def same_bits(probe: Probe) -> Iterator[Finding]:
     """Checks that no virtual replica uses what others compute, or the number of a device."""
     if not probe.state.virtual_replicas:
         return
-    if collectives := probe.trace.collectives:
+    if collectives := probe.trace.collectives - {"all_gather"}:  # as `gather_rows` calls it
         yield Finding(
             "talks to other replicas",
             " and ".join(sorted(collectives)),
-            "virtual replicas take turns, so none has what another one computes: use plain BatchNormalization and a "
-            "loss that needs no rows of other replicas, or leave virtual_replicas out",
+            "virtual replicas take turns, so none has what another one computes: use plain BatchNormalization, and "
+            "distloop.gather_rows for the rows of others, or leave virtual_replicas out",
         )
-    elif asked := probe.trace.asked:
+    elif (asked := probe.trace.asked) and not probe.trace.collectives:  # `gather_rows` asks, too
         yield Finding(
             "asks where it runs",
             " and ".join(sorted(asked)),

@@ -354,6 +354,10 @@ def add_sum_over_replicas(loss, batch):
     return loss + tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_mean(loss))
 
 
+def add_mean_of_gathered_rows(loss, batch):
+    return loss + tf.reduce_mean(distloop.gather_rows(loss)[0])
+
+
 def add_number_of_replica(loss, batch):
     return loss + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
 
@@ -364,6 +368,7 @@ OF_VIRTUAL_REPLICAS = {
         planted(add_sum_over_replicas),
         ("talks to other replicas", "all_reduce", "use plain BatchNormalization"),
     ),
+    "gathered rows": (planted(add_mean_of_gathered_rows), ()),
     "the number of a replica": (
         planted(add_number_of_replica),
         ("asks where it runs", "replica_id_in_sync_group", "counts devices"),
