@@ -169,7 +169,7 @@ def test_an_error_in_loss_fn_shows_the_line_of_loss_fn():
         )
 
     trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=2, steps=1))
-    error = caught(lambda: trainer.fit({"x": np.zeros([4, 1], np.float32)}), KeyError)
+    error = caught(lambda: trainer.fit({"x": np.zeros([4, 1], np.float32)}), ValueError)
     assert functions(error) == ["call", "loss_fn"]
 
 

@@ -25,16 +25,18 @@ def explaining_missing_entries(fn: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             names = [repr(entry) for entry in batch]
             shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
-            raise ValueError(
+            explained = ValueError(
                 f"The key {name!r} was looked up by a function of the model, and the batch has the entries {shown}: "
                 "use their names, or name them otherwise in the dataset."
-            ) from error
+            )
+            raise explained.with_traceback(error.__traceback__) from None  # which ends with the user's line
         except TypeError as error:
             if not isinstance(batch, tuple) or not str(error).startswith("tuple indices must be integers"):
                 raise
-            raise ValueError(
+            explained = ValueError(
                 f"A name was looked up in a batch that is a tuple of {len(batch)} entries: take them by their places, "
                 "as in `features, labels = batch`, or let the dataset give a dict."
-            ) from error
+            )
+            raise explained.with_traceback(error.__traceback__) from None
 
     return call
