@@ -77,7 +77,7 @@ def test_any_corrupt_length_ends_a_shard(tmp_path, length):
 
 
 def test_the_progress_is_told_where_it_takes_longer(tmp_path, monkeypatch, capsys):
-    write(tmp_path / "shard", contents(2000))
+    write(tmp_path / "shard", contents(20_000))  # so many that a busy machine looks before the end
     monkeypatch.setattr(record_scan, "_PATIENCE_SECS", 0.0)
     monkeypatch.setattr(record_scan, "_LINE_SECS", 0.0)
     monkeypatch.setattr(record_scan, "_BAR_SECS", 0.001)

@@ -35,4 +35,5 @@ def test_a_run_loses_nothing(name, tmp_path):
     outputs = read_outputs(str(tmp_path / "round"), len(lives) + rounds.EXTRA_LIVES)
     assert checker.check(plan, events, outputs, reference) == []
     strikes = [event["fault"] for event in events if event["event"] == "strike"]
-    assert strikes == [strike.fault.name for life in lives for strike in life.strikes]
+    # Of two strikes of a life, a busy machine may come to the later one first.
+    assert sorted(strikes) == sorted(strike.fault.name for life in lives for strike in life.strikes)
