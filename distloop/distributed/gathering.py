@@ -92,6 +92,13 @@ class Exchange:
                 self._zeros.add(id(rows.op))
         return rows, tf.minimum(self._first + tf.range(size), self._total - 1)
 
+    def set_slopes(self, rows: Sequence[tf.Tensor], derivatives: Sequence[Any]) -> None:
+        """Sets `slopes` from the derivatives by rows, None where there is none."""
+        pairs = zip(rows, derivatives, strict=True)
+        self.slopes = [
+            tf.cast(tf.zeros_like(r) if d is None else tf.convert_to_tensor(d), tf.float32) for r, d in pairs
+        ]
+
     def own(self, rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
         """Returns this turn's rows, as many as another tensor has, of those of all virtual replicas."""
         return rows[self._first : self._first + tf.shape(like)[0]]

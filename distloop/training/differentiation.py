@@ -129,10 +129,7 @@ class Differentiation:
         broadcasts.refuse_pairs(outputs, self._update.loss_fn, rows, training)
         gradients = state.placement.differentiate(tape, objective, [*tensors, *gathered])
         if exchange is not None:
-            slopes = zip(gathered, gradients[len(tensors) :], strict=True)
-            exchange.slopes = [
-                tf.cast(tf.zeros_like(rows) if g is None else tf.convert_to_tensor(g), tf.float32) for rows, g in slopes
-            ]
+            exchange.set_slopes(gathered, gradients[len(tensors) :])
         trained, overwritten = gradients[: len(self._variables)], gradients[len(self._variables) : len(tensors)]
         new_values = [
             tf.convert_to_tensor(variable if gradient is None else gradient)

@@ -134,7 +134,7 @@ class ForwardBackward:
             factor: of the loss, as `loss_factor` returns it.
             value: the name of the value to differentiate.
             again_from: for another look at the same batch, the values to start from, by the variables' `id`; metrics
-                are not updated. None: the first parts.
+                are not updated. None: the first look.
 
         Returns:
             Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`, or total and weight of `value`
@@ -146,7 +146,7 @@ class ForwardBackward:
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
         before = self.values() if again_from is None else again_from
         parts = PartSums(self, batch, layout, factor, value, before, is_first=is_first)
-        with explaining_merge_call(self._explain_merge_call()):
+        with explaining_merge_call(_explain_merge_call(self)):
             segments, vector, metric_rows = parts.in_turns() if self.state.virtual_replicas else parts.in_loop()
         self._set_trace(parts.traces, is_first=is_first)
         self.state.keras_metrics.update_gathered(metric_rows, parts.joins[-1])
@@ -261,20 +261,6 @@ class ForwardBackward:
         }
         return by_path, tallies
 
-    def _explain_merge_call(self) -> str:
-        """Returns one sentence about a forward pass that talks to other replicas where TensorFlow cannot do it."""
-        setting, allowed = f"microbatches={self.microbatches}", "microbatches=1"
-        if self.jit_compile:
-            setting, allowed = "jit_compile=True", "jit_compile=False"
-        place = "inside a loop or what XLA compiles"
-        if self.state.virtual_replicas:
-            setting, allowed = f"virtual_replicas={self.state.virtual_replicas}", "plain BatchNormalization"
-            place = "between virtual replicas, which take turns"
-        return (
-            f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
-            f"BatchNormalization(synchronized=True), which TensorFlow cannot do {place}: use {allowed}."
-        )
-
     def _set_trace(self, traces: Sequence[Trace], *, is_first: bool) -> None:
         """Sets `trace` from the traces of all microbatches, or adds what another look reached and wrote."""
         known = [] if is_first else self.trace.written
@@ -294,6 +280,21 @@ class ForwardBackward:
         are_written = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
         self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
         return self.trace.written
+
+
+def _explain_merge_call(update: ForwardBackward) -> str:
+    """Returns one sentence about a forward pass that talks to other replicas where TensorFlow cannot do it."""
+    setting, allowed = f"microbatches={update.microbatches}", "microbatches=1"
+    if update.jit_compile:
+        setting, allowed = "jit_compile=True", "jit_compile=False"
+    place = "inside a loop or what XLA compiles"
+    if update.state.virtual_replicas:
+        setting, allowed = f"virtual_replicas={update.state.virtual_replicas}", "plain BatchNormalization"
+        place = "between virtual replicas, which take turns"
+    return (
+        f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
+        f"BatchNormalization(synchronized=True), which TensorFlow cannot do {place}: use {allowed}."
+    )
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
