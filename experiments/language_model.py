@@ -24,6 +24,7 @@ LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of
 CONTEXT = flags.DEFINE_integer("context", 128, "Bytes of context.")
 WIDTH = flags.DEFINE_integer("width", 128, "Width of the residual stream.")
 BLOCKS = flags.DEFINE_integer("blocks", 4, "Number of transformer blocks.")
+NGRAM_ORDER = flags.DEFINE_integer("ngram_order", 6, "Most bytes of context of the n-grams it is compared with.")
 HEADS = flags.DEFINE_integer("heads", 4, "Attention heads per block.")
 PROMPT = b"def "
 
@@ -105,7 +106,8 @@ def main(_):
     trainer = distloop.Trainer(model_fn, config)
     trainer.fit(train, evals={"test": test}, actions=[distloop.Summary("sample", write, every=1_000)])
     print(write(trainer.state).text)
-    baseline = min(ngrams.bits_per_byte(datasets.python_files("train"), datasets.python_files("test"), order=6))
+    texts = datasets.python_files("train"), datasets.python_files("test")
+    baseline = min(ngrams.bits_per_byte(*texts, order=NGRAM_ORDER.value))
     print(f"test bits per byte {trainer.evaluate(test)['bits_per_byte']:.3f}  n-grams {baseline:.3f}")
 
 

@@ -39,8 +39,17 @@ def end(thread):
 
 
 # The files that take longest, which two processes had better begin with.
-LONG = ["test_workers", "test_failures", "test_preemption", "test_laws", "test_experiments"]
-LONG += ["test_resume", "test_documents", "test_nemesis", "test_tensorboard_server", "test_loss_scale", "test_pipeline"]
+LONG = ["test_workers", "test_failures", "test_laws", "test_experiments", "test_bits", "test_testing", "test_documents"]
+LONG += ["test_step", "test_nonfinite", "test_saved_state", "test_gradient_step", "test_virtual_replicas"]
+LONG += [
+    "test_pipeline",
+    "test_written_values",
+    "test_out_of_memory",
+    "test_overview",
+    "test_preemption",
+    "test_resume",
+]
+LONG += ["test_trainer", "test_keras_fuzz", "test_nemesis", "test_tensorboard_server", "test_loss_scale"]
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,7 @@ def classifier(
     metrics=None,
     on_trace=lambda training: None,
 ):
-    """A `model_fn` for `classification`."""
+    """A `model_fn` for `classification`; by default with momentum, which TensorFlow traces faster than Adam."""
 
     def model_fn():
         layers = [
@@ -62,7 +62,7 @@ def classifier(
 
         return distloop.ModelSpec(
             model,
-            optimizer() if optimizer else keras.optimizers.Adam(0.01),
+            optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9),
             loss_fn,
             predict_fn=lambda batch: model(batch["x"], training=False),
             metrics={"auc": keras.metrics.AUC(num_thresholds=50)} if metrics else None,

@@ -47,8 +47,10 @@ def blocks(page, language):
 
 
 def shortened(program):
-    """Returns the program with its number of steps cut to 2, on one device where it names none."""
+    """Returns the program with its number of steps cut to 2, on one device."""
     program = re.sub(r"\bConfig\((?=steps|epochs)", "Config(num_devices=1, ", program)
+    program = program.replace("num_devices=2", "num_devices=1")
+    program = re.sub(r"\bConfig\(device=\"cpu\"(?!, num_devices)", 'Config(device="cpu", num_devices=1', program)
     program = re.sub(r"\bsteps=[\d_]+", "steps=2", re.sub(r"\bepochs=\d+", "steps=2", program))
     return program.replace(".fit(train, steps=2, verbose=0)", ".fit(train, epochs=1, verbose=0)").replace(
         ".fit(pairs, steps=2, verbose=0)", ".fit(pairs, epochs=1, verbose=0)"

@@ -17,7 +17,10 @@ EXPERIMENTS = {
     "files": ("test accuracy", []),
     "gan": ("Frechet distance", ["--batch_size=32"]),
     "keras_port": ("by distloop", ["--port"]),
-    "language_model": ("n-grams 1.", ["--width=16", "--blocks=1", "--context=32", "--batch_size=512"]),
+    "language_model": (
+        "n-grams 4.",
+        ["--width=16", "--blocks=1", "--context=32", "--batch_size=512", "--ngram_order=1", "--limit_eval_batches=2"],
+    ),
     "pipeline": (
         "test bits per byte",
         ["--width=16", "--blocks=2", "--context=32", "--microbatches=2", "--limit_eval_batches=2"],
@@ -122,7 +125,7 @@ def test_the_promised_program_runs_as_written(tmp_path):
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ["PYTHONPATH"] = root
-    flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", "--steps=600"]
+    flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", "--steps=300"]
     out = run(tmp_path / "promised.py", *flags, cwd=tmp_path)
     assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95
     loads = f"""

@@ -108,7 +108,7 @@ def test_training_values_are_means_over_the_window_since_the_last_log():
 def test_keras_metrics_of_training_are_those_of_the_window():
     rows = classification(64)
     trainer = distloop.Trainer(
-        classifier(optimizer=lambda: keras.optimizers.SGD(0.0), metrics=True), on(2, log_every=2)
+        classifier(optimizer=lambda: keras.optimizers.SGD(0.0), metrics=True), on(1, log_every=2)
     )
     found = []
     look = lambda report: found.append(report.metrics["auc"])  # noqa: E731
@@ -266,7 +266,7 @@ def test_stop_early_ends_a_run_that_gets_no_better():
 
 @pytest.mark.slow
 def test_a_run_leaves_its_files(tmp_path):
-    trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path / "run"), log_every=2))
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
     files = ["checkpoints", "config.json", "flags.txt", "metrics.jsonl", "starts.jsonl", "test", "train"]
@@ -364,7 +364,7 @@ def test_trainable_picks_what_trains_by_path():
         spec = classifier()()
         return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, trainable="logits/")
 
-    trainer = distloop.Trainer(model_fn, on(2))
+    trainer = distloop.Trainer(model_fn, on(1))
     before = weights(trainer)
     trainer.fit(batches(), steps=3)
     after = weights(trainer)

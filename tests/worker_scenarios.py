@@ -58,8 +58,8 @@ def two_updates(make, workdir):
         return distloop.ModelSpec(
             {"a": a.model, "b": b.model},
             updates=[
-                distloop.Update("first", a.loss_fn, keras.optimizers.Adam(0.01), "^a/"),
-                distloop.Update("second", second, keras.optimizers.Adam(0.01), "^b/"),
+                distloop.Update("first", a.loss_fn, keras.optimizers.SGD(0.1), "^a/"),
+                distloop.Update("second", second, keras.optimizers.SGD(0.1), "^b/"),
             ],
         )
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from distloop.distributed import strategies
+from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.tree_sums import tree_sum
 
 T = TypeVar("T")
@@ -223,5 +223,5 @@ def sum_in_tree(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     context = tf.distribute.get_replica_context()
     if strategies.adds_in_tree(context.strategy):
-        return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+        return tensorflow_internals.sum_over_replicas(tensors)
     return [tree_sum(tf.unstack(all_gather(t[tf.newaxis]), context.num_replicas_in_sync)) for t in tensors]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from distloop.data.shards import Batch, Layout
-from distloop.distributed import gathering
+from distloop.distributed import gathering, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.errors import explaining_merge_call
 from distloop.optimizers.gradients import Packing
@@ -52,7 +52,7 @@ class ForwardBackward:
         writable: the variables that the forward pass may write.
         written_values: what becomes of the values that the forward pass writes.
         packing: the layout of their gradients.
-        reduce: sums tensors over all replicas; None: in the order that TensorFlow chooses.
+        reduce: sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
     """
@@ -72,7 +72,7 @@ class ForwardBackward:
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = Packing(self.variables, state.placement.gradient_devices(self.variables))
-        self.reduce = gathering.sum_in_tree if state.virtual_replicas else None
+        self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.reads = self._differentiate.reads
         self.state = state

@@ -106,7 +106,7 @@ def test_fit_evaluate_and_predict_take_a_generator_function(tmp_path, capsys):
         yield from map(rows_of, range(4))
 
     def trained(steps, workdir=""):
-        trainer = distloop.Trainer(classifier(), on(2, workdir=str(workdir)))
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir)))
         trainer.fit(batches, steps=steps, evals={"test": batches})
         return trainer
 

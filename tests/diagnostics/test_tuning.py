@@ -61,7 +61,7 @@ def test_a_learning_rate_test_changes_no_bit():
     data = [batches(shuffle=True) for _ in range(2)]
     settings = dict(precision="mixed_float16", average_decay=0.9)
     model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(schedule), dropout=0.2, batch_norm="local")
-    pair = [distloop.Trainer(model_fn, on(2, console="quiet", **settings)) for _ in data]
+    pair = [distloop.Trainer(model_fn, on(1, console="quiet", **settings)) for _ in data]
     for trainer, dataset in zip(pair, data, strict=True):
         trainer.fit(dataset, steps=3)
     before = everything(pair[0])
@@ -141,7 +141,7 @@ def speeds(monkeypatch, result):
 
 def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
     speeds(monkeypatch, {16: 100.0, 32: 180.0, 64: 200.0, 128: 205.0, 256: 203.0})
-    trainer = distloop.Trainer(classifier(), on(2))
+    trainer = distloop.Trainer(classifier(), on(1))
     result = distloop.autotune_batch(trainer, batches().repeat())
     assert [trial.batch_size for trial in result.trials] == [16, 32, 64, 128, 256]
     assert result.suggestion == 64 and result.reason == "larger ones are no faster"

@@ -41,7 +41,7 @@ PROGRAM = """
             logits, other = (m(batch["x"], training=training) for m in (b.model, a.model))
             return {"loss": keras.losses.mean_squared_error(other, logits)}
         optimizers = [
-            distloop.LossScaleOptimizer(keras.optimizers.Adam(rate), growth_steps=4) for _ in range(2)
+            distloop.LossScaleOptimizer(keras.optimizers.SGD(rate, momentum=0.9), growth_steps=4) for _ in range(2)
         ]
         return distloop.ModelSpec({"a": a.model, "b": b.model}, updates=[
             distloop.Update("first", a.loss_fn, optimizers[0], "^a/"),

@@ -3,10 +3,13 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import custom_gradient
 
 import distloop
 from distloop.distributed import tensorflow_internals
+from tests.problems import mirrored
 
 
 def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
@@ -23,6 +26,21 @@ def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", missing)
     with tensorflow_internals.joining_without_gil():
         assert pywrap_tfe.TFE_EnableCollectiveOps is original
+
+
+def test_sums_over_replicas_leave_no_gradient_function_behind_that_keeps_their_graph():
+    def registered():
+        return [name for name in ops.gradient_registry.list() if name.startswith("CustomGradient")]
+
+    def sums():
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return tensorflow_internals.sum_over_replicas([tf.cast(replica + 1, tf.float32), tf.ones([3])])
+
+    before, strategy = registered(), mirrored(2)
+    found = tf.function(lambda: strategy.run(sums))()
+    for part in strategy.experimental_local_results(found):
+        assert part[0].numpy() == 3 and part[1].numpy().tolist() == [2, 2, 2]
+    assert registered() == before
 
 
 def test_workers_may_be_silent_for_longer_than_tensorflow_allows(monkeypatch):

@@ -39,7 +39,7 @@ def test_the_original_model_has_the_trained_weights_when_fit_ends_and_keeps_its_
     model = compiled(net())
     model.fit(batches(X, Y), epochs=1, verbose=0)
     before = [np.copy(v.numpy()) for v in model.optimizer.variables]
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     trainer.fit(batches(X, Y), epochs=2)
     for variable, trained in zip(model.weights, trainer.model.weights, strict=True):
         np.testing.assert_array_equal(variable.numpy(), trained.numpy())
@@ -55,7 +55,7 @@ def test_the_original_model_has_weights_and_statistics_after_an_error_too():
         raise KeyError("boom")
 
     fail.every = 3
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     with pytest.raises(KeyError, match="boom"):
         trainer.fit(batches(X, Y), epochs=2, actions=[fail])
     for variable, trained in zip(model.weights, trainer.model.weights, strict=True):

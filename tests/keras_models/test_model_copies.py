@@ -80,7 +80,7 @@ def test_what_was_changed_after_some_training_is_taken_over(change):
     model = compiled(net())
     model.fit(batches(X, Y), epochs=1, verbose=0)
     change(model)
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
 
 
 def test_variables_without_weight_decay_are_taken_over():
@@ -88,7 +88,7 @@ def test_variables_without_weight_decay_are_taken_over():
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
     optimizer.exclude_from_weight_decay([model.layers[0].kernel], var_names=["bias"])
     compiled(model, optimizer=optimizer).fit(batches(X, Y), epochs=1, verbose=0)
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
 
 
 def test_a_schedule_without_a_config_is_taken_over():
@@ -98,7 +98,7 @@ def test_a_schedule_without_a_config_is_taken_over():
 
     schedule = Falling()
     model = compiled(net(), optimizer=keras.optimizers.Adam(schedule))
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
     assert model.optimizer._learning_rate is schedule
 
 
@@ -129,7 +129,7 @@ def test_a_subclass_that_only_builds_its_layers_is_taken():
             super().__init__(inputs, keras.layers.Dense(2)(inputs))
 
     model = compiled(Small())
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(2)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
 
 
 def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order():

@@ -327,7 +327,7 @@ def test_a_call_without_a_training_argument_trains_as_in_keras_and_is_told(caplo
     for built in (model, twin):
         built(X)
     twin.set_weights(model.get_weights())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     assert_trains_on_as_keras_does(trainer, twin, batches(X, Y))
     assert "run in inference mode while it is trained, as in Keras's fit: norm." in caplog.text
 

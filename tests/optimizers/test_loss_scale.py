@@ -251,7 +251,7 @@ def test_trainers_of_different_precisions_keep_their_own_side_by_side():
     names = ["mixed_float16", "float32"]
 
     def trainers():
-        return (distloop.Trainer(classifier(), on(2, precision=name)) for name in names)
+        return (distloop.Trainer(classifier(), on(1, precision=name)) for name in names)
 
     alone = []
     for trainer in trainers():

@@ -129,7 +129,7 @@ def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed
         ]
         return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
 
-    trainer = distloop.Trainer(model_fn, on(2, locate_nonfinite=True))
+    trainer = distloop.Trainer(model_fn, on(1, locate_nonfinite=True))
     message = failure(trainer, data_with([]))
     assert "second/loss is nan" in message and "came from Log in the forward pass (test_nonfinite.py:" in message
     assert message.startswith("Step 1 ")
@@ -176,7 +176,7 @@ def test_ragged_rows_and_strings_can_be_searched():
         loss_fn = lambda batch, training: {"loss": weight * tf.reduce_sum(tf.math.log(batch["x"]), 1)}  # noqa: E731
         return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(0.1), loss_fn)
 
-    message = failure(distloop.Trainer(model_fn, on(2, locate_nonfinite=True)), data)
+    message = failure(distloop.Trainer(model_fn, on(1, locate_nonfinite=True)), data)
     assert message.startswith("Step 2 ") and "came from Log in the forward pass" in message
 
 
