@@ -18,7 +18,7 @@ EXPERIMENTS = {
     "gan": ("Frechet distance", ["--batch_size=32"]),
     "keras_port": ("by distloop", ["--port"]),
     "language_model": (
-        "n-grams 4.",
+        "n-grams 3.",
         ["--width=16", "--blocks=1", "--context=32", "--batch_size=512", "--ngram_order=1", "--limit_eval_batches=2"],
     ),
     "pipeline": (

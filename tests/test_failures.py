@@ -41,7 +41,7 @@ PROGRAM = """
     distloop.define_flags(
         steps={STEPS}, batch_size=16, device="cpu", log_every=20, checkpoint_every=5, average_decay=0.9
     )
-    RATE = flags.DEFINE_float("rate", 0.01, "A setting of the experiment.")
+    RATE = flags.DEFINE_float("rate", 0.1, "A setting of the experiment.")
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     # Kind of failure, index of the worker, and a file whose existence means that it has happened already.
     kind, worker, once = (os.environ.get("FAILURE", "") + ",,").split(",")[:3]
@@ -56,7 +56,7 @@ PROGRAM = """
     def model_fn():
         if failure == "model_fn":
             raise RuntimeError("boom in model_fn")
-        return problems.classifier(dropout=0.5, optimizer=lambda: keras.optimizers.Adam(RATE.value))()
+        return problems.classifier(dropout=0.5, optimizer=lambda: keras.optimizers.SGD(RATE.value, momentum=0.9))()
 
     def act(report):
         global first
@@ -346,7 +346,7 @@ def test_a_port_that_is_taken_ends_all_workers(start, workdir):
 def test_workers_with_different_flags_are_refused(start, workdir):
     workers = start(workdir, worker_flags=[(), ("--batch_size=32",), ("--rate=0.5",)])
     assert [worker.end() for worker in workers] == [1, 1, 1]
-    wrong = [("--batch_size is 16", 0, "32", 1), ("--batch_size is 32", 1, "16", 0), ("--rate is 0.5", 2, "0.01", 0)]
+    wrong = [("--batch_size is 16", 0, "32", 1), ("--batch_size is 32", 1, "16", 0), ("--rate is 0.5", 2, "0.1", 0)]
     for worker, (mine, index, theirs, other) in zip(workers, wrong, strict=True):
         assert worker.lines[-1] == (
             f"ValueError: Workers were started differently: {mine} on worker {index} and {theirs} on worker {other}; "

@@ -47,10 +47,15 @@ def batches(size, rows=67, **arguments):
 
 # replicas ---------------------------------------------------------------------------------------------------------
 
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
 REPLICA_CASES = {
     "smaller than the replicas": dict(size=2, rows=5),  # two rows, and one
     # One operation after another, as on one replica, TensorFlow fuses them otherwise; this model makes 1.5e-6 of that.
-    "synchronized BatchNorm": dict(size=16, rows=67, batch_norm="synchronized", executor="parallel"),
+    "synchronized BatchNorm": dict(size=16, rows=67, batch_norm="synchronized", executor="parallel", optimizer=adam),
     # 67 rows: the last batch has 3.
     "all together": dict(size=16, is_weighted=True, l2=0.1, clip_norm=0.1, average_decay=0.9, microbatches=2),
 }
@@ -61,7 +66,7 @@ REPLICA_CASES = {
 def test_any_number_of_replicas_trains_to_the_same_weights(case):
     settings = dict(REPLICA_CASES[case])
     data = batches(settings.pop("size"), settings.pop("rows", 67))
-    of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm") if k in settings}
+    of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm", "optimizer") if k in settings}
     expected = None
     for replicas in (1, 4) if case == "all together" else (1, 3):
         trainer = train(classifier(**of_model), on(replicas, **settings), data)
@@ -103,7 +108,7 @@ def test_one_replica_trains_as_a_loop_written_by_hand():
 
     keras.utils.set_random_seed(0)
     spec = classifier(is_weighted=True, l2=0.1)()
-    optimizer = keras.optimizers.Adam(0.01)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     for step in range(10):
         start = step % 5 * 16
         rows = {key: value[start : start + 16] for key, value in data.items()}
@@ -302,7 +307,7 @@ def change_in_half_precision(precision, replicas, microbatches, case):
 def test_a_loss_scale_changes_nothing_that_float32_can_hold():
     def run(scale):
         def scaled():
-            return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), scale, dynamic=False)
+            return distloop.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scale, dynamic=False)
 
         model_fn = classifier(optimizer=scaled if scale else None, is_weighted=True, l2=0.1)
         trainer = distloop.Trainer(model_fn, on(1, clip_norm=0.5, average_decay=0.9))

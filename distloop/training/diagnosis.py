@@ -210,7 +210,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
                 if len(seen_by):
                     return origin or f"worker {seen_by[0]} tells where they came from"
             write(before)
-            graph_function(functools.partial(train_step.advance, update, batch, layout))()
+            graph_function(lambda rows, update=update: train_step.advance(update, rows, layout))(batch)
     finally:
         write(first)
     looks = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""

@@ -65,7 +65,7 @@ def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas=2):
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
     trainer = distloop.Trainer(classifier(), on(replicas, eval_every=2))
     trainer.fit(data(), steps=8, evals={"val": data()}, actions=[distloop.from_callback(plateau, every=2)])
-    np.testing.assert_allclose(trainer.optimizer.learning_rate.numpy(), 0.01 * 0.5**3, rtol=1e-6)
+    np.testing.assert_allclose(trainer.optimizer.learning_rate.numpy(), 0.1 * 0.5**3, rtol=1e-6)
 
 
 @pytest.mark.slow

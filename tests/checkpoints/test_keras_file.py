@@ -285,7 +285,7 @@ def test_a_run_with_dropout_starts_from_a_keras_file(tmp_path, capsys):
     first.fit(data, steps=4)
     first.export(tmp_path / "model.keras")
     still = {"optimizer": lambda: keras.optimizers.SGD(0.0), "dropout": 0.5}
-    second = distloop.Trainer(classifier(**still), on(1, init_from=str(tmp_path / "model.keras"), seed=1))
+    second = distloop.Trainer(classifier(**still), on(2, init_from=str(tmp_path / "model.keras"), seed=1))
     second.fit(data, steps=1)
     assert_weights(second.model.get_weights(), [w.numpy() for w in first.model.weights])
     assert "4 of 4 variables start from" in capsys.readouterr().out

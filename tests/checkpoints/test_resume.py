@@ -99,7 +99,7 @@ def after_six_steps(tmp_path_factory):
         (dict(precision="mixed_float16"), "optimizer/loss_scale is missing"),
         (
             dict(model_fn=classifier(**EVERYTHING, optimizer=lambda: keras.optimizers.AdamW(0.01))),
-            "optimizer/class is Adam there and AdamW here",
+            "optimizer/class is SGD there and AdamW here",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Arrays on disk, whose rows are read when they are asked for."""
 
+import os
 import types
 
 import numpy as np
@@ -25,7 +26,8 @@ class Stored:
 
 
 def saved(path, values):
-    np.save(path, values)
+    np.save(path.with_suffix(".new.npy"), values)
+    os.replace(path.with_suffix(".new.npy"), path)  # an old file of this name stays whole for who reads it
     return np.load(path, mmap_mode="r")
 
 

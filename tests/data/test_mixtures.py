@@ -1,6 +1,7 @@
 """Mixtures: several sources with weights, in one stream."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -131,7 +132,8 @@ def test_sources_of_python_are_mixed_and_their_rows_are_named():
 
 def test_arrays_on_disk_stay_there_and_a_changed_one_is_named(tmp_path):
     def on_disk(values):
-        np.save(tmp_path / "rows.npy", values)
+        np.save(tmp_path / "new.npy", values)  # the old file stays whole for who reads it
+        os.replace(tmp_path / "new.npy", tmp_path / "rows.npy")
         return np.load(tmp_path / "rows.npy", mmap_mode="r")
 
     def source(values):

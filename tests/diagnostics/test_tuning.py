@@ -141,7 +141,7 @@ def speeds(monkeypatch, result):
 
 def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
     speeds(monkeypatch, {16: 100.0, 32: 180.0, 64: 200.0, 128: 205.0, 256: 203.0})
-    trainer = distloop.Trainer(classifier(), on(1))
+    trainer = distloop.Trainer(classifier(), on(2))
     result = distloop.autotune_batch(trainer, batches().repeat())
     assert [trial.batch_size for trial in result.trials] == [16, 32, 64, 128, 256]
     assert result.suggestion == 64 and result.reason == "larger ones are no faster"
