@@ -78,46 +78,38 @@ def test_a_loss_that_is_already_reduced(replicas):
     )
 
 
-@REPLICAS
-def test_a_loss_that_a_keras_object_reduced(replicas):
+def test_a_loss_that_a_keras_object_reduced():
     fit_refused(
         'loss_fn returned "loss" of shape []',
         "drop the reduce_mean",
-        replicas=replicas,
         returned=lambda model, batch: {"loss": keras.losses.MeanSquaredError()(batch["y"], model(batch["x"]))},
     )
 
 
-@REPLICAS
 @pytest.mark.parametrize("is_static", [False, True])
-def test_a_loss_that_is_reduced_with_its_axes_kept(replicas, is_static):
+def test_a_loss_that_is_reduced_with_its_axes_kept(is_static):
     fit_refused(
         'loss_fn returned "loss" of shape [1, 1]',
         "one value per example",
         "drop the reduce_mean",
-        replicas=replicas,
         data=distloop.make_dataset(ROWS, 4, drop_remainder=is_static),
         returned=lambda model, batch: {"loss": tf.reduce_mean(squares(model, batch), keepdims=True)},
     )
 
 
-@REPLICAS
-def test_labels_that_lack_the_axis_of_the_predictions(replicas):
+def test_labels_that_lack_the_axis_of_the_predictions():
     fit_refused(
         'loss_fn returned "loss" of shape [B, B]',
         "[B] and [B, 1] were broadcast",
         "one value per example",
-        replicas=replicas,
         returned=lambda model, batch: {"loss": tf.square(batch["y"][:, 0] - model(batch["x"])[:, :1])},
     )
 
 
-@REPLICAS
-def test_a_value_that_is_reduced_over_the_batch(replicas):
+def test_a_value_that_is_reduced_over_the_batch():
     fit_refused(
         'loss_fn returned "error" of shape [2]',
         "one value per example",
-        replicas=replicas,
         returned=lambda model, batch: {
             "loss": loss_of(model, batch),
             "error": tf.reduce_mean(squares(model, batch), 0),
@@ -198,12 +190,10 @@ def test_a_name_that_distloop_reports_itself(name):
     fit_refused(name, returned=lambda model, batch: {"loss": loss_of(model, batch), name: loss_of(model, batch)})
 
 
-@REPLICAS
-def test_a_loss_that_depends_on_no_variable(replicas):
+def test_a_loss_that_depends_on_no_variable():
     fit_refused(
         "The loss does not depend on any variable",
         "compute it from the model's outputs",
-        replicas=replicas,
         returned=lambda model, batch: {"loss": tf.reduce_sum(batch["y"], -1)},
     )
 
@@ -245,11 +235,10 @@ EMPTY = {"known": lambda: dataset().take(0), "unknown": lambda: dataset().filter
 
 
 @pytest.mark.slow
-@REPLICAS
 @pytest.mark.parametrize("length", EMPTY)
 @pytest.mark.parametrize("verb", ["fit", "fit epochs", "evals", "evaluate", "predict"])
-def test_an_empty_dataset(verb, length, replicas):
-    trainer = make_trainer(replicas=replicas)
+def test_an_empty_dataset(verb, length):
+    trainer = make_trainer()
     refused(verbs(trainer, EMPTY[length]())[verb], "dataset", "empty", "one batch")
     if (verb, length) != ("evals", "unknown"):  # that it is empty shows when it is read, after the first step
         assert trainer.step == 0
@@ -333,17 +322,15 @@ def test_entries_with_different_numbers_of_rows(verb, replicas):
     assert trainer.step == 0
 
 
-@REPLICAS
-def test_entries_with_different_numbers_of_rows_that_broadcast(replicas):
-    trainer = make_trainer(replicas=replicas)
+def test_entries_with_different_numbers_of_rows_that_broadcast():
+    trainer = make_trainer()
     data = generated(batch_of(4, y=ROWS["y"][:1]))  # [4, 2] - [1, 2] would pass
     refused(lambda: trainer.fit(data, steps=1), "A batch's entries differ in their number of rows")
     assert trainer.step == 0
 
 
-@REPLICAS
-def test_epochs_of_an_endless_dataset(replicas):
-    trainer = make_trainer(replicas=replicas)
+def test_epochs_of_an_endless_dataset():
+    trainer = make_trainer()
     refused(lambda: trainer.fit(dataset().repeat(), epochs=2), "epochs were given", "endless", "give steps instead")
     assert trainer.step == 0
 
@@ -383,7 +370,6 @@ def test_a_length_that_is_no_whole_number(given):
 # Model and optimizer ------------------------------------------------------------------------------------------------
 
 
-@REPLICAS
 @pytest.mark.parametrize(
     ("settings", "instead"),
     [
@@ -396,10 +382,10 @@ def test_a_length_that_is_no_whole_number(given):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_optimizer_with_a_setting_that_distloop_has(settings, instead, replicas):
+def test_an_optimizer_with_a_setting_that_distloop_has(settings, instead):
     ((name, value),) = settings.items()
     refused(
-        lambda: make_trainer(replicas=replicas, optimizer=lambda: keras.optimizers.Adam(**settings)),
+        lambda: make_trainer(optimizer=lambda: keras.optimizers.Adam(**settings)),
         f"has {name}={value}",
         instead,
     )
@@ -421,8 +407,7 @@ def test_a_loss_scale_optimizer():
     )
 
 
-@REPLICAS
-def test_a_model_made_outside_model_fn(replicas):
+def test_a_model_made_outside_model_fn():
     model = net()
 
     def model_fn():
@@ -431,7 +416,7 @@ def test_a_model_made_outside_model_fn(replicas):
         )
 
     refused(
-        lambda: distloop.Trainer(model_fn, on(replicas)),
+        lambda: distloop.Trainer(model_fn, on(1)),
         "model's variable 'net/out/kernel' was made outside model_fn",
         "make the model inside model_fn",
     )
@@ -553,12 +538,9 @@ REDUCTIONS = {
 
 
 @pytest.mark.slow
-@REPLICAS
 @pytest.mark.parametrize("over", REDUCTIONS)
-def test_a_predict_fn_that_reduces(over, replicas):
-    trainer = make_trainer(
-        replicas=replicas, predict_fn=lambda model: lambda batch: REDUCTIONS[over](model(batch["x"]))
-    )
+def test_a_predict_fn_that_reduces(over):
+    trainer = make_trainer(predict_fn=lambda model: lambda batch: REDUCTIONS[over](model(batch["x"])))
     refused(lambda: trainer.predict(dataset()), "predict_fn returned", "one row of output per row of input", "return")
 
 
@@ -586,10 +568,9 @@ def test_a_loss_that_is_not_finite(bad, replicas):
 
 
 @pytest.mark.slow
-@REPLICAS
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_is_skipped_if_asked_for(bad, replicas):
-    trainer = make_trainer(replicas=replicas, settings={"on_nonfinite": "skip"})
+def test_a_loss_that_is_not_finite_is_skipped_if_asked_for(bad):
+    trainer = make_trainer(settings={"on_nonfinite": "skip"})
     numbers = trainer.fit(dataset(rows_with(bad)), steps=5)
     assert trainer.step == 5
     assert int(trainer.state.skipped_steps) == numbers["skipped_steps"] == 1
@@ -597,11 +578,9 @@ def test_a_loss_that_is_not_finite_is_skipped_if_asked_for(bad, replicas):
     assert np.isfinite(numbers["loss"]) and all(np.isfinite(value).all() for value in weights(trainer).values())
 
 
-@REPLICAS
-def test_a_metric_that_is_not_finite_is_no_reason_to_stop(replicas):
+def test_a_metric_that_is_not_finite_is_no_reason_to_stop():
     trainer = make_trainer(
         lambda model, batch: {"loss": loss_of(model, batch), "ratio": tf.math.log(batch["y"][:, 0] * 0.0 - 1.0)},
-        replicas=replicas,
     )
     numbers = trainer.fit(dataset(), steps=3)
     assert trainer.step == 3 and np.isnan(numbers["ratio"]) and np.isfinite(numbers["loss"])

@@ -274,7 +274,7 @@ CASES = {
         classification(58),
         14,
         settings=dict(microbatches=2, clip_value=0.05, checkpoint_every=4),
-        devices=(1,),  # 4, 1 and 2 when it moves
+        devices=(1,),  # 4 and 2 when it moves
         evaluates=True,
         moves=True,
     ),
@@ -366,9 +366,8 @@ def test_a_run_has_the_same_bits_on_any_number_of_devices(name, tmp_path):
 
 def move(case, workdir, expected):
     """Checks a run that goes on with other devices, from a checkpoint between two logs."""
-    for devices, steps in ((4, 7), (1, 15)):
-        fit(case, devices, workdir, steps)
-        shutil.rmtree(workdir / "checkpoints" / str(steps))  # as if it had been killed before
+    fit(case, 4, workdir, steps=15)
+    shutil.rmtree(workdir / "checkpoints" / "15")  # as if it had been killed before
     assert_same(outcome(fit(case, 2, workdir), case, workdir), expected)
 
 

@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "transfer": ("with 50 labels", []),
     "wide_mlp": ("test accuracy", ["--features=80", "--units=40,20,5,3"]),
 }
+ON_TWO = ["gan", "pipeline", "wide_mlp"]  # replicas; the others run on one
 
 
 def run(*arguments, cwd=None):
@@ -51,7 +52,7 @@ def run_few_steps(name, replicas, workdir):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_runs(name, tmp_path):
-    out, rows = run_few_steps(name, 2, tmp_path / "2")
+    out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
     assert EXPERIMENTS[name][0] in out
     assert [row["step"] for row in rows] == [3, 6]
 

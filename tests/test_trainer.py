@@ -320,11 +320,11 @@ def test_a_function_of_the_input_context_gives_the_data():
         contexts.append(context)
         return batches()
 
-    trainer = distloop.Trainer(classifier(), on(2))
+    trainer = distloop.Trainer(classifier(), on(1))
     trainer.fit(data_fn, steps=3)
     trainer.fit(data_fn, steps=5)
     assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in contexts] == [(1, 0, 1)]
-    expected = distloop.Trainer(classifier(), on(2))
+    expected = distloop.Trainer(classifier(), on(1))
     expected.fit(batches(), steps=5)
     assert_equal(weights(trainer), weights(expected))
 

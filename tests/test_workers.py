@@ -15,6 +15,7 @@ from tests.worker_scenarios import SCENARIOS
 pytestmark = pytest.mark.slow
 
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
+OF_BITS = [worker_scenarios.bits, worker_scenarios.bits_of_float16]  # two workers go on with runs of one process
 ON_THREE_WORKERS = ["replicas", "evaluation", "shards", "position"]
 
 
@@ -48,7 +49,8 @@ def on_workers(tmp_path_factory):
     out = tmp_path_factory.mktemp("workers-2-2")
     worker_scenarios.run(half_of_elastic, 1, out)
     worker_scenarios.run(half_of_position, 1, out)
-    worker_scenarios.run(half_of_bits, 1, out)
+    for scenario in OF_BITS:
+        worker_scenarios.run(lambda make, workdir, half=scenario: half(make, workdir, steps=4), 1, out)
     results, launcher = run_on_workers(2, 2, out)
     return results, out, launcher
 
@@ -66,10 +68,6 @@ def half_of_elastic(make, workdir):
     trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
     trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=5)
     return {}
-
-
-def half_of_bits(make, workdir):
-    return worker_scenarios.bits(make, workdir, steps=4)
 
 
 def half_of_position(make, workdir):
@@ -115,8 +113,9 @@ def assert_same_bits(results, results_alone):
         assert_equal(result, results_alone)
 
 
-def test_workers_have_the_bits_of_one_process_whose_run_they_go_on_with(on_workers, alone):
-    assert_same_bits(on_workers[0]["bits"], alone("bits"))
+@pytest.mark.parametrize("scenario", OF_BITS)
+def test_workers_have_the_bits_of_one_process_whose_run_they_go_on_with(scenario, on_workers, alone):
+    assert_same_bits(on_workers[0][scenario.__name__], alone(scenario.__name__))
 
 
 def test_four_workers_have_the_bits_of_one_process(alone, tmp_path):

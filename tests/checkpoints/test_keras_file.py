@@ -46,7 +46,7 @@ def test_a_keras_file_needs_no_data_and_no_predict_fn(tmp_path):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), lambda b, training: {"loss": model(b)[:, 0]})
 
-    trainer = distloop.Trainer(model_fn, on(2))
+    trainer = distloop.Trainer(model_fn, on(1))
     loaded = export_keras_file(trainer, tmp_path / "deep" / "model.keras")
     assert_weights([w.numpy() for w in loaded.weights], list(weights(trainer).values()))
 
@@ -181,7 +181,7 @@ def test_a_keras_file_of_a_model_with_several_inputs_by_name(tmp_path):
         loss_fn = lambda b, training: {"loss": tf.reduce_sum(outputs_of(b)["logits"], -1)}  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=outputs_of)
 
-    trainer = distloop.Trainer(model_fn, on(2))
+    trainer = distloop.Trainer(model_fn, on(1))
     trainer.fit(dataset(), steps=2)
     outputs = export_keras_file(trainer, tmp_path / "model.keras")({"x": ROWS["x"], "more": [ROWS["more"]["z"]]})
     predictions = trainer.predict(dataset())
@@ -251,7 +251,7 @@ def test_a_keras_file_of_a_compiled_model_is_not_compiled(is_function, precision
         model.compile(keras.optimizers.Adam(0.01), unregistered_loss, metrics=["mae"])
         return model
 
-    trainer = distloop.Trainer(distloop.from_keras(compiled if is_function else compiled()), on(2, precision=precision))
+    trainer = distloop.Trainer(distloop.from_keras(compiled if is_function else compiled()), on(1, precision=precision))
     trainer.fit(dataset((ROWS["x"], ROWS["more"]["z"])), steps=2)
     size = sum(weight.numpy().nbytes for weight in trainer.model.weights)
     loaded = export_keras_file(trainer, tmp_path / "model.keras")

@@ -30,18 +30,18 @@ def data():
 
 
 def make_full_trainer(workdir, **settings):
-    return make_trainer(workdir, **{"replicas": 2, "model_fn": classifier(**EVERYTHING), **settings})
+    return make_trainer(workdir, **{"model_fn": classifier(**EVERYTHING), **settings})
 
 
 @pytest.mark.slow
 def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp_path, capsys):
-    first = make_full_trainer(tmp_path)
+    first = make_full_trainer(tmp_path, replicas=2)
     numbers = first.fit(data(), steps=6, evals={"test": data()})
-    again = make_full_trainer(tmp_path)
+    again = make_full_trainer(tmp_path, replicas=2)
     assert again.fit(data(), steps=6) == numbers and "test/loss" in numbers and again.step == 6
     assert "distloop: Already at step 6 of 6: raise steps or use another workdir.\n" in capsys.readouterr().out
     assert_equal(everything(again), everything(first))
-    further = make_full_trainer(tmp_path)
+    further = make_full_trainer(tmp_path, replicas=2)
     further.fit(data(), steps=8)
     assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
     replicas = first.strategy.num_replicas_in_sync

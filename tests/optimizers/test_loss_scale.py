@@ -129,7 +129,7 @@ def test_float32_is_float32():
 def test_half_precision_trains_about_as_float32_does(name):
     losses = []
     for precision_name in ("float32", name):
-        trainer, _ = make_trainer(precision_name, 2)
+        trainer, _ = make_trainer(precision_name)
         first = trainer.evaluate(distloop.make_dataset(DATA, 8))["loss"]
         trainer.fit(distloop.make_dataset(DATA, 8), steps=20)
         losses.append(trainer.evaluate(distloop.make_dataset(DATA, 8))["loss"])
@@ -141,7 +141,7 @@ def test_half_precision_trains_about_as_float32_does(name):
 @pytest.mark.slow
 @EACH_HALF
 def test_predictions_are_float32(name):
-    trainer, dtypes = make_trainer(name, 2)
+    trainer, dtypes = make_trainer(name)
     outputs = trainer.predict(distloop.make_dataset(DATA, 8))
     assert trainer.model.compute_dtype == HALF[name].name
     assert outputs.dtype == np.float32 and outputs.shape == (24, 2)
