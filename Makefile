@@ -9,7 +9,8 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 # Four files of tests at a time on two cores: the longest ones wait for other processes most of the time.
-SIDE_BY_SIDE := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+# A process that dies ends them all: xdist would wait for ever for the tests that it had.
+SIDE_BY_SIDE := --numprocesses=4 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
 export TF_CPP_MIN_LOG_LEVEL ?= 3

@@ -9,6 +9,8 @@ import threading
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import pytest  # noqa: E402
+
 import distloop  # noqa: E402
 from distloop.log import log  # noqa: E402
 
@@ -36,6 +38,30 @@ def collect_garbage():
 def end(thread):
     is_ending.set()
     thread.join(60)  # a thread that is inside TensorFlow when Python ends may abort the process
+
+
+# Where numbers are compared closely, or where the graph itself is looked at, TensorFlow optimizes graphs as it does for
+# a user. Everywhere else it does not: that takes a third of the time of a short run.
+OPTIMIZED = [
+    "test_laws",
+    "test_bits",
+    "test_virtual_replicas",
+    "test_step",
+    "test_pipeline",
+    "test_workers",
+    "test_smoke",
+]
+OPTIMIZED += ["test_gathering", "test_testing", "test_supervised", "test_gradient_step", "test_compiled_loop"]
+OPTIMIZED += ["test_documents", "test_public_models", "test_keras_fuzz", "test_mirrored_loop", "test_wgan", "test_vae"]
+OPTIMIZED += ["test_audit", "test_profiler", "test_tensorboard_server"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def graphs_are_optimized_where_it_matters(request):
+    import tensorflow as tf  # not where tests are handed to others
+
+    is_off = request.path.stem not in OPTIMIZED
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_off})
 
 
 # The files that take longest, which two processes had better begin with.
