@@ -267,6 +267,8 @@ class Source:
     def _pipeline(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a dataset with all that training needs: checked, padded, repeated, prefetched."""
         spec, num_missing = self.info.element_spec, self.info.num_missing_batches
+        # Options of data by number would make a pipeline of all its steps, which is not read.
+        options = (self._dataset if self._starting_feed is None else dataset).options()
         if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
             dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
         if self.layout.is_padded:
@@ -276,7 +278,7 @@ class Source:
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
         if self._repeat and self._starting_feed is None:
             dataset = dataset.repeat()
-        return _with_private_threads(dataset.prefetch(tf.data.AUTOTUNE), self._dataset.options())
+        return _with_private_threads(dataset.prefetch(tf.data.AUTOTUNE), options)
 
     def _left_of_pass(self) -> int | None:
         """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""
