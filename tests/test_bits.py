@@ -281,6 +281,9 @@ CASES = {
     "float16, an overflow": Case(
         SMALL, with_overflow(), settings=dict(precision="mixed_float16"), skipped=4, devices=(1, 2)
     ),
+    "a step that is skipped": Case(
+        SMALL, with_overflow(), settings=dict(on_nonfinite="skip"), skipped=4, devices=(1, 2)
+    ),
     "gathered rows": Case(
         contrast, classification(58), 14, settings=dict(precision="mixed_bfloat16"), devices=(1, 2), evaluates=True
     ),

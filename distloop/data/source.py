@@ -267,7 +267,7 @@ class Source:
     def _pipeline(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a dataset with all that training needs: checked, padded, repeated, prefetched."""
         spec, num_missing = self.info.element_spec, self.info.num_missing_batches
-        # Options of data by number would make a pipeline of all its steps, which is not read.
+        # Asked for its options, data by number would build the pipeline of a whole pass, which training does not read.
         options = (self._dataset if self._starting_feed is None else dataset).options()
         if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
             dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))

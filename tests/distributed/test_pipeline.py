@@ -112,7 +112,7 @@ def on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages, microbatches", [(1, 3), (2, 4), (4, 1)])
+@pytest.mark.parametrize("num_stages, microbatches", [(1, 3), (2, 1), (2, 4), (4, 3)])
 def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(on_one_device, num_stages, microbatches):
     config = settings(num_stages, microbatches=microbatches, clip_norm=0.5, average_decay=0.9)
     trainer = train(classifier(num_stages=num_stages), config)

@@ -9,7 +9,7 @@ from tensorflow.python.ops import custom_gradient
 
 import distloop
 from distloop.distributed import tensorflow_internals
-from tests.problems import mirrored
+from tests import problems
 
 
 def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
@@ -28,15 +28,24 @@ def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
         assert pywrap_tfe.TFE_EnableCollectiveOps is original
 
 
-def test_sums_over_replicas_leave_no_gradient_function_behind_that_keeps_their_graph():
-    def registered():
-        return [name for name in ops.gradient_registry.list() if name.startswith("CustomGradient")]
+def registered():
+    """Returns the gradient functions that TensorFlow keeps for ever, each with the graph that it is of."""
+    return [name for name in ops.gradient_registry.list() if name.startswith("CustomGradient")]
 
+
+def test_a_fit_on_several_replicas_leaves_no_graph_behind():
+    before = registered()
+    trainer = distloop.Trainer(problems.classifier(), problems.on(2, clip_norm=1.0))
+    trainer.fit(distloop.make_dataset(problems.classification(32), 16), steps=2)
+    assert registered() == before
+
+
+def test_sums_over_replicas_leave_no_gradient_function_behind_that_keeps_their_graph():
     def sums():
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tensorflow_internals.sum_over_replicas([tf.cast(replica + 1, tf.float32), tf.ones([3])])
 
-    before, strategy = registered(), mirrored(2)
+    before, strategy = registered(), problems.mirrored(2)
     found = tf.function(lambda: strategy.run(sums))()
     for part in strategy.experimental_local_results(found):
         assert part[0].numpy() == 3 and part[1].numpy().tolist() == [2, 2, 2]

@@ -112,7 +112,8 @@ def test_a_variable_is_named():
 
 
 @pytest.mark.slow
-def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed():
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed(replicas):
     def model_fn():
         a, b = (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab")
 
@@ -129,7 +130,7 @@ def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed
         ]
         return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
 
-    trainer = distloop.Trainer(model_fn, on(1, locate_nonfinite=True))
+    trainer = distloop.Trainer(model_fn, on(replicas, locate_nonfinite=True))
     message = failure(trainer, data_with([]))
     assert "second/loss is nan" in message and "came from Log in the forward pass (test_nonfinite.py:" in message
     assert message.startswith("Step 1 ")
