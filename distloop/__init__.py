@@ -27,6 +27,9 @@ _MODULES = {
     "Histogram": "monitoring.media",
     "History": "monitoring.history",
     "Images": "monitoring.media",
+    "LazyAdam": "optimizers.lazy",
+    "LazyAdamW": "optimizers.lazy",
+    "LazySGD": "optimizers.lazy",
     "LossScaleOptimizer": "optimizers.loss_scale",
     "MLflowWriter": "monitoring.trackers",
     "MemoryEstimate": "diagnostics.memory_estimate",
@@ -125,6 +128,9 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.trackers import MLflowWriter as MLflowWriter
     from distloop.monitoring.trackers import WandbWriter as WandbWriter
     from distloop.notebook import notebook_launch as notebook_launch
+    from distloop.optimizers.lazy import LazyAdam as LazyAdam
+    from distloop.optimizers.lazy import LazyAdamW as LazyAdamW
+    from distloop.optimizers.lazy import LazySGD as LazySGD
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer

@@ -190,17 +190,35 @@ def gather_all(tensors: Sequence[tf.Tensor], reason: str) -> list[tf.Tensor]:
 def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distribute.Strategy, reason: str) -> tf.Tensor:
     """Returns the rows of all replicas; replica i has `counts[i]` of them, another number in another step of a loop."""
     max_rows = getattr(_current, "max_rows", None)
-    if max_rows is None:
-        if strategies.uses_collectives(strategy):
-            raise ValueError(
-                f"{reason}, which on several workers or GPUs has to know the size of a batch, and this "
-                "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."
-            )
-        return all_gather(rows)
+    if max_rows is not None:
+        return _all_gather_padded(rows, counts, max_rows)
+    if strategies.uses_collectives(strategy):
+        raise ValueError(
+            f"{reason}, which on several workers or GPUs has to know the size of a batch, and this "
+            "dataset does not tell it: let batch(size) be its last step, or use batch(size, drop_remainder=True)."
+        )
+    return all_gather(rows)
+
+
+def _all_gather_padded(rows: tf.Tensor, counts: tf.Tensor, max_rows: int) -> tf.Tensor:
+    """Returns the rows of all replicas, of which none has more than `max_rows`."""
     # TensorFlow's collectives need the same shape in all steps of a loop: pad, gather, cut the padding out.
     missing = tf.concat([max_rows - tf.shape(rows)[:1], tf.shape(rows)[1:]], 0)
     padded = all_gather(tf.concat([rows, tf.zeros(missing, rows.dtype)], 0))  # [R * max_rows, ...]
     return tf.boolean_mask(padded, tf.reshape(tf.sequence_mask(counts, max_rows), [-1]))
+
+
+def gather_lists(tensors: Sequence[tf.Tensor], max_rows: int | None) -> list[tf.Tensor]:
+    """Returns tensors with the rows of all replicas, in their order. Call in replica context.
+
+    Args:
+        tensors: `[n, ...]`, the same n for all, which may differ between replicas.
+        max_rows: the largest n of any replica; None: unknown, where no collectives are used.
+    """
+    if max_rows is None:
+        return [all_gather(tensor) for tensor in tensors]
+    counts = all_gather(tf.shape(tensors[0])[:1])  # [R]
+    return [_all_gather_padded(tensor, counts, max_rows) for tensor in tensors]
 
 
 def all_gather(rows: tf.Tensor) -> tf.Tensor:

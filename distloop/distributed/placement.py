@@ -10,6 +10,7 @@ It does not know how a step goes.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,10 +21,11 @@ from distloop.distributed import strategies
 from distloop.distributed.pipeline import Pipeline, find_pipelines
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Packing
+from distloop.optimizers.sparse_gradients import Rows, Segment
 from distloop.variables import tensorflow_variable
 
 # Packed gradients, tallies, `[2 * m]`, and rows of other values, `[b, ...]` each.
-Sums: TypeAlias = tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]
+Sums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor]]
 Compute = Callable[[Any], Sums]  # of a microbatch by its index
 
 
@@ -105,35 +107,66 @@ class Placement:
         """
         if count == 1:
             return compute(0)
+        try:
+            return self._sum_in_loop(packing, count, compute, row_specs)
+        except _SparseSegmentsError as error:  # known once the loop's body was traced
+            packing.sparse = error.segments
+            return self._sum_in_loop(packing, count, compute, row_specs)
+
+    def _sum_in_loop(self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec]) -> Sums:
+        """Sums over microbatches in a TensorFlow loop; sparse segments become one list, as rows do.
+
+        Raises:
+            _SparseSegmentsError: if other segments than `packing.sparse` are sparse.
+        """
         size = tf.TensorShape([None])  # of the tallies, known once the body was traced
+        sparse = sorted(packing.sparse)
+        specs = [*(spec for i in sparse for spec in packing.row_specs(i)), *row_specs]
+        is_dense = [i not in packing.sparse for i in range(len(packing.shapes))]
 
-        def body(index: tf.Tensor, segments: list[tf.Tensor], tallies: tf.Tensor, parts: list[tf.TensorArray]) -> Any:
+        def body(index: tf.Tensor, sums: list[tf.Tensor], tallies: tf.Tensor, parts: list[tf.TensorArray]) -> Any:
             nonlocal size
-            more_segments, more_tallies, rows = compute(index)
+            segments, more_tallies, rows = compute(index)
+            if (found := {i for i, segment in enumerate(segments) if isinstance(segment, Rows)}) != set(sparse):
+                raise _SparseSegmentsError(found)
             size = more_tallies.shape
+            rows = [*(tensor for i in sparse for tensor in segments[i]), *rows]
             parts = [part.write(index, more) for part, more in zip(parts, rows, strict=True)]
-            segments = [a + b for a, b in zip(segments, more_segments, strict=True)]
-            return index + 1, segments, tallies + more_tallies, parts
+            sums = [a + b for a, b in zip(sums, itertools.compress(segments, is_dense), strict=True)]
+            return index + 1, sums, tallies + more_tallies, parts
 
-        zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
-        parts = [tf.TensorArray(spec.dtype, count, infer_shape=False, element_shape=spec.shape) for spec in row_specs]
-        _, segments, tallies, parts = tf.while_loop(
+        shapes, dtypes = (list(itertools.compress(of, is_dense)) for of in (packing.shapes, packing.dtypes))
+        zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = [tf.TensorArray(spec.dtype, count, infer_shape=False, element_shape=spec.shape) for spec in specs]
+        _, sums, tallies, parts = tf.while_loop(
             lambda index, *_: index < count,
             body,
             (tf.constant(0), zeros, tf.zeros([1]), parts),  # one zero for any number of tallies
             shape_invariants=(
                 tf.TensorShape([]),
-                packing.shapes,
+                shapes,
                 tf.TensorShape([None]),
                 [tf.TensorShape(None) for _ in parts],
             ),
             parallel_iterations=1,
         )
-        return segments, tf.ensure_shape(tallies, size), [part.concat() for part in parts]
+        joined, flat = iter([part.concat() for part in parts]), iter(sums)
+        lists = {i: Rows(next(joined), next(joined)) for i in sparse}
+        segments = [lists[i] if i in lists else next(flat) for i in range(len(is_dense))]
+        return segments, tf.ensure_shape(tallies, size), list(joined)
 
     def unplaced(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a scope in which the model is traced without devices, to be served anywhere."""
         return contextlib.nullcontext()
+
+
+class _SparseSegmentsError(Exception):
+    """Other segments are sparse than a loop was made for."""
+
+    def __init__(self, segments: set[int]):
+        """Stores the indices of those that are."""
+        super().__init__()
+        self.segments = segments
 
 
 class PipelinePlacement(Placement):

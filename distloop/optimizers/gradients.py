@@ -7,6 +7,8 @@ All functions run in replica context. They do not know how gradients are compute
     _, norm, scale = norm_and_scale(segments, weight)                # norm is finite only if every gradient is
     segments, scale, is_clipped = Clipping(norm=1.0).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
     apply(optimizer, packing.unpack(segments, scale), variables)
+
+A segment is a flat vector, or the rows of a large table that a sparse gradient consists of: `sparse_gradients.py`.
 """
 
 import functools
@@ -18,28 +20,35 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.optimizers import sparse_gradients
+from distloop.optimizers.sparse_gradients import Rows, Segment, map_values, values_of
+
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
 LARGEST_PACKED_BYTES = 256 * 1024
 
 Reduce = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
+Gather = Callable[[Rows], Rows]
 
 
 class Packing:
     """The layout of some variables' gradients in a few tensors, called segments.
 
-    Small gradients of one dtype share a vector; each large gradient is a segment of its own.
+    Small gradients of one dtype share a vector; each large gradient is a segment of its own. One that the tape returns
+    as `tf.IndexedSlices` stays sparse, so whether a segment is `Rows` is known once gradients are packed.
 
     Attributes:
         dtypes: of each segment.
+        sparse: the segments that were `Rows` when a loop over microbatches was traced last.
     """
 
-    def __init__(self, variables: Sequence[Any], devices: Sequence[str] | None = None):
+    def __init__(self, variables: Sequence[Any], devices: Sequence[str] | None = None, *, keeps_sparse: bool = False):
         """Plans the layout.
 
         Args:
             variables: with static shapes.
             devices: the device of each variable's gradient, on which it is packed and unpacked; None: no device is
                 prescribed.
+            keeps_sparse: whether large sparse gradients stay sparse.
         """
         self._shapes = [tuple(v.shape) for v in variables]
         self._groups: list[list[int]] = []  # positions of the gradients in each segment
@@ -53,6 +62,8 @@ class Packing:
                 vectors.setdefault((dtype, devices[i]), []).append(i)
         self._groups.extend(vectors.values())
         self._devices = [devices[group[0]] for group in self._groups]
+        self._keeps_sparse = keeps_sparse
+        self.sparse: set[int] = set()
         self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
 
     def _size(self, i: int) -> int:
@@ -60,39 +71,73 @@ class Packing:
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
-        """The shape of each segment."""
+        """The shape of each segment, as if all were dense."""
         return [tf.TensorShape([sum(self._size(i) for i in group)]) for group in self._groups]
 
-    def pack(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Packs one gradient a variable into flat segments; sparse gradients (of an embedding) become dense."""
-        segments = []
+    def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
+        """Packs one gradient a variable into segments; with `keeps_sparse=False`, into flat vectors alone."""
+        segments: list[Segment] = []
         for group, device in zip(self._groups, self._devices, strict=True):
             with tf.device(device):
+                first = gradients[group[0]]
+                if keeps_sparse and self._keeps_sparse and len(group) == 1 and isinstance(first, tf.IndexedSlices):
+                    segments.append(sparse_gradients.from_slices(first, self._shapes[group[0]]))
+                    continue
                 # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
                 flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
                 segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
         return segments
 
-    def unpack(self, segments: Sequence[tf.Tensor], scale: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """Returns the gradients in segments, one a variable, multiplied by `scale` as in `scaled`."""
+    def unpack(
+        self, segments: Sequence[Segment], scale: tf.Tensor | None = None, *, keeps_sparse: bool = False
+    ) -> list[Any]:
+        """Returns the gradients in segments, one a variable, multiplied by `scale` as in `scaled`.
+
+        Args:
+            segments: packed gradients.
+            scale: a scalar; None: 1.
+            keeps_sparse: whether sparse gradients are returned as `tf.IndexedSlices`.
+        """
         gradients: list[Any] = [None] * len(self._shapes)
         for group, segment, device in zip(self._groups, segments, self._devices, strict=True):
             with tf.device(device):
                 (segment,) = [segment] if scale is None else scaled([segment], scale)
+                if keeps_sparse and isinstance(segment, Rows):
+                    gradients[group[0]] = sparse_gradients.to_slices(segment, self._shapes[group[0]])
+                    continue
+                segment = self._dense(group, segment)
                 pieces = tf.split(segment, [self._size(i) for i in group]) if len(group) > 1 else [segment]
                 for i, piece in zip(group, pieces, strict=True):
                     gradients[i] = tf.reshape(piece, self._shapes[i])
         return gradients
 
-    def add(self, segments: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _dense(self, group: Sequence[int], segment: Segment) -> tf.Tensor:
+        """Returns a segment as a flat vector."""
+        if not isinstance(segment, Rows):
+            return segment
+        return tf.reshape(sparse_gradients.to_dense(segment, self._shapes[group[0]]), [self._size(group[0])])
+
+    def add(self, segments: Sequence[Segment], others: Sequence[Segment]) -> list[Segment]:
         """Returns the sums of two microbatches' segments."""
-        sums = []
-        for a, b, device in zip(segments, others, self._devices, strict=True):
+        sums: list[Segment] = []
+        for a, b, group, device in zip(segments, others, self._groups, self._devices, strict=True):
             with tf.device(device):
-                sums.append(a + b)
+                if isinstance(a, Rows) and isinstance(b, Rows):
+                    sums.append(sparse_gradients.join([a, b]))
+                else:
+                    sums.append(self._dense(group, a) + self._dense(group, b))
         return sums
 
-    def diagnosis(self, segments: Sequence[tf.Tensor], squares: Sequence[tf.Tensor]) -> tf.Tensor:
+    def without_sparse(self, segments: Sequence[Segment]) -> list[tf.Tensor]:
+        """Returns segments that are flat vectors all."""
+        return [self._dense(group, segment) for group, segment in zip(self._groups, segments, strict=True)]
+
+    def row_specs(self, segment: int) -> tuple[tf.TensorSpec, tf.TensorSpec]:
+        """Returns what numbers and values of a sparse segment look like, given its index."""
+        width = sparse_gradients.row_size(self._shapes[self._groups[segment][0]])
+        return tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], self.dtypes[segment])
+
+    def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a vector from which the host can tell the variables whose gradients are not finite.
 
         The step evaluates nothing for it: it is a copy of small gradients, and of the squared norms of large ones.
@@ -126,25 +171,43 @@ class Packing:
                 yield i, self._size(i) if len(group) > 1 else 1
 
     def all_reduce(
-        self, segments: Sequence[tf.Tensor], sums: Mapping[str, Any], reduce: Reduce | None = None
-    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        self,
+        segments: Sequence[Segment],
+        sums: Mapping[str, Any],
+        reduce: Reduce | None = None,
+        gather: Gather | None = None,
+    ) -> tuple[list[Segment], dict[str, Any]]:
         """Sums gradients, and other values by name, over all replicas and workers in one reduction.
 
         Args:
             segments: the packed gradients.
             sums: name -> a float32 tensor of static shape, or a list of such tensors.
             reduce: returns the sums of some tensors over all replicas; None: in the order that TensorFlow chooses.
+            gather: returns sparse rows of all replicas in one list; None: none are sparse.
 
         Returns:
-            The summed segments, and name -> sum.
+            The summed segments, in which each row of a table occurs once, and name -> sum.
         """
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1:
-            return list(segments), dict(sums)
+            return [_merged(segment) for segment in segments], dict(sums)
+        flat = [segment for segment in segments if not isinstance(segment, Rows)]
         reduce = reduce or functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM)
+        flat, summed = self._reduce_dense(flat, sums, reduce)
+        dense = iter(flat)
+        assert gather is not None or len(flat) == len(segments), "sparse rows of replicas need a function to gather them"
+        return [
+            sparse_gradients.merge(gather(segment)) if gather and isinstance(segment, Rows) else next(dense)
+            for segment in segments
+        ], summed
+
+    def _reduce_dense(
+        self, segments: Sequence[tf.Tensor], sums: Mapping[str, Any], reduce: Reduce
+    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        """Sums flat segments, and other values by name, over the replicas."""
         tensors = [tensor for value in sums.values() for tensor in tf.nest.flatten(value)]
         if not tensors:
-            return list(reduce(list(segments))), {}
+            return list(reduce(list(segments))) if segments else [], {}
         vector = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
         segments, vector = self._reduce_with(vector, segments, reduce)
         pieces = iter(tf.split(vector, [tensor.shape.num_elements() for tensor in tensors]))
@@ -168,7 +231,7 @@ class Packing:
         return reduced, vector
 
 
-def norm_and_scale(segments: Sequence[tf.Tensor], weight: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+def norm_and_scale(segments: Sequence[Segment], weight: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
     """Computes the global norm of gradients, and the factor that divides them.
 
     Args:
@@ -182,8 +245,9 @@ def norm_and_scale(segments: Sequence[tf.Tensor], weight: tf.Tensor) -> tuple[li
     """
     squares = []
     for segment in segments:
-        with tf.device(segment.device):  # a number is cheaper to move than a gradient
-            squares.append(2.0 * tf.nn.l2_loss(tf.cast(segment, tf.float32)))
+        values = values_of(segment)
+        with tf.device(values.device):  # a number is cheaper to move than a gradient
+            squares.append(2.0 * tf.nn.l2_loss(tf.cast(values, tf.float32)))
     scale = tf.math.divide_no_nan(1.0, weight)
     return squares, tf.sqrt(tf.add_n(squares)) * scale, scale
 
@@ -212,8 +276,8 @@ class Clipping:
         return bool(self.norm or self.variable_norm or self.value)
 
     def clip(
-        self, packing: Packing, segments: Sequence[tf.Tensor], norm: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        self, packing: Packing, segments: Sequence[Segment], norm: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor
+    ) -> tuple[list[Segment], tf.Tensor, tf.Tensor]:
         """Clips gradients.
 
         Args:
@@ -229,27 +293,44 @@ class Clipping:
         if self.norm:
             return list(segments), scale * (self.norm / tf.maximum(norm, self.norm)), norm > self.norm
         if self.value:
-            sizes = [tf.reduce_max(tf.abs(segment)) for segment in scaled(segments, scale)]
-            clipped = [
-                tf.clip_by_value(segment, *tf.unstack(tf.cast([-self.value, self.value], segment.dtype)))
-                for segment in scaled(segments, scale)
-            ]
+            sizes = [tf.reduce_max(tf.abs(values_of(segment))) for segment in scaled(segments, scale)]
+            clipped = [map_values(self._clip_values, segment) for segment in scaled(segments, scale)]
             is_clipped = tf.reduce_any([tf.cast(size, tf.float32) > self.value for size in sizes])
         elif self.variable_norm:
-            parts = packing.unpack(segments, scale)
-            norms = [tf.norm(tf.cast(part, tf.float32)) for part in parts]
+            parts = packing.unpack(segments, scale, keeps_sparse=True)
+            norms = [tf.norm(tf.cast(values_of(part), tf.float32)) for part in parts]
             factors = [self.variable_norm / tf.maximum(size, self.variable_norm) for size in norms]
-            clipped = packing.pack([part * tf.cast(f, part.dtype) for part, f in zip(parts, factors, strict=True)])
+            clipped = packing.pack([_times(part, factor) for part, factor in zip(parts, factors, strict=True)])
             is_clipped = tf.reduce_any([size > self.variable_norm for size in norms])
         else:
             return list(segments), scale, tf.constant(False)
-        kept = [tf.where(finite, new, old) for new, old in zip(clipped, segments, strict=True)]
+        kept = [
+            map_values(lambda new, old: tf.where(finite, new, old), *pair)
+            for pair in zip(clipped, segments, strict=True)
+        ]
         return kept, tf.ones_like(scale), is_clipped
 
+    def _clip_values(self, values: tf.Tensor) -> tf.Tensor:
+        return tf.clip_by_value(values, *tf.unstack(tf.cast([-self.value, self.value], values.dtype)))
 
-def scaled(segments: Sequence[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
+
+def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
     """Returns segments times a factor; a factor of 0 gives 0, even for gradients that are not finite."""
-    return [tf.math.multiply_no_nan(segment, tf.cast(scale, segment.dtype)) for segment in segments]
+
+    def scale_values(values: tf.Tensor) -> tf.Tensor:
+        return tf.math.multiply_no_nan(values, tf.cast(scale, values.dtype))
+
+    return [map_values(scale_values, segment) for segment in segments]
+
+
+def _merged(segment: Segment) -> Segment:
+    return sparse_gradients.merge(segment) if isinstance(segment, Rows) else segment
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
+
+
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.optimizers.lazy import LazyAdam, LazyAdamW
 from distloop.variables import tensorflow_variable
 
 # From this size on, one operation for all of Adam's update is faster than many: 2 times at this size, 3 times at
@@ -48,7 +49,7 @@ def fuse_large_updates(optimizer: keras.optimizers.Optimizer) -> None:
     Args:
         optimizer: a plain Keras optimizer. Adam with `amsgrad` and all other classes stay as they are.
     """
-    if type(optimizer) not in (keras.optimizers.Adam, keras.optimizers.AdamW) or optimizer.amsgrad:
+    if type(optimizer) not in (keras.optimizers.Adam, keras.optimizers.AdamW, LazyAdam, LazyAdamW) or optimizer.amsgrad:
         return
     update_step = optimizer.update_step
 

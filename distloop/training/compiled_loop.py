@@ -189,7 +189,10 @@ class CompiledLoop:
         state = self._state
         rates = {name: optimizer.learning_rate for name, optimizer in state.optimizers.items()}
         scales = {name: scaler.loss_scale for name, scaler in state.loss_scalers.items()}
-        norms = {name: _norm(variables) for name, variables in state.variables_of_update.items()}
+        norms = {}
+        for update in self._step.updates:  # a table that the steps do not walk is not walked for its norm either
+            variables = state.variables_of_update[update.name]
+            norms[update.name] = _norm([v for v in variables if id(v) not in update.tables_by_rows])
         return {
             "skipped_steps": state.skipped_steps.read_value(),
             **_by_update("learning_rate", rates),
@@ -280,7 +283,7 @@ def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...],
 def _norm(variables: Sequence[Any]) -> tf.Tensor:
     """Computes the Euclidean norm over all elements of some variables."""
     halves = [tf.nn.l2_loss(tf.cast(tensorflow_variable(variable), tf.float32)) for variable in variables]
-    return tf.sqrt(2.0 * tf.add_n(halves))
+    return tf.sqrt(2.0 * tf.add_n(halves)) if halves else tf.constant(0.0)
 
 
 def _by_update(name: str, values: Mapping[str, Any]) -> dict[str, tf.Tensor]:

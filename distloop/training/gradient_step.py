@@ -21,6 +21,7 @@ import tensorflow as tf
 from distloop.data.shards import Batch, Layout
 from distloop.errors import explaining_merge_call
 from distloop.optimizers import gradients
+from distloop.optimizers.sparse_gradients import Segment
 from distloop.training import variable_writes
 from distloop.training.forward_backward import ForwardBackward
 
@@ -28,7 +29,7 @@ from distloop.training.forward_backward import ForwardBackward
 class Look(NamedTuple):
     """An update's gradients after the reduction; all but `before` and `after` is the same on every replica."""
 
-    segments: list[tf.Tensor]  # packed gradients
+    segments: list[Segment]  # packed gradients
     weight: tf.Tensor  # []: what divides them
     tallies: tf.Tensor  # [2 * m]: of all values; in another look, total and weight of the value looked at
     written: list[Any]  # the variables that the forward pass writes; the replicas' traces take turns
@@ -189,7 +190,8 @@ def _look(
 ) -> Look:
     """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
     local = update(batch, layout, factor, value, again_from=again_from)
-    segments, sums = update.packing.all_reduce(local.segments, local.sums, update.reduce)
+    segments, gather = update.gatherable(local.segments, batch, layout)
+    segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
     if "pulled_back" in sums:
         segments = update.packing.add(segments, sums["pulled_back"])
     tallies = sums["tallies"]

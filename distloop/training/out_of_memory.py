@@ -164,7 +164,7 @@ class Halving:
 
         def compute(batch: Batch) -> Any:
             local = [update(batch, source.layout, tf.constant(1.0)).segments for update in self._step.updates]
-            return [tf.reduce_sum(segment) for segments in local for segment in segments]
+            return [tf.reduce_sum(tensor) for tensor in tf.nest.flatten(local)]
 
         def run() -> Any:
             return self._strategy.run(compute, args=(shards.next_batch(iterator, source.layout),))

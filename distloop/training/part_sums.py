@@ -19,6 +19,7 @@ from distloop.distributed.placement import Sums
 from distloop.distributed.tree_sums import TreeSum
 from distloop.graph_functions import graph_function
 from distloop.optimizers.gradients import Packing
+from distloop.optimizers.sparse_gradients import Segment
 from distloop.training.differentiation import divisor_of
 from distloop.training.metric_state import Join
 from distloop.training.state import TrainState
@@ -67,16 +68,16 @@ class _Pass(Protocol):
 
     def pull_back(
         self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[bool]]:
+    ) -> tuple[list[Segment], list[bool]]:
         """Returns packed gradients by way of rows that virtual replicas exchanged, and which variables they reach."""
 
     def compute(
         self, rows: Any, row_weights: tf.Tensor | None, factor: tf.Tensor | None, value: str, *, is_first: bool
-    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor], Trace]:
+    ) -> tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[tf.Tensor], Trace]:
         """Runs forward and backward over some rows."""
 
 
-_Sum: TypeAlias = tuple[list[tf.Tensor], tf.Tensor]  # packed gradients; tallies and written values
+_Sum: TypeAlias = tuple[list[Segment], tf.Tensor]  # packed gradients; tallies and written values
 
 
 class PartSums:
@@ -155,9 +156,9 @@ class PartSums:
             kept = self._add(of_turn.pop(), (segments, vector)) if of_turn else (segments, vector)
             if (part.number + 1) % update.microbatches:
                 of_turn.append(kept)
-                return [*kept[0], kept[1]]
+                return list(tf.nest.flatten(kept))
             kept = sums.append(kept)
-            return [*kept[0], kept[1], *slopes.append(part.slopes)]
+            return [*tf.nest.flatten(kept), *slopes.append(part.slopes)]
 
         gathered, self.after = turns.run(finish)
         if gathered is not None:

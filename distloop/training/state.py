@@ -19,7 +19,7 @@ from distloop.distributed import strategies
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.errors import as_user_error
-from distloop.optimizers import keras_hooks
+from distloop.optimizers import keras_hooks, row_updates
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
@@ -229,6 +229,7 @@ class TrainState(tf.Module):
             optimizer.build(variables)
         keras_hooks.skip_reduction(plain)
         keras_hooks.fuse_large_updates(plain)
+        row_updates.update_rows(plain)
         if update.learning_rates:
             keras_hooks.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
         self.placement.adapt_optimizer(plain)

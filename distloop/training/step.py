@@ -235,7 +235,7 @@ class TrainStep:
 
     def _record_gradients(self, update: ForwardBackward, forward: _Forward) -> None:
         if self.histograms is not None:
-            segments = [self._first(segment) for segment in forward.segments]
+            segments = tf.nest.map_structure(self._first, forward.segments)
             self.histograms.record(update.name, segments, self._first(forward.scale))
 
     def _apply(
@@ -272,14 +272,14 @@ class TrainStep:
         self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor, new_values: list[tf.Tensor]
     ) -> None:
         """Changes weights, slots and averages; in replica context, where all of them are equal on all replicas."""
-        pairs = zip(update.packing.unpack(segments, scale), update.variables, strict=True)
+        optimizer = self.state.plain_optimizers[update.name]
+        pairs = zip(update.unpack(segments, scale, optimizer), update.variables, strict=True)
         reached = [pair for pair, is_reached in zip(pairs, update.trace.reached, strict=True) if is_reached]
         variables = [variable for _, variable in reached]
         gradients_by_path = {self.state.paths[id(variable)]: gradient for gradient, variable in reached}
         if update.update.gradient_fn is not None:
             returned = update.update.gradient_fn(dict(gradients_by_path))
             gradients_by_path = gradient_step.checked("gradient_fn returned", returned, gradients_by_path)
-        optimizer = self.state.plain_optimizers[update.name]
         # Keras assigns a variable's new value where it would apply a gradient.
         gradients.apply(optimizer, [*gradients_by_path.values(), *new_values], [*variables, *update.overwritten])
         if self.state.average is not None:
