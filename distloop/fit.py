@@ -51,7 +51,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
-from distloop.training import overview, run_length, unread_entries
+from distloop.training import overview, run_length, tables, unread_entries
 from distloop.training.agreement import require_same_run
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
@@ -363,17 +363,17 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     )
     is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
 
-    def report_unread(step: TrainStep) -> None:
+    def report_trace(step: TrainStep) -> None:
         unread_entries.report([update.reads for update in step.updates], config.unread_entries, is_shown=is_shown)
+        tables.report(step.updates, state, is_shown=is_shown)
 
     return TrainLoop(
-        state,
-        step,
+        *(state, step),
         log_every=config.log_every,
         steps_per_loop=config.steps_per_loop,
         eager=config.eager,
         may_halve=config.microbatches == "auto",
-        on_trace=report_unread,
+        on_trace=report_trace,
     )
 
 

@@ -204,6 +204,7 @@ class TrainState(tf.Module):
         self.untrained_variables = [variable for variable in named.values() if id(variable) not in trained]
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
+            _refuse_lazy(self.plain_optimizers.values(), self._average_decay)
             self.average = MovingAverage(self.trained_variables, self._average_decay)
         _refuse_synchronized(layers, self.virtual_replicas)
         replicas = self.strategy.num_replicas_in_sync * self.turns
@@ -311,6 +312,15 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
     for top in top_layers(model, in_parts=True):
         yield top
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
+
+
+def _refuse_lazy(optimizers: Iterable[Any], average_decay: float) -> None:
+    """Refuses lazy optimizers with a moving average of the weights, which is not lazy."""
+    for name in (type(optimizer).__name__ for optimizer in optimizers if getattr(optimizer, "is_lazy", False)):
+        raise ValueError(
+            f"{average_decay=} was given with {name}, which changes the rows of a batch alone, but a moving average "
+            f"moves every row of a table at each step: give average_decay=0, or keras.optimizers.{name[4:]}."
+        )
 
 
 def _refuse_synchronized(layers: Iterable[keras.Layer], virtual_replicas: int) -> None:

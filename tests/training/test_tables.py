@@ -1,0 +1,160 @@
+"""The law of tables: a sparse gradient trains a table as its dense one, whatever lies between tape and optimizer."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.optimizers import gradients, sparse_gradients
+from distloop.training import tables
+from tests.problems import assert_close, assert_equal, local_values, on, refused
+
+ROWS = 40  # of a table
+UPDATES = {
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "lazy": lambda: distloop.LazyAdam(0.1),
+}
+
+
+class Scores(tf.Module):
+    """The sum of the rows of a table that a batch names, in TensorFlow without Keras."""
+
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.table = tf.Variable(np.linspace(-1, 1, 3 * ROWS).reshape([ROWS, 3]), dtype=tf.float32, name="table")
+
+    def __call__(self, ids):
+        return tf.reduce_sum(tf.gather(self.table, ids), 1)  # [b, 3]
+
+
+def model_fn(names=tuple(UPDATES), *, is_dense=False, **spec):
+    """Several updates, each with a table and an optimizer of its own."""
+
+    def make():
+        models = {name: Scores(name) for name in names}
+
+        def loss_fn_of(model):
+            def loss_fn(batch, training):
+                table = model.table * 1.0 if is_dense else model.table  # a product has a dense gradient
+                scores = tf.reduce_sum(tf.gather(table, batch["ids"]), 1)
+                return {"loss": tf.reduce_sum(tf.square(scores - batch["y"]), 1)}
+
+            return loss_fn
+
+        updates = [
+            distloop.Update(name, loss_fn_of(model), UPDATES[name](), [model.table], **spec)
+            for name, model in models.items()
+        ]
+        if len(updates) > 1:
+            return distloop.ModelSpec(models, updates=updates)
+        (model,) = models.values()
+        return distloop.ModelSpec(model, updates[0].optimizer, loss_fn_of(model), **spec)
+
+    return make
+
+
+def data(rows=22, batch_size=8, **batch):
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 6, (rows, 3)) * 7  # many duplicates
+    arrays = {"ids": ids.astype(np.int32), "y": random.normal(size=(rows, 3)).astype(np.float32)}
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size, **batch)
+
+
+@pytest.fixture(autouse=True)
+def tables_are_large(monkeypatch):
+    monkeypatch.setattr(gradients, "LARGEST_PACKED_BYTES", 64)
+
+
+@pytest.fixture
+def merges(monkeypatch):
+    """The lists of rows that were merged, one for each sparse gradient that was traced."""
+    merged, merge = [], sparse_gradients.merge
+    monkeypatch.setattr(sparse_gradients, "merge", lambda rows: merged.append(rows) or merge(rows))
+    return merged
+
+
+def fit(make, config, dataset, steps=5, **arguments):
+    keras.utils.clear_session(free_memory=False)
+    trainer = distloop.Trainer(make, config)
+    trainer.fit(dataset, steps=steps, **arguments)
+    return trainer
+
+
+def values_of(trainer):
+    """Returns weights and slots, of which all replicas hold the same bits."""
+    values = {}
+    for name, variable in trainer.state.all_variables().items():
+        values[name], *others = map(np.copy, local_values(trainer, variable))
+        assert all(other.tobytes() == values[name].tobytes() for other in others), name
+    return values
+
+
+def test_replicas_microbatches_clipping_and_an_odd_last_batch_train_to_the_weights_of_dense_gradients(merges):
+    names = ("adagrad", "adam")
+    sparse = fit(model_fn(names), on(2, microbatches=2, clip_norm=0.5), data())
+    assert len(merges) >= 4  # two updates on two replicas
+    merges.clear()
+    dense = fit(model_fn(names, is_dense=True), on(1, clip_norm=0.5), data())
+    assert not merges
+    assert_close(values_of(sparse), values_of(dense))
+
+
+def test_virtual_replicas_give_the_same_bits_on_any_number_of_devices(merges):
+    found = []
+    for devices in (1, 2):
+        merges.clear()
+        config = on(devices, virtual_replicas=4, microbatches=1)
+        found.append(values_of(fit(model_fn(("lazy",)), config, data(drop_remainder=True), steps=3)))
+        assert len(merges) >= devices
+    assert_equal(*found)
+
+
+def test_an_overflow_of_one_row_changes_no_bit(merges):
+    config = on(2, precision="mixed_float16")
+    bad = data(8).map(lambda batch: batch | {"y": tf.where(batch["ids"][:, :1] == 35, np.inf, batch["y"])})
+    before = values_of(distloop.Trainer(model_fn(("lazy",)), config))
+    trainer = fit(model_fn(("lazy",)), config, bad, steps=2)
+    after = values_of(trainer)
+    assert merges and int(trainer.state.skipped_steps) == 2
+    for name in before.keys() - {"step", "skipped_steps", "optimizer/loss_scale", "optimizer/streak"}:
+        np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+def test_a_gradient_fn_and_a_step_fn_get_whole_gradients():
+    seen = []
+
+    def gradient_fn(by_path):
+        seen.extend(by_path.values())
+        return by_path
+
+    def step_fn(step):
+        (path,) = step.weights
+        seen.append(step.gradients()[path])
+        return {path: seen[-1]}
+
+    trainers = [
+        fit(model_fn(("adagrad",), **functions), on(1), data(16), steps=2)
+        for functions in ({}, dict(gradient_fn=gradient_fn), dict(step_fn=step_fn))
+    ]
+    assert {tuple(gradient.shape) for gradient in seen} == {(ROWS, 3)}
+    plain, *others = map(values_of, trainers)
+    for other in others:
+        assert_close(other, plain)
+
+
+def test_a_large_table_that_a_step_walks_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(tables, "_MANY_ROWS", ROWS)
+    trainer = fit(model_fn(("adam",)), on(1, console="lines"), data(8), steps=1)
+    (path,) = trainer.state.paths.values()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(f"the table {path} of 40 rows is updated as a whole at each step, since Adam moves", printed)
+
+
+def test_a_moving_average_of_a_lazily_trained_table_is_refused():
+    config = on(1, average_decay=0.9)
+    parts = ("average_decay=0.9", "LazyAdam", "keras.optimizers.Adam.")
+    refused(lambda: distloop.Trainer(model_fn(("lazy",)), config), *parts)
