@@ -5,6 +5,8 @@
     histograms.record("", segments, scale)     # in the compiled step
     metrics_and_media = histograms(report)     # as an action
 
+Of a large table every n-th row counts, about 10,000 of them, and of a sparse gradient the rows that it has.
+
 Each step stores its packed gradients in variables, which take over the tensors without a copy. Nothing that trains
 reads these variables, so runs with and without histograms end bit for bit alike. (A branch that copies at due steps
 only costs a small step more, each time that it is not taken.)
@@ -20,7 +22,11 @@ from distloop.actions.action import Action, Report
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, scaled
+from distloop.optimizers.sparse_gradients import Rows, Segment, values_of
 from distloop.variables import tensorflow_variable
+
+_MOST_ROWS = 100_000  # of a variable, up to which all count
+_SAMPLED_ROWS = 10_000
 
 
 class WeightHistograms(Action):
@@ -39,6 +45,7 @@ class WeightHistograms(Action):
         self._variables, self._paths = variables, paths
         self._packings: dict[str, Packing] = {}
         self._gradients: dict[str, list[tf.Variable]] = {}  # by update: packed segments, then their scale
+        self._sparse: dict[str, set[int]] = {}  # by update: which segments were rows when the step was traced
         self._read_all = graph_function(self._weights_and_gradients)  # faster than many small reads
         self._previous: dict[str, list[np.ndarray]] | None = None  # the weights at the last multiple of `every`
         if self._is_multiple(int(step)):
@@ -54,9 +61,11 @@ class WeightHistograms(Action):
         self._packings[update] = packing
         with tf.device(tf.identity(tensorflow_variable(self._variables[update][0])).device):
             zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
-            self._gradients[update] = [tf.Variable(value, trainable=False) for value in [*zeros, tf.zeros([])]]
+            self._gradients[update] = [
+                tf.Variable(value, trainable=False, shape=tf.TensorShape(None)) for value in [*zeros, tf.zeros([])]
+            ]
 
-    def record(self, update: str, segments: Sequence[tf.Tensor], scale: tf.Tensor) -> None:
+    def record(self, update: str, segments: Sequence[Segment], scale: tf.Tensor) -> None:
         """Stores the gradients of a step. Call in a `tf.function`, outside `strategy.run`.
 
         Args:
@@ -64,7 +73,8 @@ class WeightHistograms(Action):
             segments: its packed gradients, summed.
             scale: the factor that turns them into the optimizer's gradients.
         """
-        for variable, value in zip(self._gradients[update], [*segments, scale], strict=True):
+        self._sparse[update] = {i for i, segment in enumerate(segments) if isinstance(segment, Rows)}
+        for variable, value in zip(self._gradients[update], [*map(values_of, segments), scale], strict=True):
             variable.assign(value)
 
     def __call__(self, report: Report) -> dict[str, float | Media]:
@@ -79,8 +89,9 @@ class WeightHistograms(Action):
         for update, variables in self._variables.items():
             prefix = f"{update}/" if update else ""
             if is_multiple and self._previous is not None:
-                moved = _norm([new - old for new, old in zip(weights[update], self._previous[update], strict=True)])
-                norm = _norm(weights[update])
+                shares = [1 / _stride(variable) for variable in variables]
+                differences = [new - old for new, old in zip(weights[update], self._previous[update], strict=True)]
+                moved, norm = _norm(differences, shares), _norm(weights[update], shares)
                 result[prefix + "update_norm"] = moved
                 result[prefix + "update_ratio"] = moved / norm if norm else float("nan")
             gradients = values[f"gradients/{update}"]
@@ -95,18 +106,31 @@ class WeightHistograms(Action):
         return isinstance(self.every, str) or step % self.every == 0
 
     def _weights(self) -> dict[str, list[tf.Tensor]]:
-        return {
-            update: [tf.identity(tensorflow_variable(variable)) for variable in variables]
-            for update, variables in self._variables.items()
-        }
+        return {update: [_sample(variable) for variable in variables] for update, variables in self._variables.items()}
 
     def _weights_and_gradients(self) -> dict[str, list[tf.Tensor]]:
         tensors = {f"weights/{update}": weights for update, weights in self._weights().items()}
         for update, (*segments, scale) in self._gradients.items():
-            tensors[f"gradients/{update}"] = self._packings[update].unpack(scaled(segments, scale))
+            sparse, packing = self._sparse.get(update, set()), self._packings[update]
+            packed = [Rows(tf.range(tf.shape(s)[0]), s) if i in sparse else s for i, s in enumerate(segments)]
+            gradients = packing.unpack(scaled(packed, tf.convert_to_tensor(scale)), keeps_sparse=True)
+            tensors[f"gradients/{update}"] = [values_of(gradient) for gradient in gradients]
         return tensors
 
 
-def _norm(arrays: Sequence[np.ndarray]) -> float:
-    """Computes the Euclidean norm over all elements of some arrays."""
-    return float(np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in arrays)))
+def _stride(variable: Any) -> int:
+    """Returns n if every n-th row of a variable counts."""
+    rows = variable.shape[0] if len(variable.shape) > 1 else 0
+    return -(-rows // _SAMPLED_ROWS) if rows > _MOST_ROWS else 1
+
+
+def _sample(variable: Any) -> tf.Tensor:
+    """Returns the rows of a variable that count."""
+    plain, stride = tensorflow_variable(variable), _stride(variable)
+    return tf.identity(plain) if stride == 1 else plain[::stride]
+
+
+def _norm(arrays: Sequence[np.ndarray], shares: Sequence[float]) -> float:
+    """Computes the Euclidean norm over all elements of variables from arrays that hold a share of each one's rows."""
+    squares = [np.sum(np.square(array, dtype=np.float64)) for array in arrays]
+    return float(np.sqrt(sum(square / share for square, share in zip(squares, shares, strict=True))))

@@ -195,7 +195,7 @@ class Packing:
         reduce = reduce or functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM)
         flat, summed = self._reduce_dense(flat, sums, reduce)
         dense = iter(flat)
-        assert gather is not None or len(flat) == len(segments), "sparse rows of replicas need a function to gather them"
+        assert gather is not None or len(flat) == len(segments), "sparse rows need a function that gathers them"
         return [
             sparse_gradients.merge(gather(segment)) if gather and isinstance(segment, Rows) else next(dense)
             for segment in segments
@@ -329,8 +329,6 @@ def _merged(segment: Segment) -> Segment:
 
 def _times(gradient: Any, factor: tf.Tensor) -> Any:
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

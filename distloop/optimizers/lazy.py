@@ -3,9 +3,9 @@
     optimizer = distloop.LazyAdam(1e-3)      # takes the arguments of keras.optimizers.Adam
 
 They are the optimizers of Keras but for sparse gradients. There a row without a gradient keeps its weights and slots,
-where the rule of Keras would let its momentum decay and move it on. So a step costs what its rows cost, however large the
-table is, and trains to other weights than the rule for all rows does. A row whose gradient is 0 counts as without one,
-so that padding in a batch changes nothing. Weight decay applies to the rows of the gradient alone.
+where the rule of Keras would let its momentum decay and move it on. So a step costs what its rows cost, however large
+the table is, and trains to other weights than the rule for all rows does. A row whose gradient is 0 counts as without
+one, so that padding in a batch changes nothing. Weight decay applies to the rows of the gradient alone.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,10 @@ from distloop.optimizers import row_updates, sparse_gradients
 from distloop.optimizers.sparse_gradients import Rows
 from distloop.variables import tensorflow_variable
 
+_Mixin: Any = object  # the methods of Keras come from the class that stands beside it
 
-class _Lazy:
+
+class _Lazy(_Mixin):
     """What lazy optimizers share; a mixin before an optimizer of Keras."""
 
     is_lazy = True
@@ -68,9 +70,7 @@ class _LazyAdamRule(_Lazy):
         step = tf.cast(self.iterations + 1, values.dtype)
         beta_1, beta_2 = (tf.cast(beta, values.dtype) for beta in (self.beta_1, self.beta_2))
         m = self._change(self._momentums, variable, numbers, lambda m: m + (values - m) * (1 - self.beta_1))
-        v = self._change(
-            self._velocities, variable, numbers, lambda v: v + (tf.square(values) - v) * (1 - self.beta_2)
-        )
+        v = self._change(self._velocities, variable, numbers, lambda v: v + (tf.square(values) - v) * (1 - self.beta_2))
         if self.amsgrad:
             v = self._change(self._velocity_hats, variable, numbers, lambda largest: tf.maximum(largest, v))
         rate *= tf.sqrt(1 - beta_2**step) / (1 - beta_1**step)

@@ -2,7 +2,7 @@
 
     rows = from_slices(tape.gradient(loss, table))    # 64 x 8 lookups: numbers [512], values [512, width]
     rows = join([rows, of_another_microbatch])        # the sum, as a longer list
-    rows = merge(rows)                                # each number once; their values are added in the order of the list
+    rows = merge(rows)                                # each number once; its values are added in list order
     gradient = to_slices(rows, table.shape)           # or to_dense(rows, table.shape)
 
 A table is a variable whose first axis counts its rows. It does not know who computes gradients or applies them.
@@ -71,7 +71,7 @@ def values_of(gradient: Any) -> tf.Tensor:
 
 
 def map_values(fn: Callable[..., tf.Tensor], gradient: Any, *others: Any) -> Any:
-    """Returns a gradient with other values; `fn` maps 0 to 0, and gets the values of `others`, of the same rows, too."""
+    """Returns a gradient with other values, which `fn` computes from its own and those of `others`; it maps 0 to 0."""
     values = fn(values_of(gradient), *map(values_of, others))
     if isinstance(gradient, Rows):
         return gradient._replace(values=values)

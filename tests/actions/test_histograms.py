@@ -1,12 +1,16 @@
 """Histograms of weights and gradients, and how far the weights move."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.actions import histograms
 from distloop.actions.histograms import WeightHistograms
+from distloop.optimizers import gradients
 from tests import problems
 
 pytestmark = pytest.mark.slow
@@ -114,3 +118,26 @@ def test_skipped_steps_have_an_update_norm_of_zero(tmp_path):
     trainer = distloop.Trainer(problems.classifier(), config)
     metrics = trainer.fit(tf.data.Dataset.from_tensor_slices(rows).batch(16), steps=3)
     assert metrics["skipped_steps"] == 2 and metrics["update_norm"] == 0 and metrics["weight_norm"] > 0
+
+
+def test_a_sparse_gradient_shows_its_rows_and_a_large_table_a_sample(monkeypatch):
+    monkeypatch.setattr(histograms, "_MOST_ROWS", 50)
+    monkeypatch.setattr(histograms, "_SAMPLED_ROWS", 10)
+    monkeypatch.setattr(gradients, "LARGEST_PACKED_BYTES", 0)
+    table, step = tf.Variable(tf.ones([100, 2])), tf.Variable(0)
+    action = WeightHistograms({"": [table]}, {id(table): "table"}, step, every=1)
+    packing = gradients.Packing([table], keeps_sparse=True)
+    action.allocate("", packing)
+
+    @tf.function
+    def train(numbers):
+        values = tf.ones([tf.size(numbers), 2])
+        action.record("", packing.pack([tf.IndexedSlices(values, numbers, tf.constant([100, 2]))]), tf.constant(3.0))
+
+    for numbers in ([5], [7, 9, 11]):
+        train(tf.constant(numbers))
+    table.assign(tf.zeros([100, 2]))
+    found = action(types.SimpleNamespace(step=1))
+    np.testing.assert_array_equal(found["gradients/table"].values, np.full([3, 2], 3.0))
+    assert found["weights/table"].values.shape == (10, 2)
+    np.testing.assert_allclose(found["update_norm"], np.sqrt(200))  # of all rows
