@@ -10,26 +10,24 @@ It sums nothing over replicas and changes no weight.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
-from distloop.data import shards
 from distloop.data.shards import Batch, Layout
-from distloop.distributed import gathering, strategies, tensorflow_internals
+from distloop.distributed import gathering, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.errors import explaining_merge_call
-from distloop.optimizers import row_updates
 from distloop.optimizers.gradients import Packing
-from distloop.optimizers.sparse_gradients import Rows, Segment
+from distloop.optimizers.sparse_gradients import Segment
 from distloop.training import metrics, variable_writes
 from distloop.training.differentiation import Differentiation, divisor_of
 from distloop.training.part_sums import PartSums, Trace
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
+from distloop.training.tables import Tables
 from distloop.training.written_values import WrittenValues
 from distloop.variables import tensorflow_variable
 
@@ -58,8 +56,7 @@ class ForwardBackward:
         packing: the layout of their gradients.
         reduce: sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
-        tables: by `id`, the variables whose gradients are sparse, and why an optimizer updates all of one, as
-            `row_updates.why_whole`; known once the step is traced.
+        tables: what becomes of sparse gradients.
         reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
     """
 
@@ -79,8 +76,7 @@ class ForwardBackward:
         self.loss_scaler = state.loss_scalers.get(update.name)
         devices = state.placement.gradient_devices(self.variables)
         self.packing = Packing(self.variables, devices, keeps_sparse=devices is None)
-        # Collectives need to know the size of what they gather. Virtual replicas do alike without collectives.
-        self._needs_sizes = state.virtual_replicas > 0 or strategies.uses_collectives(state.strategy)
+        self.tables = Tables(state, update, self.variables, self.packing)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.reads = self._differentiate.reads
@@ -88,7 +84,6 @@ class ForwardBackward:
         self.microbatches = microbatches
         self.jit_compile = jit_compile
         self._trace: Trace | None = None
-        self.tables: dict[int, str | None] = {}
         self.writable = [
             *state.untrained_variables,
             *state.keras_metrics.variables().values(),
@@ -174,47 +169,6 @@ class ForwardBackward:
         after = [parts.after.get(id(v), tf.identity(v)) for v in written]
         return Local(segments, sums, written, [before[id(v)] for v in written], after)
 
-    def gatherable(
-        self, segments: Sequence[Segment], batch: Batch, layout: Layout
-    ) -> tuple[list[Segment], Callable[[Rows], Rows]]:
-        """Returns the segments of a replica, and a function that gathers sparse ones from all replicas.
-
-        Where collectives cannot gather a sparse segment, for want of its size, it is dense.
-        """
-        if not strategies.uses_collectives(self.state.strategy):
-            return list(segments), lambda rows: Rows(*gathering.gather_lists(rows, None))
-        turns = range(self.state.turns)
-        sizes = [shards.batch_size(shards.take_shard(batch, layout, 1, turn)[0]) for turn in turns]
-        shard_size = sum(sizes) if all(isinstance(size, int) for size in sizes) else None
-
-        def max_rows(rows: Rows) -> int | None:
-            size = rows.numbers.shape[0]
-            if not size or not shard_size or size % shard_size or not layout.max_replica_rows:
-                return None
-            return int(size // shard_size * layout.max_replica_rows)
-
-        kept = [
-            segment if isinstance(segment, Rows) and max_rows(segment) else dense
-            for segment, dense in zip(segments, self.packing.without_sparse(segments), strict=True)
-        ]
-        return kept, lambda rows: Rows(*gathering.gather_lists(rows, max_rows(rows)))
-
-    def unpack(self, segments: Sequence[Segment], scale: tf.Tensor, optimizer: keras.optimizers.Optimizer) -> list[Any]:
-        """Returns the gradients for an optimizer, one a variable; sparse where it updates rows alone."""
-        gradients = self.packing.unpack(segments, scale, keeps_sparse=self.update.gradient_fn is None)
-        self.tables = {}
-        for i, (gradient, variable) in enumerate(zip(gradients, self.variables, strict=True)):
-            if isinstance(gradient, tf.IndexedSlices):
-                reason = self.tables[id(variable)] = row_updates.why_whole(optimizer, variable)
-                if reason is not None:
-                    gradients[i] = tf.convert_to_tensor(gradient)
-        return gradients
-
-    @property
-    def tables_by_rows(self) -> set[int]:
-        """The variables, by `id`, of which the optimizer updates the rows of the batch alone."""
-        return {i for i, reason in self.tables.items() if reason is None}
-
     def variables_by_path(self) -> dict[str, Any]:
         """Returns the variables to differentiate by, in order."""
         return {self.state.paths[id(v)]: v for v in self.variables}
@@ -283,13 +237,10 @@ class ForwardBackward:
 
     def _pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
-        filled = []
-        for gradient, variable in zip(gradients, self.variables, strict=True):
-            if gradient is None:
-                gradient = tf.zeros(variable.shape, variable.dtype)
-            elif self._needs_sizes and isinstance(gradient, tf.IndexedSlices) and not _has_size(gradient.indices):
-                gradient = tf.convert_to_tensor(gradient)
-            filled.append(gradient)
+        filled = [
+            tf.zeros(v.shape, v.dtype) if g is None else self.tables.sized(g)
+            for g, v in zip(gradients, self.variables, strict=True)
+        ]
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)
 
     def gradients_of(
@@ -350,10 +301,6 @@ def _explain_merge_call(update: ForwardBackward) -> str:
         f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
         f"BatchNormalization(synchronized=True), which TensorFlow cannot do {place}: use {allowed}."
     )
-
-
-def _has_size(tensor: tf.Tensor) -> bool:
-    return tensor.shape.num_elements() is not None
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

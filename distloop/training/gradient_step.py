@@ -190,7 +190,7 @@ def _look(
 ) -> Look:
     """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
     local = update(batch, layout, factor, value, again_from=again_from)
-    segments, gather = update.gatherable(local.segments, batch, layout)
+    segments, gather = update.tables.gatherable(local.segments, batch, layout)
     segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
     if "pulled_back" in sums:
         segments = update.packing.add(segments, sums["pulled_back"])

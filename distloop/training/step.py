@@ -273,7 +273,7 @@ class TrainStep:
     ) -> None:
         """Changes weights, slots and averages; in replica context, where all of them are equal on all replicas."""
         optimizer = self.state.plain_optimizers[update.name]
-        pairs = zip(update.unpack(segments, scale, optimizer), update.variables, strict=True)
+        pairs = zip(update.tables.unpack(segments, scale, optimizer), update.variables, strict=True)
         reached = [pair for pair, is_reached in zip(pairs, update.trace.reached, strict=True) if is_reached]
         variables = [variable for _, variable in reached]
         gradients_by_path = {self.state.paths[id(variable)]: gradient for gradient, variable in reached}
