@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+import unittest.mock
 
 import keras
 import numpy as np
@@ -17,8 +18,10 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
+from distloop.optimizers import gradients, sparse_gradients
 from tests import many_rows, test_bits
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
+from tests.training import test_tables
 
 ROWS = 67
 
@@ -66,6 +69,17 @@ def two_updates(make, workdir):
     trainer = make(model_fn)
     metrics = trainer.fit(batches(), steps=10)
     return weights(trainer) | numbers(metrics)
+
+
+def tables(make, workdir):
+    """A sparse gradient, of which replicas have unequal parts."""
+    merged = []
+    with unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64):
+        with unittest.mock.patch.object(sparse_gradients, "merge", test_tables.recorded(merged)):
+            trainer = make(test_tables.model_fn(("lazy",)))
+            trainer.fit(test_tables.data(20, 10, drop_remainder=True), steps=4)
+    assert merged, "the gradient was dense"
+    return test_tables.values_of(trainer)
 
 
 def float16(make, workdir):
@@ -416,6 +430,7 @@ SCENARIOS = [
     replicas,
     synchronized_norm,
     two_updates,
+    tables,
     float16,
     statistics_and_seeds,
     resume,

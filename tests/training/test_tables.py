@@ -72,9 +72,14 @@ def tables_are_large(monkeypatch):
 @pytest.fixture
 def merges(monkeypatch):
     """The lists of rows that were merged, one for each sparse gradient that was traced."""
-    merged, merge = [], sparse_gradients.merge
-    monkeypatch.setattr(sparse_gradients, "merge", lambda rows: merged.append(rows) or merge(rows))
+    merged = []
+    monkeypatch.setattr(sparse_gradients, "merge", recorded(merged))
     return merged
+
+
+def recorded(merged, merge=sparse_gradients.merge):
+    """Returns `merge`, which notes what it merges."""
+    return lambda rows: merged.append(rows) or merge(rows)
 
 
 def fit(make, config, dataset, steps=5, **arguments):
