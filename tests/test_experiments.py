@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 from tests import forked
@@ -55,6 +56,24 @@ def test_an_experiment_runs(name, tmp_path):
     out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
     assert EXPERIMENTS[name][0] in out
     assert [row["step"] for row in rows] == [3, 6]
+
+
+@pytest.mark.slow
+def test_the_recommender_learns_from_a_file_of_ratings(tmp_path):
+    random = np.random.default_rng(0)
+    user, film = random.integers(1, 100, (2, 21_000))
+    rows = np.stack([user, film, np.where(user % 2 == film % 2, 5, 1), 0 * user], 1)
+    np.savetxt(tmp_path / "u.data", rows, fmt="%d", delimiter="\t")
+    flags = [
+        "--device=cpu",
+        "--num_devices=2",
+        "--batch_size=50",
+        "--learning_rate=0.05",
+        "--epochs=6",
+        "--log_every=0",
+    ]
+    out = run("-m", "experiments.recommender", f"--data={tmp_path / 'u.data'}", "--eval_every=0", *flags)
+    assert float(out.split("test RMSE")[1].split()[0]) < 1  # 2 for the mean of all ratings
 
 
 @pytest.mark.slow
