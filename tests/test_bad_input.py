@@ -78,6 +78,7 @@ def test_a_loss_that_is_already_reduced(replicas):
     )
 
 
+@pytest.mark.slow
 def test_a_loss_that_a_keras_object_reduced():
     fit_refused(
         'loss_fn returned "loss" of shape []',
@@ -86,6 +87,7 @@ def test_a_loss_that_a_keras_object_reduced():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_static", [False, True])
 def test_a_loss_that_is_reduced_with_its_axes_kept(is_static):
     fit_refused(
@@ -97,6 +99,7 @@ def test_a_loss_that_is_reduced_with_its_axes_kept(is_static):
     )
 
 
+@pytest.mark.slow
 def test_labels_that_lack_the_axis_of_the_predictions():
     fit_refused(
         'loss_fn returned "loss" of shape [B, B]',
@@ -106,6 +109,7 @@ def test_labels_that_lack_the_axis_of_the_predictions():
     )
 
 
+@pytest.mark.slow
 def test_a_value_that_is_reduced_over_the_batch():
     fit_refused(
         'loss_fn returned "error" of shape [2]',
@@ -117,6 +121,7 @@ def test_a_value_that_is_reduced_over_the_batch():
     )
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
     fit_refused(
@@ -131,6 +136,7 @@ def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
     )
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_weights_that_are_not_per_example(replicas):
     fit_refused(
@@ -150,6 +156,7 @@ def test_a_result_without_a_loss():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", ["tensor", "tuple", "nothing"])
 def test_a_result_that_is_no_dict(result):
     fit_refused(
@@ -160,6 +167,7 @@ def test_a_result_that_is_no_dict(result):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["fit", "evaluate"])
 def test_a_tuple_under_a_name_without_a_metric(verb):
     trainer = make_trainer(lambda model, batch: {"loss": loss_of(model, batch), "auc": (batch["y"], model(batch["x"]))})
@@ -168,6 +176,7 @@ def test_a_tuple_under_a_name_without_a_metric(verb):
     assert trainer.step == 0
 
 
+@pytest.mark.slow
 def test_values_under_the_name_of_a_metric():
     fit_refused(
         '"auc", which is a Keras metric',
@@ -177,6 +186,7 @@ def test_values_under_the_name_of_a_metric():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["fit", "evaluate"])
 def test_a_metric_that_loss_fn_never_feeds(verb):
     trainer = make_trainer(metrics=lambda model: {"auc": keras.metrics.AUC()})
@@ -185,11 +195,13 @@ def test_a_metric_that_loss_fn_never_feeds(verb):
     assert trainer.step == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["regularization", "learning_rate", "skipped_steps", "weight_norm", "step_secs_p50"])
 def test_a_name_that_distloop_reports_itself(name):
     fit_refused(name, returned=lambda model, batch: {"loss": loss_of(model, batch), name: loss_of(model, batch)})
 
 
+@pytest.mark.slow
 def test_a_loss_that_depends_on_no_variable():
     fit_refused(
         "The loss does not depend on any variable",
@@ -322,6 +334,7 @@ def test_entries_with_different_numbers_of_rows(verb, replicas):
     assert trainer.step == 0
 
 
+@pytest.mark.slow
 def test_entries_with_different_numbers_of_rows_that_broadcast():
     trainer = make_trainer()
     data = generated(batch_of(4, y=ROWS["y"][:1]))  # [4, 2] - [1, 2] would pass
@@ -578,6 +591,7 @@ def test_a_loss_that_is_not_finite_is_skipped_if_asked_for(bad):
     assert np.isfinite(numbers["loss"]) and all(np.isfinite(value).all() for value in weights(trainer).values())
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_finite_is_no_reason_to_stop():
     trainer = make_trainer(
         lambda model, batch: {"loss": loss_of(model, batch), "ratio": tf.math.log(batch["y"][:, 0] * 0.0 - 1.0)},
@@ -586,6 +600,7 @@ def test_a_metric_that_is_not_finite_is_no_reason_to_stop():
     assert trainer.step == 3 and np.isnan(numbers["ratio"]) and np.isfinite(numbers["loss"])
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_a_gradient_that_is_not_finite_though_the_loss_is(replicas):
     trainer = make_trainer(
@@ -668,6 +683,7 @@ def test_a_signature_without_a_predict_fn(verb):
     refused(signature_verbs(make_trainer(predict_fn=None), "embed")[verb], "ModelSpec has no predict_fn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(num_devices=2), dict(microbatches=2)])
 def test_a_term_of_activations_beside_a_weighted_loss_is_refused_where_the_batch_is_cut(settings):
     def model_fn():
@@ -684,6 +700,7 @@ def test_a_term_of_activations_beside_a_weighted_loss_is_refused_where_the_batch
     refused(lambda: trainer.fit(dataset(), steps=1), *parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [7, -1])
 def test_labels_that_are_no_number_of_a_class_are_named(label):
     rows = classification(8)

@@ -33,17 +33,20 @@ def test_no_row_is_dropped(split, size):
     assert sizes == [100] * (size // 100) + [size % 100]
 
 
+@pytest.mark.slow
 def test_train_and_test_are_disjoint_and_together_the_whole_set():
     train, test = (rows(read(datasets.digits(split, 256))[0]) for split in ("train", "test"))
     assert len(set(train)) + len(set(test)) == 1797  # no two digits of the set are equal
     assert not set(train) & set(test)
 
 
+@pytest.mark.slow
 def test_both_splits_hold_the_same_share_of_every_digit():
     train, test = (np.bincount(read(datasets.digits(split, 256))[1]) for split in ("train", "test"))
     np.testing.assert_allclose(train / (train + test), 0.8, atol=0.01)
 
 
+@pytest.mark.slow
 def test_an_image_keeps_its_label_when_shuffled():
     plain, shuffled = (datasets.digits("train", 256, shuffle=shuffle) for shuffle in (False, True))
     label_of = dict(zip(rows(read(plain)[0]), read(plain)[1], strict=True))
@@ -51,12 +54,14 @@ def test_an_image_keeps_its_label_when_shuffled():
     assert [label_of[row] for row in rows(images)] == list(labels)
 
 
+@pytest.mark.slow
 def test_the_test_split_keeps_its_order():
     dataset = datasets.digits("test", 50)
     first, second = rows(read(dataset)[0]), rows(read(dataset)[0])
     assert first == second == rows(read(datasets.digits("test", 128))[0])
 
 
+@pytest.mark.slow
 def test_the_train_split_has_a_new_order_each_pass_fixed_by_the_seed():
     images = read(datasets.digits("train", 1437).repeat(2))[0]
     first, second = rows(images[:1437]), rows(images[1437:])
@@ -66,6 +71,7 @@ def test_the_train_split_has_a_new_order_each_pass_fixed_by_the_seed():
     assert rows(read(datasets.digits("train", 1437, seed=1))[0]) != first
 
 
+@pytest.mark.slow
 def test_shuffle_overrides_the_split():
     fixed = datasets.digits("train", 256, shuffle=False)
     assert rows(read(fixed)[0]) == rows(read(fixed)[0])

@@ -143,6 +143,7 @@ def messages():
 QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_an_error_is_quoted_as_it_is(quoted):
     pattern = ".*".join(re.escape(part) for part in quoted.split("…"))

@@ -159,6 +159,7 @@ def test_a_mistake_in_distloop_keeps_all_frames():
     assert functions(error) == ["call", "run"]
 
 
+@pytest.mark.slow
 def test_an_error_in_loss_fn_shows_the_line_of_loss_fn():
     def loss_fn(batch, training):
         return {"loss": batch["lable"]}

@@ -112,6 +112,7 @@ def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(upda
         np.testing.assert_allclose(steps[False][path], factor * steps[True][path], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(replicas):
     def nothing(gradients):
@@ -141,6 +142,7 @@ def test_rules_that_cannot_be_followed_are_refused(rules, parts):
     refused(lambda: distloop.Trainer(make(**rules), on(1)), *parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gradient_fn", "parts"),
     [

@@ -348,6 +348,7 @@ app.run(main)
 """
 
 
+@pytest.mark.slow
 def test_flagfile_repeats_a_run(tmp_path):
     package = os.path.dirname(config.__file__)
     (tmp_path / "program.py").write_text(PROGRAM.format(package=package))

@@ -118,6 +118,7 @@ def modules_imported(module):
             yield next(m for m in (rest, rest.rpartition(".")[0]) if m in MODULES)
 
 
+@pytest.mark.slow
 @each_module
 def test_imports_point_down(module):
     def rank(name):
@@ -186,6 +187,7 @@ def test_a_module_begins_with_a_line_of_what_it_holds(module):
     assert first_line.endswith((".", ":"))
 
 
+@pytest.mark.slow
 @each_module
 def test_only_one_module_names_strategy_classes(module):
     named = sorted(name for name in names_of(MODULES[module]) if re.fullmatch(r"\w+Strategy(V1|V2)?", name))

@@ -129,6 +129,7 @@ def test_two_updates_train_the_same_on_any_number_of_replicas():
     assert_close(weights(train(two_updates, on(3), data)), expected)
 
 
+@pytest.mark.slow
 def test_the_second_update_sees_what_the_first_one_changed():
     trainer = train(two_updates, on(2), batches(10, 20), steps=1)
     a, b = (float(v.numpy()) for v in trainer.model)
@@ -386,6 +387,7 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas, setting):
     assert metrics["gradient_norm"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
 def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipped(precision, replicas):
@@ -842,6 +844,7 @@ def test_a_users_layer_that_drifts_is_averaged():
     assert np.abs(first).max() > 0
 
 
+@pytest.mark.slow
 def test_replicas_draw_different_dropout_masks():
     masks = []
 

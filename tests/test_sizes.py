@@ -43,6 +43,7 @@ def sizes(name):
     return measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_files_classes_functions_and_signatures_stay_small(name):
     too_large = {what: size for what, size, limit in sizes(name) if size > EXCEPTIONS.get(what, limit)}

@@ -223,6 +223,7 @@ def test_activity_regularizers_keep_the_replica_law():
     testing.assert_replica_law(model_fn, data(), (1, 2), steps=5)  # the last of them has 3 rows
 
 
+@pytest.mark.slow
 def test_tiny_data_can_be_learned():
     rows = testing.tiny_classification(200, 6, 3)
     assert rows["x"].shape == (200, 6) and set(rows["label"]) == {0, 1, 2}

@@ -44,6 +44,7 @@ def test_a_second_fit_on_the_same_dataset_goes_on_where_the_first_stopped():
     assert_equal(weights(parts), weights(whole))
 
 
+@pytest.mark.slow
 def test_another_dataset_starts_at_its_beginning():
     seen = []
 
@@ -76,12 +77,14 @@ def test_epochs_are_passes_over_the_dataset():
     assert trainer.step == 15
 
 
+@pytest.mark.slow
 def test_what_fit_is_given_goes_before_the_config():
     trainer = distloop.Trainer(classifier(), on(1, epochs=50))
     trainer.fit(batches(), steps=3)
     assert trainer.step == 3
 
 
+@pytest.mark.slow
 def test_training_values_are_means_over_the_window_since_the_last_log():
     rows = {"x": np.arange(12, dtype=np.float32), "w": np.arange(12, dtype=np.float32) % 3}
     seen = []
@@ -218,6 +221,7 @@ def test_clipped_share_is_the_share_of_applied_steps_that_were_clipped_since_the
     assert float(trainer.model["weight"].numpy()) == pytest.approx(-(1 + 2 + 2) - (2 + 0.5) - (1 - 1 + 2) - (2 + 2))
 
 
+@pytest.mark.slow
 def test_nothing_is_clipped_without_a_norm():
     model_fn, data = steps_of_norms(1.0, 300.0)
     trainer = distloop.Trainer(model_fn, on(1))
@@ -240,6 +244,7 @@ def test_several_updates_report_a_clipped_share_each():
     assert "clipped_share" not in found
 
 
+@pytest.mark.slow
 def test_actions_hand_numbers_on_in_order_and_can_stop_the_run():
     calls = []
 
@@ -462,6 +467,7 @@ def test_time_between_two_loops_counts_to_the_host(capsys):
     assert "-bound" not in capsys.readouterr().out  # the run is too short for a verdict
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_come_before_the_first_step(tmp_path):
     data = batches()
     trainer = distloop.Trainer(classifier(), on(1, workdir=tmp_path, eval_first=True))

@@ -23,6 +23,7 @@ class Block(keras.layers.Layer):
         return self.recurrent(self.inner(self.inner(inputs)))
 
 
+@pytest.mark.slow
 def test_all_calls_of_a_layer_without_parts_are_recorded_and_a_recurrent_layer_as_a_whole():
     block = Block(name="block")
     block(tf.zeros([1, 4, 3]))

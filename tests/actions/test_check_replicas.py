@@ -36,6 +36,7 @@ def test_a_variable_that_differs_between_replicas_ends_the_run_before_it_is_save
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["2"]
 
 
+@pytest.mark.slow
 def test_a_variable_that_differs_between_workers_names_the_worker(monkeypatch):
     monkeypatch.setattr(workers.Workers, "gather", lambda self, sums: [sums, sums | {"model/net/logits/bias": [7]}])
     trainer = distloop.Trainer(classifier(), on(1, check_replicas_every=1))

@@ -44,6 +44,7 @@ def test_a_callback_is_called_at_the_end_of_an_epoch():
     assert seen.model.count_params() == trainer.model.count_params()
 
 
+@pytest.mark.slow
 def test_an_epoch_may_be_one_of_the_data_and_the_next_fit_goes_on_counting():
     seen = Seen()
     trainer, action = distloop.Trainer(classifier(), on(1)), distloop.from_callback(seen, every="1 epoch")
@@ -53,6 +54,7 @@ def test_an_epoch_may_be_one_of_the_data_and_the_next_fit_goes_on_counting():
     assert epochs == ["begin", 0, 1, "end", "begin", 2, 3, "end"] and seen.epochs_seen == 4
 
 
+@pytest.mark.slow
 def test_a_callback_ends_the_run():
     seen = Seen(stop_at=1)
     trainer = distloop.Trainer(classifier(), on(1))

@@ -70,6 +70,7 @@ def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path):
     assert warm_start(make_trainer().state, path).startswith("8 of 11 variables start from")  # as init_from does
 
 
+@pytest.mark.slow
 def test_adapters_of_another_model_are_refused(tmp_path):
     trained().export(path := str(tmp_path / "adapters.npz"))
     with pytest.raises(ValueError, match="lora_embeddings_a.*, which the model lacks, and nothing was taken"):
@@ -78,6 +79,7 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         make_trainer(functools.partial(model_fn, rank=2)).restore(path)
 
 
+@pytest.mark.slow
 def test_a_keras_file_has_the_adapters_merged(tmp_path):
     before = [w.numpy() for w in trained().model.weights]
     trained().export(path := str(tmp_path / "model.keras"))
@@ -89,6 +91,7 @@ def test_a_keras_file_has_the_adapters_merged(tmp_path):
     assert all(layer.lora_rank == 1 for layer in trained().model.layers if getattr(layer, "lora_enabled", False))
 
 
+@pytest.mark.slow
 def test_a_saved_model_has_the_adapters_merged(tmp_path):
     trained().export(path := str(tmp_path / "model"))
     served = tf.saved_model.load(path)

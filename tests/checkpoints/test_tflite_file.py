@@ -40,6 +40,7 @@ def test_a_quantized_file_predicts_as_the_model_does(tmp_path):
     assert (tmp_path / "model.tflite").stat().st_size < weights + 3000  # of which the larger part is 8-bit integers
 
 
+@pytest.mark.slow
 def test_what_tflite_lacks_is_refused_in_a_sentence_and_the_old_file_stays(tmp_path):
     (tmp_path / "model.tflite").write_text("old")
     trainer = trainer_of(lambda: keras.layers.Lambda(lambda x: tf.math.lgamma(tf.abs(x) + 1.0), (8,)))

@@ -162,6 +162,7 @@ def test_training_on_arrays_equals_training_on_a_shuffled_dataset(replicas):
     assert_equal(everything(trainer), everything(expected))
 
 
+@pytest.mark.slow
 def test_epochs_of_arrays_include_the_odd_last_batch():
     trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
     trainer.fit(classification(67), epochs=2)
@@ -195,6 +196,7 @@ def test_arrays_are_evaluated_and_predicted_in_their_order():
     assert trainer.fit(rows, steps=2, evals={"test": rows})["test/loss"] == trainer.evaluate(rows)["loss"]
 
 
+@pytest.mark.slow
 def test_predictions_follow_arrays_that_change_in_place():
     rows = classification(16)
     trainer = distloop.Trainer(classifier(), on(1))
@@ -220,6 +222,7 @@ def test_a_learning_rate_is_found_on_arrays():
     np.testing.assert_array_equal(on_arrays.losses, on_dataset.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_batches", [1, 3, 5, 6, 11])
 @pytest.mark.parametrize(("saved", "size"), [(2, 4), (4, 2), (4, 3), (3, 7)])
 def test_a_place_in_arrays_leaves_no_example_out_when_the_batch_size_changes(num_batches, saved, size):
@@ -240,6 +243,7 @@ def test_a_place_in_arrays_leaves_no_example_out_when_the_batch_size_changes(num
     assert next(again.iterator()).numpy().tolist() == batches[again.batches_taken]
 
 
+@pytest.mark.slow
 def test_arrays_are_batched_by_the_batch_of_a_replica():
     trainer = distloop.Trainer(classifier(), on(2, replica_batch_size=8))
     assert [len(part) for part in trainer.stream_predictions(classification(40))] == [16, 16, 8]

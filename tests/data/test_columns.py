@@ -80,6 +80,7 @@ def test_a_dataset_reads_no_more_of_an_array_on_disk_than_it_gives():
     assert len(stored.asked) < 500
 
 
+@pytest.mark.slow
 def test_arrays_on_disk_and_in_memory_come_in_the_same_order(tmp_path):
     values = np.arange(30.0).reshape(15, 2)
     sources = [values, saved(tmp_path / "x.npy", values), Stored(values)]

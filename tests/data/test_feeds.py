@@ -118,6 +118,7 @@ def test_fit_evaluate_and_predict_take_a_generator_function(tmp_path, capsys):
     assert capsys.readouterr().out.count("reads it again up to its place") == 2
 
 
+@pytest.mark.slow
 def test_an_error_in_a_generator_leaves_fit_as_it_is():
     def broken():
         yield from (rows_of(0), rows_of(1))

@@ -24,6 +24,7 @@ def width_of(order, batch):
     return int(order.width(tf.constant(batch, tf.int64)))
 
 
+@pytest.mark.slow
 def test_every_epoch_has_every_row_once_in_batches_of_like_lengths():
     epochs = [[rows_of(ORDER, batch) for batch in range(first, first + 206)] for first in (0, 206)]
     assert all(sorted(sum(epoch, [])) == list(range(1030)) for epoch in epochs) and epochs[0] != epochs[1]
@@ -43,6 +44,7 @@ def test_any_batch_is_the_first_one_and_is_the_same_in_parts():
     assert rows_of(replace(ORDER, limit=3), 4) == rows_of(ORDER, 206 + 1)
 
 
+@pytest.mark.slow
 def test_the_odd_batch_is_in_the_last_window_or_left_out():
     odd = by_length(replace(PLAIN, batch_size=8), LENGTHS, ())
     sizes = [int(odd.size(tf.constant(batch, tf.int64))) for batch in range(129)]

@@ -28,6 +28,7 @@ def test_a_map_of_tensorflow_brings_rows_to_one_shape():
     assert data.element_spec["image"].shape.as_list() == [None, 2, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_map_of_python_runs_in_python_with_the_same_seeds(capsys):
     def in_python(example, seed):
         return {"label": int(example["label"]), "seed": np.asarray(seed)}

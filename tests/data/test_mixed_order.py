@@ -40,6 +40,7 @@ def test_every_prefix_has_its_shares_up_to_one_example(slots):
     assert np.abs(taken - quota).max() < 1
 
 
+@pytest.mark.slow
 def test_what_was_seen_is_a_closed_form_over_stages_and_batch_sizes():
     sources = sources_of(MIXED, 40)
     for batch in (0, 1, 8, 9, 10, 15, 16, 20, 39):
@@ -51,6 +52,7 @@ def test_what_was_seen_is_a_closed_form_over_stages_and_batch_sizes():
     assert Order(num_rows=10, batch_size=4, drop_remainder=True).seen(5) == {"data": 20}
 
 
+@pytest.mark.slow
 def test_each_source_has_its_own_epochs_each_with_every_row_once():
     examples = [example for batch in range(40) for example in rows_of(MIXED, batch)]
     first = 0
@@ -65,6 +67,7 @@ def test_each_source_has_its_own_epochs_each_with_every_row_once():
     assert len({tuple(np.ravel(orders)[source::3]) for source in range(3)}) == 3  # sources do not go in step
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_same_in_parts_and_for_any_batch_size():
     whole = rows_of(MIXED, 18)
     assert rows_of(MIXED, 18, 0, 2) + rows_of(MIXED, 18, 2, 6) == whole

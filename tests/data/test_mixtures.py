@@ -116,6 +116,7 @@ def test_a_run_goes_on_at_its_example_with_another_batch_size_and_another_future
         source({"a": 1, "b": 1}, {0: 4, 6: 8}).restore_position(place)
 
 
+@pytest.mark.slow
 def test_sources_of_python_are_mixed_and_their_rows_are_named():
     together = Together("b", 3)
     mixed = Mixture({"a": Rows("a", 3), "b": together}, {"a": 1, "b": 1}, examples_per_epoch=8)

@@ -37,6 +37,7 @@ def batches_of(dataset, count=None):
     return [tf.nest.map_structure(lambda t: t.numpy().tolist(), b) for b in (dataset.take(count) if count else dataset)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [np.arange(23), Rows()], ids=["arrays", "source"])
 def test_a_dataset_begins_at_any_batch_bit_for_bit(source):
     data = distloop.make_dataset(source, 5, shuffle=True, seed=4, map_fn=lambda e, seed: (e, seed))
@@ -75,6 +76,7 @@ def test_methods_of_tf_data_give_each_repetition_another_order():
     assert [row for batch in copy for row in batch.numpy().tolist()] == rows
 
 
+@pytest.mark.slow
 def test_map_and_take_keep_the_place_a_number():
     data = distloop.make_dataset(np.arange(10), 4, shuffle=True)
     changed = data.map(lambda batch: batch * 10).take(2)
@@ -87,6 +89,7 @@ def test_map_and_take_keep_the_place_a_number():
     assert batches_of(same.starting_at(0), 4) == 2 * expected[0]
 
 
+@pytest.mark.slow
 def test_workers_read_their_rows_alone_and_place_them_where_they_belong():
     for size in (1, 5, 6, 7, 23):
         source = Rows()
@@ -129,6 +132,7 @@ def test_the_place_is_a_few_numbers():
     assert len(json.dumps(place)) < 1000
 
 
+@pytest.mark.slow
 def test_a_source_goes_on_at_its_place_on_any_number_of_replicas():
     def data():
         return distloop.make_dataset(Rows(), 4, shuffle=True, seed=7, map_fn=augment)

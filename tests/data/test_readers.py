@@ -36,6 +36,7 @@ def test_sources_of_one_generator_lose_no_batch():
     assert taken(Source(generator, ONE), 3) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [endless, lambda: three, Stateful, Loader, Numbers])
 @pytest.mark.parametrize("num_batches", [1, 7])
 def test_a_run_resumes_at_its_place(make, num_batches):
@@ -112,6 +113,7 @@ def test_lengths_are_known_where_the_data_tells():
     refused(Source(three, ONE).batches_per_epoch, "unknown length", "give steps instead")
 
 
+@pytest.mark.slow
 def test_a_pass_over_each_kind_ends():
     for data, count in ((Numbers(), 3), (three, 3), (three(), 3), (Stateful(), 5), (Loader(), 2)):
         source = Source(data, ONE, repeat=False)

@@ -54,6 +54,7 @@ def counted(source, strategy, batches):
     return [int(count()) for _ in range(batches)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_examples_are_counted_without_padding(count):
     strategy = mirrored(count)
@@ -131,6 +132,7 @@ def test_shards_of_a_static_batch_size_make_up_the_batch():
         assert np.concatenate([rows for rows, _ in parts]).tolist() == list(range(first, first + 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_shards_of_a_split_batch_are_the_replicas_parts(microbatches):
     strategy = mirrored(2)
@@ -143,6 +145,7 @@ def test_shards_of_a_split_batch_are_the_replicas_parts(microbatches):
         assert rows[weights > 0].tolist() == list(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_nested_batches_with_ragged_and_string_entries_are_sharded(batch_size):
     strategy = mirrored(3)
@@ -173,6 +176,7 @@ def test_the_batch_size_is_an_int_if_it_is_known():
     assert int(shards.batch_size(tf.ragged.constant([[1], [2, 3]]))) == 2
 
 
+@pytest.mark.slow
 def test_replicas_take_as_many_rows_as_the_info_says():
     source = Source(numbers(20, 10), mirrored(3))
     iterator = source.iterator()

@@ -82,6 +82,7 @@ def assert_equal_batches(dataset, reference, count=13):
         tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_that_begins_at_a_batch_gives_those_of_reading_again(name):
     make = PIPELINES[name]

@@ -124,6 +124,7 @@ def test_a_distributed_dataset_stays_split_as_tensorflow_does_it(count):
     assert taken(source, 2, strategy) == expected
 
 
+@pytest.mark.slow
 def test_a_distributed_dataset_is_started_again_at_its_end():
     strategy = mirrored(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
@@ -203,6 +204,7 @@ def test_a_loop_starts_behind_batches_to_skip_and_ends_before_the_next_one():
     assert taken(source, 1) == [[[16, 17, 18, 19]]]
 
 
+@pytest.mark.slow
 def test_elements_keep_their_structure():
     x, y = tf.zeros([4, 2]), tf.ones([4])
     for structure in ((x, y), {"a": x, "b": {"c": y}}, (x, {"y": y}), x):

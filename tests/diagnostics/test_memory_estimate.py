@@ -37,6 +37,7 @@ def available(monkeypatch, gigabytes):
     monkeypatch.setattr(memory_estimate.memory, "available_gb", lambda: gigabytes)
 
 
+@pytest.mark.slow
 def test_weights_slots_averages_batch_activations_and_gradients_are_told():
     parts = estimate(average_decay=0.9).parts
     weights = 8 * WIDTH**2 * 4
@@ -47,6 +48,7 @@ def test_weights_slots_averages_batch_activations_and_gradients_are_told():
     assert parts["gradients"] >= 2 * weights  # more than the activations of so few rows
 
 
+@pytest.mark.slow
 def test_activations_grow_with_the_rows_and_shrink_with_the_microbatches():
     trainer = distloop.Trainer(wide(), on(1, batch_size=100 * ROWS))
     whole = distloop.estimate_memory(trainer, data(100 * ROWS))
@@ -58,6 +60,7 @@ def test_activations_grow_with_the_rows_and_shrink_with_the_microbatches():
     )
 
 
+@pytest.mark.slow
 def test_a_replica_holds_its_own_rows():
     trainer = distloop.Trainer(classifier(batch_norm="synchronized"), on(2, batch_size=9))
     before = everything(trainer)
@@ -78,6 +81,7 @@ def test_the_microbatches_that_make_a_step_fit_are_named(monkeypatch):
     assert "does not fit with any number of microbatches" in str(few)
 
 
+@pytest.mark.slow
 def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys, tmp_path):
     trainer = distloop.Trainer(classifier(), on(1, memory=True, workdir=str(tmp_path / "run")))
     with pytest.raises(SystemExit) as ended:

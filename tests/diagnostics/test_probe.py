@@ -36,6 +36,7 @@ def test_two_passes_over_data_with_a_seed_are_alike(probe):
     assert first == second and len(first) == 3
 
 
+@pytest.mark.slow
 def test_halves_measure_what_the_whole_does(probe, trainer):
     (update,) = trainer.state.spec.updates
     (whole,), collectives = probe.measure(update, [probe.rows], training=True)
@@ -47,6 +48,7 @@ def test_halves_measure_what_the_whole_does(probe, trainer):
         np.testing.assert_allclose(gradient, mean, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_observation_restores_all_variables(trainer):
     probe, before = Probe(trainer.state, data()), everything(trainer)
     (update,) = trainer.state.spec.updates

@@ -29,6 +29,7 @@ def test_the_suggestion_is_the_same_on_any_number_of_replicas():
     np.testing.assert_allclose(result[0].losses[:60], result[1].losses[:60], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes():
     whole = distloop.make_dataset(classification(), 67)
     result = distloop.find_learning_rate(trainer_of(), whole, lowest=1e-3, highest=1e5, steps=33)
@@ -40,6 +41,7 @@ def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes():
     assert result.suggestion == result.rates[falls.argmax()] > result.rates[0]
 
 
+@pytest.mark.slow
 def test_each_step_takes_its_rate():
     taken = []
 
@@ -83,6 +85,7 @@ def test_a_learning_rate_test_leaves_the_learning_rate_to_its_variable():
     assert_equal(weights(trainer), before)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
     result = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
     (path,) = glob.glob(str(tmp_path / "learning_rate" / "*"))
@@ -94,6 +97,7 @@ def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_loss_that_never_falls_gives_no_suggestion():
     result = distloop.find_learning_rate(trainer_of(), batches(), lowest=1e3, highest=1e6, steps=4)
     assert result.suggestion is None

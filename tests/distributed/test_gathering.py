@@ -60,6 +60,7 @@ def test_rows_are_gathered_from_the_replicas_of_several_workers():
         assert evaluated == pytest.approx(measured, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_have_the_order_of_the_batch_and_an_index():
     traced = {}
 
@@ -80,6 +81,7 @@ def test_rows_have_the_order_of_the_batch_and_an_index():
     assert result == pytest.approx({"loss": 5.0, "place": 3.0})  # the mean of 0 to 6
 
 
+@pytest.mark.slow
 def test_microbatches_are_refused():
     trainer = distloop.Trainer(contrast, on(1, microbatches=2))
     refused(lambda: trainer.fit(data(), steps=1), "gather_rows", "microbatches=2 was given", "use microbatches=1")

@@ -143,6 +143,7 @@ def test_garbage_raises():
             worker.messages.read(data, NOW)
 
 
+@pytest.mark.slow
 def test_datagrams_fit_into_a_frame_with_many_workers_and_long_settings():
     count = 80
     facts = {f"--setting_of_a_long_name_{i}": "x" * 1000 for i in range(100)}

@@ -97,6 +97,7 @@ class Shown:
         self.text += lines
 
 
+@pytest.mark.slow
 def test_a_line_without_an_end_costs_linear_time_and_bounded_memory():
     read_end, write_end = os.pipe()
     shown = Shown()

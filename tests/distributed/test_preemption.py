@@ -216,6 +216,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_alone(number, code):
     assert result.stdout.splitlines() == ["0 -1", str(code), "None None"], result
 
 
+@pytest.mark.slow
 def test_a_signal_right_after_the_fork_ends_the_child_alone():
     result = run_plain("""
         import os, signal, time
@@ -239,6 +240,7 @@ def test_max_secs_is_a_request_to_stop():
     assert requests.reason == "after 0.01 seconds"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_out_of_time_is_saved_and_left(tmp_path, capsys):
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), max_secs=1e-6, steps_per_loop=5))
     data = distloop.make_dataset(classification(67), 16)
@@ -250,6 +252,7 @@ def test_a_run_that_is_out_of_time_is_saved_and_left(tmp_path, capsys):
     assert said in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_without_a_workdir_signals_are_not_caught():
     seen = []
 

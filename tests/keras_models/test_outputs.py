@@ -52,6 +52,7 @@ TopK = keras.metrics.SparseTopKCategoricalAccuracy
 BY_NAME = {"cls": LABEL, "box": Y}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_model", [functional, Subclassed])
 @pytest.mark.parametrize(
     ("kind", "settings", "target"),

@@ -116,6 +116,7 @@ for seed in range(12):
 """
 
 
+@pytest.mark.slow
 def test_every_row_is_there_once_however_often_the_process_is_killed(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

@@ -43,6 +43,7 @@ def test_each_call_of_a_function_counts():
     assert counted(lambda x: square(square(x)), (3, 3)) == 2 * 2 * 27
 
 
+@pytest.mark.slow
 def test_functions_without_a_graph_are_not_counted():
     assert counted(lambda output: keras.losses.ctc(tf.ones([4, 2]), output), (4, 5, 3)) is None
 

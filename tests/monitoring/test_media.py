@@ -131,6 +131,7 @@ def test_a_confusion_matrix_is_darker_where_more_of_a_row_is():
     assert darkness(1, 1) > darkness(0, 0) == darkness(0, 1) > darkness(0, 2) == 0
 
 
+@pytest.mark.slow
 def test_a_confusion_matrix_takes_many_classes_and_refuses_bad_input():
     (picture,) = pictures(distloop.ConfusionMatrix(np.arange(100), np.arange(100)))
     assert max(picture.shape) < 3000

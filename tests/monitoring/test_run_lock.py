@@ -182,6 +182,7 @@ def test_a_file_that_is_no_lock_counts_as_one_until_it_is_old(text, tmp_path, no
         assert holder_of(tmp_path)["process"] == os.getpid()
 
 
+@pytest.mark.slow
 def test_of_many_that_take_a_lock_over_one_has_it(tmp_path):
     write_lock(tmp_path, process=ended_process())
     outcomes, everybody, are_refused = [], threading.Barrier(8), threading.Event()
@@ -278,6 +279,7 @@ def test_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing(tmp_path, monke
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_program_is_followed_at_once(tmp_path):
     program = (
         "import os, sys; from distloop.monitoring.run_lock import RunLock\n"

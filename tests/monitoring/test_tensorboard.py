@@ -189,6 +189,7 @@ def test_odd_tags_are_kept(tmp_path):
     assert steps_in_tensorboard(tmp_path / "train", f"{name}text") == [1]
 
 
+@pytest.mark.slow
 def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp_path, monkeypatch):
     """Otherwise a process killed right after a save leaves a gap: the resumed run writes only later rows."""
     saved = {}

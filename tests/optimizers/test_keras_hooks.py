@@ -98,6 +98,7 @@ def test_a_fused_update_equals_that_of_keras(make, count):
     assert max(differences) < 1.5e-5  # 1 - 0.999 in float32 is 1.3e-5 from 0.001, so the squares' mean is
 
 
+@pytest.mark.slow
 def test_other_optimizers_keep_their_updates():
     class Mine(keras.optimizers.Adam):
         pass

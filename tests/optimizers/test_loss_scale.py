@@ -118,6 +118,7 @@ def test_layers_compute_in_half_precision_and_weights_and_slots_stay_float32(nam
     assert {tf.as_dtype(v.dtype) for v in slots} == {tf.float32}
 
 
+@pytest.mark.slow
 def test_float32_is_float32():
     trainer, dtypes = make_trainer("float32")
     trainer.fit(distloop.make_dataset(DATA, 8), steps=1)
@@ -193,6 +194,7 @@ def test_float16_puts_a_loss_scale_optimizer_around_the_users():
     assert float(trainer.state.loss_scale) == trainer.optimizer.loss_scale.numpy() == 2.0**4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
 def test_what_needs_no_loss_scale_has_none(name):
     trainer, _ = make_trainer(name)
@@ -410,6 +412,7 @@ def test_steps_in_a_loop_within_one_function_skip_each_on_its_own(replicas):
     assert loop.scale() == 2.0**4 / 2**2
 
 
+@pytest.mark.slow
 def test_keras_own_loss_scale_optimizer_lets_the_overflow_of_another_replica_into_the_weights():
     """Why there is one of ours: Keras asks the first replica alone, before it reduces. Where this fails, it may go."""
     loop = Loop(lambda: keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.125)), 2)
@@ -447,6 +450,7 @@ def test_the_scale_doubles_after_enough_good_steps_and_not_before(replicas):
     assert scales == [(8.0, 1), (8.0, 2), (16.0, 0), (16.0, 1), (16.0, 2), (32.0, 0), (32.0, 1)]
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_an_overflow_starts_the_count_of_good_steps_again(replicas):
     loop = Loop(scaling(initial_scale=8.0, growth_steps=3), replicas)
@@ -466,6 +470,7 @@ def test_the_scale_doubles_every_10_steps_until_an_overflow_and_again_after_enou
     assert scales == [8.0] * 9 + [16.0] * 10 + [32.0] * 2 + [16.0] * 15 + [32.0] * 10 + [64.0] * 3
 
 
+@pytest.mark.slow
 def test_a_model_whose_gradients_are_large_at_first_trains_from_the_first_step():
     def model_fn():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -498,6 +503,7 @@ def test_the_scale_never_falls_below_the_smallest():
     assert scales == [4.0, 3.0, 3.0, 3.0]
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_overflows_in_a_row_are_counted_below_0_at_the_smallest_scale(replicas):
     loop = Loop(scaling(initial_scale=4.0, min_scale=1.0), replicas)
@@ -605,6 +611,7 @@ def test_a_gradient_below_the_norm_is_not_clipped_for_its_scale(replicas):
     np.testing.assert_array_equal(np.append(*loop.weights().values()), [1.0, -2.0, 0.5] - good(1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_variables_without_a_gradient_are_left_out(replicas):
     loop = Loop(scaling("momentum"), replicas)

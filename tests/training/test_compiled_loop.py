@@ -36,6 +36,7 @@ def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
     assert trainer.step == 10
 
 
+@pytest.mark.slow
 def test_a_single_step_is_run_without_a_tensorflow_loop():
     trainer = distloop.Trainer(classifier(), on(1))
     data = distloop.make_dataset(classification(64), 16)

@@ -29,6 +29,7 @@ def dataset(rows=5):
     return tf.data.Dataset.from_tensor_slices({"x": x}).batch(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_pass_divides_sums_over_all_examples_once(eager):
     trainer = make_trainer(has_metric=True, eager=eager)
@@ -36,10 +37,12 @@ def test_a_pass_divides_sums_over_all_examples_once(eager):
         assert trainer.evaluate(dataset()) == {"loss": 11.0, "scaled": 6.0, "mean": 3.0}
 
 
+@pytest.mark.slow
 def test_a_limit_counts_batches():
     assert make_trainer(limit_eval_batches=1).evaluate(dataset()) == {"loss": 2.5, "scaled": 3.0}
 
 
+@pytest.mark.slow
 def test_statistics_that_the_forward_pass_writes_are_restored():
     trainer = make_trainer()
     before = weights(trainer)

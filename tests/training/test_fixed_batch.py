@@ -39,6 +39,7 @@ def test_other_errors_stay_as_they_are():
         explaining_fixed_sizes(fail, sizes={8: "net"}, replicas=2)({"x": tf.ones([4])})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "is_whole", "rows"), [(8, True, "4"), (16, False, "a number that is known")])
 def test_a_model_that_takes_other_rows_than_a_replica_gets_is_refused(batch_size, is_whole, rows):
     trainer = distloop.Trainer(distloop.from_keras(model_for(8, Centered())), on(2))

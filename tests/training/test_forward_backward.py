@@ -34,6 +34,7 @@ def run(update_pass, x, factor=None):
     return tf.function(lambda rows: update_pass(Batch(rows, None), LAYOUT, factor), autograph=False)(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_sums_over_microbatches_are_the_sums_over_the_batch(microbatches):
     update_pass = make_pass(microbatches=microbatches)
@@ -76,6 +77,7 @@ def test_other_names_than_before_are_refused():
         run(update_pass, [1.0] * 4)
 
 
+@pytest.mark.slow
 def test_a_model_that_talks_to_other_replicas_is_refused():
     trainer = distloop.Trainer(classifier(batch_norm="synchronized"), on(2, jit_compile=True))
     with pytest.raises(

@@ -182,6 +182,7 @@ def test_what_a_step_fn_keeps_in_variables_is_undone_with_the_step():
     assert trainer.model["state"].kept.numpy() == 1.0 and int(trainer.state.skipped_steps) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step_fn, message",
     [
@@ -198,6 +199,7 @@ def test_a_wrong_step_fn_is_refused_in_a_sentence(step_fn, message):
         train(step_fn, 2, steps=1)
 
 
+@pytest.mark.slow
 def test_a_step_fn_that_assigns_weights_is_refused():
     def model_fn():
         spec = model_fn_with(None)()

@@ -16,6 +16,7 @@ def test_noise_is_no_jump():
     assert not any(check(loss) for loss in tf.constant(losses[:, np.newaxis]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0.0, 1000.0, -1000.0])
 def test_a_jump_is_seen_and_not_learned_from(offset):
     watch = LossWatch(2)

@@ -32,6 +32,7 @@ def test_a_name_in_a_tuple_is_said():
     refused(lambda: train((ROWS, ROWS), lambda batch: batch["image"]), "a tuple of 2 entries", "features, labels")
 
 
+@pytest.mark.slow
 def test_errors_about_something_else_stay():
     with pytest.raises(KeyError, match="image"):
         train({"image": ROWS}, lambda batch: {}["image"])

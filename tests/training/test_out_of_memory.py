@@ -66,6 +66,7 @@ def test_a_step_without_memory_ends_the_run_in_one_sentence(monkeypatch):
     assert raised.value.__cause__ is None  # TensorFlow's own message, of many lines
 
 
+@pytest.mark.slow
 def test_evaluation_prediction_and_audit_without_memory_say_so_in_one_sentence():
     def model_fn():
         spec = classifier()()
@@ -105,6 +106,7 @@ def test_auto_halves_the_microbatch_and_takes_the_steps_again_from_the_same_stat
     assert reported["loss"] == numbers["loss"]
 
 
+@pytest.mark.slow
 def test_auto_ends_where_a_microbatch_has_one_row(monkeypatch):
     tried = fail(monkeypatch, runs=False)
     trainer = distloop.Trainer(classifier(), on(2, microbatches="auto"))

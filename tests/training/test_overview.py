@@ -74,6 +74,7 @@ def test_the_graph_has_the_layers_by_name_and_no_large_constants():
     assert sum(node.ByteSize() for node in graph.node) < 100_000
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_alone_trains_without_a_graph(tmp_path):
     def model_fn():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])

@@ -92,6 +92,7 @@ def test_a_snapshot_of_two_replicas_fits_three():
     assert [(start - starts[0]) % 2**32 for start in starts] == [0, SEED_STRIDE, 2 * SEED_STRIDE]
 
 
+@pytest.mark.slow
 def test_differences_are_named():
     saved_state = SavedState(trained(optimizer=lambda: keras.optimizers.SGD(0.1)).state)
     values = saved_state.snapshot()

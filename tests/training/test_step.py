@@ -86,6 +86,7 @@ def test_an_eager_step_trains_to_the_same_numbers(replicas, microbatches, batch_
     assert_close(*results)
 
 
+@pytest.mark.slow
 def test_an_eager_step_passes_tensors_with_values():
     seen = []
 

@@ -62,6 +62,7 @@ def test_settings_that_change_bits_are_refused(settings, parts):
     refused(lambda: distloop.Config(device="cpu", **{"virtual_replicas": 4, **settings}), *parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer, parts",
     {
@@ -81,6 +82,7 @@ def test_layers_that_share_values_are_refused(layer, parts, devices):
     refused(lambda: trainer_of(layer, devices=devices).fit(batches(), steps=2), *parts)
 
 
+@pytest.mark.slow
 def test_gathered_rows_of_gathered_rows_are_refused():
     def gather(logits):
         rows, place = distloop.gather_rows(logits)
@@ -91,6 +93,7 @@ def test_gathered_rows_of_gathered_rows_are_refused():
     refused(lambda: trainer_of(gather=gather).evaluate(batches()), *parts)
 
 
+@pytest.mark.slow
 def test_rows_are_not_gathered_with_microbatches_or_by_collectives():
     trainer = trainer_of(gather=distloop.gather_rows, microbatches=2)
     refused(lambda: trainer.fit(batches(), steps=2), "gather_rows", "use microbatches=1")

@@ -149,6 +149,7 @@ def test_states_of_recurrent_layers_train_evaluate_and_resume_as_in_keras(tmp_pa
     assert losses == [pytest.approx(model.evaluate(data, verbose=0), rel=1e-6)] * 2
 
 
+@pytest.mark.slow
 def test_states_of_recurrent_layers_need_one_replica_and_whole_batches():
     data = tf.data.Dataset.from_tensors((SEQUENCES[:4], TARGETS[:4]))
     with pytest.raises(ValueError, match="^The layer '.*_gru.*' is stateful, .* one replica, and there are 2: give"):
