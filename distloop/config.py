@@ -122,6 +122,9 @@ class Config:
         "Parts in which each replica computes its batch, to save memory; auto: twice as many whenever memory ends.",
         minimum=1,
     )
+    recompute: str = setting(
+        OPTIMIZATION, "", "Recompute layers in whose path this regular expression is found; empty: keep activations."
+    )
     clip_norm: float = setting(OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: none.")
     clip_variable_norm: float = setting(
         OPTIMIZATION, 0.0, "Clip the gradient of each variable to this norm, instead of clip_norm; 0: none."
@@ -140,9 +143,7 @@ class Config:
         choices=("float32", "mixed_float16", "mixed_bfloat16"),
     )
     deterministic: bool = setting(NUMERICS, False, "Use deterministic operations only; slower.")
-    jit_compile: bool = setting(
-        NUMERICS, False, "Compile the forward and backward pass with XLA; pays off for large layers only."
-    )
+    jit_compile: bool = setting(NUMERICS, False, "Compile forward and backward pass with XLA; for large layers.")
     executor: str = setting(
         NUMERICS,
         "auto",
@@ -182,9 +183,7 @@ class Config:
         "What is printed; auto: a live display on a terminal, otherwise lines; quiet: warnings and errors only.",
         choices=("auto", "lines", "quiet"),
     )
-    log_every: int | str = setting(
-        MONITORING, 100, "Duration between two logs: 500, 1 epoch, 30 s; 0: only at the end."
-    )
+    log_every: int | str = setting(MONITORING, 100, "Duration between logs: 500, 1 epoch, 30 s; 0: only at the end.")
     histograms_every: int | str = setting(
         MONITORING,
         0,

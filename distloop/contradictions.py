@@ -5,6 +5,7 @@
 What one setting allows by itself stands at its field in `config.py`.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,26 @@ def check(config: Any) -> None:
             raise ValueError(message.format(config=config))
 
 
+def _is_no_pattern(text: str) -> bool:
+    """Returns whether a text is no regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return True
+    return False
+
+
 # Each row: a condition that is an error, and its message.
 _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
     (
         lambda config: "://" in config.workdir,
         "workdir={config.workdir!r} is a remote address; distloop writes to local directories: mount it, or copy the "
         "files afterwards.",
+    ),
+    (
+        lambda config: _is_no_pattern(config.recompute),
+        "recompute={config.recompute!r} is no regular expression: give one that is found in the paths of layers, such "
+        "as block.",
     ),
     (
         lambda config: config.replica_batch_size and config.batch_size not in (0, 256),  # 256: nothing was given

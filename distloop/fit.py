@@ -24,6 +24,7 @@ from distloop.actions.check_replicas import CheckReplicas
 from distloop.actions.data_seen import DataSeen
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.histograms import WeightHistograms
+from distloop.actions.memory_use import MemoryUse
 from distloop.actions.pipeline_usage import PipelineUsage
 from distloop.actions.save import Save
 from distloop.actions.schedule import Plan
@@ -53,6 +54,7 @@ from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.training import overview, run_length, tables, unread_entries
 from distloop.training.agreement import require_same_run
+from distloop.training.held_memory import held_by_device
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -241,8 +243,7 @@ class Fit:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
         if self.config.on_divergence == "rollback" and not self.checkpoints.has_checkpoint():
             self.checkpoints.save()
-        self._forward = self.forward_pass.trace(self.source)
-        batch_size = self.source.info.batch_size
+        self._forward, batch_size = self.forward_pass.trace(self.source), self.source.info.batch_size
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
         step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)
         self._executor = self.state.placement.choose_executor(self.state.strategy, self.config.executor, step_flops)
@@ -251,10 +252,9 @@ class Fit:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
         actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile)]
+        actions += [MemoryUse(self.config.workdir, held_by_device)] if self.config.workdir and self._is_chief else []
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
-        actions += [*checks, *self.evaluations, *self.actions]
-        if self._loop.histograms is not None:
-            actions.append(self._loop.histograms)
+        actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if self.actions and workers.num_workers(self.state.strategy) > 1:
             actions.append(SyncStop(functools.partial(workers.gather, self.state.strategy), self.actions, self._plan))
         saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None

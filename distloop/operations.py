@@ -1,4 +1,4 @@
-"""The operations of traced functions, and those that draw random numbers from a state of their own.
+"""The operations of traced functions: those of called ones too, those that draw random numbers, what they write.
 
     for op in with_called(graph.get_operations()):
         if DRAWS_FROM_KERNEL.fullmatch(op.type): ...
@@ -18,6 +18,11 @@ DRAWS_FROM_KERNEL = re.compile(
     r"Random(Uniform|UniformInt|StandardNormal|Gamma|Poisson|PoissonV2|Shuffle|Crop)|(Parameterized)?TruncatedNormal|"
     r"Multinomial|SampleDistortedBoundingBox(V2)?|\w+CandidateSampler"
 )
+
+# Types of operations that only read a variable.
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+# TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
+_READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 def with_called(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
@@ -62,3 +67,30 @@ def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any
             graph = getattr(op.graph._get_function(function.name), "graph", None)
             if graph is not None:
                 yield graph
+
+
+def written_resources(operations: Iterable[tf.Operation]) -> set[int]:
+    """Returns the identities of the resources, such as the handles of variables, that operations may write."""
+    return {id(outermost(tensor)) for op in operations for tensor in _written_inputs(op)}
+
+
+def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the inputs of an operation that are resources which it may write."""
+    resources = {i: tensor for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource}
+    if not resources or op.type in _READS:
+        return []
+    try:
+        read_only = op.get_attr(_READ_ONLY_INPUTS)
+    except ValueError:  # the operation calls no function
+        read_only = []
+    return [tensor for i, tensor in resources.items() if i not in read_only]
+
+
+def outermost(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the eager tensor that a tensor captured by a function's graph stands for."""
+    while (graph := getattr(tensor, "graph", None)) is not None:
+        outer = next((outer for outer, inner in getattr(graph, "captures", ()) if inner is tensor), None)
+        if outer is None:
+            break
+        tensor = outer
+    return tensor

@@ -14,6 +14,10 @@ starts (with tracing, evaluations and saves); for each metric the last value,
 the best and its step, the least and largest, and a curve; incidents; settings
 that differ.
 
+It also shows, by device, the memory of weights, optimizer slots and averages as
+they are placed, of activations and gradients if `--memory` estimated them in
+this workdir, and the peak that the run took, on CPUs by its process.
+
 `--prune` lists, with sizes, and removes after a question: checkpoints that are
 neither the newest nor the best, those that the run went back from, and exports
 numbered by step but for the last. Rows, settings and TensorBoard's files stay;
@@ -53,7 +57,7 @@ from distloop.monitoring.records import show_number
 from distloop.monitoring.run_files import Run
 from distloop.monitoring.run_lock import RunLock
 
-_LEFT = ("run", "status", "metric", "curve", "setting", "what", "why")  # columns of text, aligned to the left
+_LEFT = ("run", "status", "device", "metric", "curve", "setting", "what", "why")  # columns of text, aligned to the left
 _STYLES = {
     ("status", "complete"): "green",
     ("status", "running"): "cyan",
@@ -98,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.is_interactive and console.file.isatty()
     )  # with FORCE_COLOR rich takes any file for a terminal
     metrics = _metrics(runs, console.width if is_terminal else math.inf, console.options.ascii_only)
-    for table in (_runs(runs), metrics, _incidents(runs), _settings(runs)):
+    for table in (_runs(runs), metrics, _incidents(runs), _memory(runs), _settings(runs)):
         if table.rows:
             _show(table, console) if is_terminal else _print(table)
     return 0
@@ -243,6 +247,24 @@ def _incidents(runs: Sequence[Run]) -> _Table:
     return _Table("Incidents", ["run", "step", "what", "batch", "back to", "left out", "why"], rows)
 
 
+def _memory(runs: Sequence[Run]) -> _Table:
+    """Returns the table of bytes by device: of variables, of what `--memory` estimated, and what a run took."""
+    devices = [(run, name, parts) for run in runs if run.memory for name, parts in run.memory.devices.items()]
+    parts = list(dict.fromkeys(part for _, _, held in devices for part in held))
+    rows = []
+    for run, device, held in devices:
+        assert run.memory is not None
+        known = [_show_bytes(held[part]) if part in held else "-" for part in parts]
+        taken = run.memory.taken.get(device)
+        rows.append([run.name, device, *known, _show_bytes(sum(held.values())), _show_taken(taken)])
+    for run in runs:
+        if run.memory and "host" in run.memory.taken:  # virtual CPUs share its memory
+            together = sum(sum(held.values()) for held in run.memory.devices.values())
+            blanks = ["-"] * len(parts)
+            rows.append([run.name, "host", *blanks, _show_bytes(together), _show_taken(run.memory.taken["host"])])
+    return _Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
+
+
 def _settings(runs: Sequence[Run]) -> _Table:
     """Returns the table of settings that differ, transposed if that has fewer columns."""
     different = run_files.different_settings(runs)
@@ -310,6 +332,10 @@ def _print(table: _Table) -> None:
 
 def _show_known(value: float | None) -> str:
     return "-" if value is None else show_number(value)
+
+
+def _show_taken(count: int | None) -> str:
+    return "-" if count is None else _show_bytes(count)
 
 
 def _show_examples(seen: Mapping[str, float]) -> str:

@@ -87,9 +87,9 @@ class Trainer:
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
         is_scaled = loss_scale.needs_loss_scale(config.precision)
-        decay, virtual_replicas = config.average_decay, config.virtual_replicas
+        decay, virtual, recompute = config.average_decay, config.virtual_replicas, config.recompute
         with loss_scale.policy(config.precision):
-            self.state = TrainState.make(model_fn, self.strategy, decay, virtual_replicas, is_loss_scaled=is_scaled)
+            self.state = TrainState.make(model_fn, self.strategy, decay, virtual, recompute, is_loss_scaled=is_scaled)
         self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)

@@ -135,6 +135,26 @@ def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
             yield leaf
 
 
+def layers_by_path(model: Any) -> dict[str, keras.Layer]:
+    """Returns all layers of a model by their paths, those within layers included, as in `encoder/attention/query`.
+
+    Args:
+        model: as for `named_variables`.
+
+    Returns:
+        Path -> layer, each once, as Keras names it; a second layer of one path has `#2` behind it.
+    """
+    layers = {id(part): part for top in top_layers(model) for part in top._flatten_layers()}
+    named: dict[str, keras.Layer] = {}
+    for layer in layers.values():
+        path = layer.path or layer.name
+        unique, count = path, 2
+        while unique in named:
+            unique, count = f"{path}#{count}", count + 1
+        named[unique] = layer
+    return named
+
+
 def lookup_tables(model: Any) -> list[Any]:
     """Returns the tables of a model's layers and modules, such as the vocabularies of `keras.layers.StringLookup`.
 

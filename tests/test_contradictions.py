@@ -16,3 +16,8 @@ def test_the_sentence_names_both_values():
     settings = vars(Config()) | {"eager": True, "jit_compile": True}
     with pytest.raises(ValueError, match="^eager=True and jit_compile=True contradict each other; .*set either"):
         contradictions.check(types.SimpleNamespace(**settings))
+
+
+def test_a_setting_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ValueError, match=r"^recompute='block_\(' is no regular expression: give one that is found in"):
+        Config(recompute="block_(")

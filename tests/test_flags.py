@@ -27,6 +27,7 @@ OTHER_VALUES = {
     "limit_eval_batches": 16,
     "autotune_batch": True,
     "microbatches": 4,
+    "recompute": "block_[0-9]+",
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
     "on_nonfinite": "skip",

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from distloop import report
-from distloop.monitoring import run_files
+from distloop.monitoring import memory_file, run_files
 from distloop.monitoring.records import append_row, read_metrics
 from tests.problems import write_run
 
@@ -366,3 +366,21 @@ def test_csv_has_a_row_of_all_names_for_each_row_of_each_run(sweep, capsys):
 def test_a_csv_that_cannot_be_written_is_one_line(sweep, capsys):
     assert report.main([str(sweep), f"--csv={sweep}/none/rows.csv"]) == 2
     assert "rows.csv' cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_the_memory_that_was_expected_on_each_device_stands_beside_what_a_run_took(sweep, capsys):
+    held = {"weights": 4 * 10**6, "activations": 138 * 10**6}
+    on_cpus = memory_file.Memory({"CPU:0": held, "CPU:1": {"weights": 2 * 10**6}}, {"host": 150 * 10**6})
+    memory_file.write(str(sweep / "a"), on_cpus)
+    memory_file.write(str(sweep / "b"), memory_file.Memory({"GPU:0": held}, {"GPU:0": 200 * 10**6}))
+    assert report.main([str(sweep)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "together" in line)
+    cells = [re.split(" {2,}", line) for line in lines[start : lines.index("", start)]]
+    assert cells == [
+        ["run", "device", "weights", "activations", "together", "taken"],
+        ["a", "CPU:0", "4 MB", "138 MB", "142 MB", "-"],
+        ["a", "CPU:1", "2 MB", "-", "2 MB", "-"],
+        ["b", "GPU:0", "4 MB", "138 MB", "142 MB", "200 MB"],
+        ["a", "host", "-", "-", "144 MB", "150 MB"],
+    ]

@@ -275,7 +275,7 @@ def test_a_run_leaves_its_files(tmp_path):
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
-    files = ["checkpoints", "config.json", "flags.txt", "metrics.jsonl", "starts.jsonl", "test", "train"]
+    files = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "starts.jsonl", "test", "train"]
     assert sorted(name for name in os.listdir(tmp_path / "run") if not name.startswith("events.")) == files
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]

@@ -19,8 +19,9 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.data.arrays import as_dataset
 from distloop.graph_functions import graph_function
+from distloop.layer_calls import ReplacedCalls
 from distloop.monitoring.media import Histogram, Media
-from distloop.variables import top_layers
+from distloop.variables import layers_by_path
 
 _MOST_VALUES = 2**17  # of a layer, in its histogram
 
@@ -106,7 +107,7 @@ def recorded_outputs(model: Any) -> Iterator[dict[str, list[tf.Tensor]]]:
     graph = tf.compat.v1.get_default_graph()
     outputs: dict[str, list[tf.Tensor]] = {}
 
-    def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(name: str, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def recorded(*arguments: Any, **options: Any) -> Any:
             num_before = sum(map(len, outputs.values()))
@@ -122,35 +123,16 @@ def recorded_outputs(model: Any) -> Iterator[dict[str, list[tf.Tensor]]]:
 
         return recorded
 
-    with contextlib.ExitStack() as stack:
-        for name, layer in _watched_layers(model).items():
-            stack.callback(_set_call, layer, vars(layer).get("call"))
-            _set_call(layer, recording(name, layer.call))
+    with ReplacedCalls(_watched_layers(model), recording):
         yield outputs
 
 
 def _watched_layers(model: Any) -> dict[str, Any]:
     """Returns all layers of a model by path, without the cells of recurrent layers, which compute in loops."""
-    layers = {id(part): part for top in top_layers(model) for part in top._flatten_layers()}
+    layers = layers_by_path(model)
     recurrent = [layer for layer in layers.values() if isinstance(layer, keras.layers.RNN)]
-    for part in (part for layer in recurrent for part in layer._flatten_layers(include_self=False)):
-        layers.pop(id(part), None)
-    named: dict[str, Any] = {}
-    for layer in layers.values():
-        path = layer.path or layer.name
-        unique, count = path, 2
-        while unique in named:
-            unique, count = f"{path}#{count}", count + 1
-        named[unique] = layer
-    return named
-
-
-def _set_call(layer: Any, call: Callable[..., Any] | None) -> None:
-    """Has Keras call this function as the layer's `call`; None: the one of its class."""
-    if call is None:
-        vars(layer).pop("call", None)
-    else:
-        vars(layer)["call"] = call  # not by setattr, which Keras watches
+    cells = {id(part) for layer in recurrent for part in layer._flatten_layers(include_self=False)}
+    return {path: layer for path, layer in layers.items() if id(layer) not in cells}
 
 
 def _measure(outputs: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -13,8 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.operations import called_graphs
+from distloop.training import recomputation
 
 _BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
+_RECOMPUTED = f"{recomputation.SCOPE}/"  # that of a forward pass within the backward pass
 # Operations that pass on their first input: TensorFlow copies nothing.
 _SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
 _SAME_MEMORY |= {"CheckNumerics", "EnsureShape"}
@@ -27,7 +29,7 @@ class Peak(NamedTuple):
     """What is in memory where a function needs most, in bytes.
 
     Attributes:
-        activations: results of the forward pass that the backward pass still reads.
+        activations: results of the forward pass that the backward pass still reads, recomputed ones included.
         gradients: results of the backward pass.
         num_unknown: tensors of unknown size, which are not counted.
     """
@@ -53,27 +55,27 @@ def peak_of(graph: Any) -> Peak:
     last_use |= {id(_memory_of(tensor)): len(operations) for tensor in graph.outputs}
     freed: dict[int, list[tuple[bool, int]]] = {}  # after which operation: bytes, and of which pass
     live = {False: 0, True: 0}  # whether of the backward pass -> bytes
-    peaks, num_unknown, is_backward = [Peak()], 0, False
+    peaks, num_unknown, has_turned = [Peak()], 0, False
     for i, op in enumerate(operations):
-        is_backward |= _BACKWARD in op.name
-        inner = [peak_of(called) for called in called_graphs(op)]
-        for most in inner:
+        has_turned |= _BACKWARD in op.name
+        is_backward = has_turned and (_BACKWARD in op.name or _RECOMPUTED not in op.name)
+        for most in [peak_of(called) for called in called_graphs(op)]:
             num_unknown += most.num_unknown
-            peaks.append(_peak(live, is_backward, most.total))
+            peaks.append(_peak(live, Peak(0, most.total) if is_backward else most))
         for tensor in op.outputs:
             size = _bytes(tensor)
             num_unknown += size is None
             if size and _memory_of(tensor) is tensor:
                 live[is_backward] += size
                 freed.setdefault(last_use.get(id(tensor), i), []).append((is_backward, size))
-        peaks.append(_peak(live, is_backward, 0))
+        peaks.append(_peak(live, Peak()))
         for is_of_backward, size in freed.pop(i, []):
             live[is_of_backward] -= size
     return max(peaks, key=lambda peak: peak.total)._replace(num_unknown=num_unknown)
 
 
-def _peak(live: dict[bool, int], is_backward: bool, more: int) -> Peak:
-    return Peak(live[False] + more * (not is_backward), live[True] + more * is_backward)
+def _peak(live: dict[bool, int], more: Peak) -> Peak:
+    return Peak(live[False] + more.activations, live[True] + more.gradients)
 
 
 def _needed(graph: Any) -> list[tf.Operation]:

@@ -8,6 +8,7 @@ work space of libraries such as cuDNN, memory that the allocator cannot use, and
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -19,21 +20,26 @@ from distloop.diagnostics.tracing import as_replica, compiled
 from distloop.diagnostics.tuning import Trainable
 from distloop.distributed import strategies, workers
 from distloop.keras_models.fit_arguments import FitData, read_arguments
-from distloop.monitoring import memory
+from distloop.log import log
+from distloop.monitoring import memory, memory_file
 from distloop.monitoring.console import say
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.out_of_memory import held_bytes
+from distloop.training.held_memory import TABLES, held_by_device, table_bytes
 from distloop.training.state import TrainState
 from distloop.training.virtual_replicas import side_by_side
 
 _BATCH, _ACTIVATIONS, _GRADIENTS = "batch", "activations", "gradients"
+_NAMED_BYTES = 10**6  # the least size of an embedding table that is named
+_MAX_NAMES = 5
 
 
 class MemoryEstimate(NamedTuple):
     """An estimate of the memory of each device where a train step needs most.
 
     Attributes:
-        parts: bytes by what they hold, such as "weights" and "activations".
+        parts: bytes by what they hold, such as "weights" and "activations", of the device that needs most.
+        devices: the same of each device of this worker.
+        tables: bytes of the larger embedding tables, by the paths of their layers.
         available: bytes that a device has for them; None: unknown.
         rows: of the batch on a device.
         microbatches: the parts in which it computes them.
@@ -47,6 +53,8 @@ class MemoryEstimate(NamedTuple):
     microbatches: int
     enough_microbatches: int | None = None
     num_unknown: int = 0
+    devices: dict[str, dict[str, int]] = {}  # noqa: RUF012 - never changed
+    tables: dict[str, int] = {}  # noqa: RUF012
 
     @property
     def total(self) -> int:
@@ -61,12 +69,23 @@ class MemoryEstimate(NamedTuple):
     def __str__(self) -> str:
         parts = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
         lines = [f"Estimated memory of each device, for a step of {self.rows} rows{parts}:"]
-        lines += [f"  {_gb(size)}  {name}" for name, size in self.parts.items()]
+        lines += self._of_devices() or [f"  {_gb(size)}  {name}" for name, size in self.parts.items()]
+        shown = list(self.tables.items())[:_MAX_NAMES]
+        lines += [f"    {_gb(size)}  {path}, of the {TABLES}" for path, size in shown]
         of = "" if self.available is None else f" of {_gb(self.available).strip()} that are available"
         lines.append(f"  {_gb(self.total)}  together{of}")
         if self.num_unknown:
             lines.append(f"  {self.num_unknown} tensors of unknown size are not counted.")
         return "\n".join([*lines, *([] if self.fits else [self._advice()])])
+
+    def _of_devices(self) -> list[str]:
+        """Returns a table with a column for each device; empty if all need the same."""
+        columns = list(self.devices.values())
+        if all(column == columns[0] for column in columns):
+            return []
+        names = dict.fromkeys(name for column in columns for name in column)
+        lines = ["  " + "".join(f"{device:>11}  " for device in self.devices).rstrip()]
+        return lines + ["  " + "  ".join(_gb(c.get(name, 0)) for c in columns) + f"  {name}" for name in names]
 
     def _advice(self) -> str:
         """Returns what to do about a step that does not fit."""
@@ -95,7 +114,7 @@ def estimate_memory(trainer: Trainable, dataset: Data) -> MemoryEstimate:
 
 
 def print_and_exit(trainer: Trainable, data: FitData) -> None:
-    """Prints the estimate for the data of a call of `fit` and ends the process.
+    """Prints the estimate for the data of a call of `fit` and ends the process; with a workdir, the report knows it.
 
     Raises:
         SystemExit: with code 1 if the step does not fit, else 0.
@@ -104,6 +123,12 @@ def print_and_exit(trainer: Trainable, data: FitData) -> None:
     if workers.is_chief(trainer.state.strategy):
         for line in str(estimate).splitlines():
             say(line)
+        if workdir := trainer.config.workdir:
+            try:
+                os.makedirs(workdir, exist_ok=True)
+                memory_file.write(workdir, memory_file.Memory(estimate.devices, {}))
+            except OSError as error:
+                log.warning("The report will lack this estimate: %s.", error.strerror or error)
     raise SystemExit(0 if estimate.fits else 1)
 
 
@@ -113,13 +138,16 @@ def _estimate(trainer: Trainable, data: FitData) -> MemoryEstimate:
     batch_size = settings.global_batch_size(state.strategy)
     source = Source(data.train, state.strategy, repeat=False, **data.source_settings(batch_size))
     rows = _rows_of_replica(source, state.strategy)
-    count, held = int(shards.batch_size(rows)), held_bytes(state)
-    available = _available(state.strategy, sum(held.values()))
+    count, held = int(shards.batch_size(rows)), held_by_device(state)
+    available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
+    tables = dict(table_bytes(state.model, _NAMED_BYTES))
     first = microbatches = min(settings.first_microbatches, count)
     while True:
         batch, peak = _bytes_of(rows), _peak(state, rows, microbatches)
-        parts = held | {_BATCH: batch, _ACTIVATIONS: peak.activations, _GRADIENTS: peak.gradients}
-        estimate = MemoryEstimate(parts, available, count, microbatches, None, peak.num_unknown)
+        needed = {_BATCH: batch, _ACTIVATIONS: peak.activations, _GRADIENTS: peak.gradients}
+        devices = {device: parts | needed for device, parts in held.items()}
+        most = max(devices.values(), key=lambda parts: sum(parts.values()))
+        estimate = MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)
         if microbatches == first:
             asked_for = estimate
         if estimate.fits:

@@ -33,13 +33,13 @@ from distloop.diagnostics.tracing import (
     no_new_variables,
 )
 from distloop.distributed import devices
+from distloop.operations import written_resources
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.random_streams import stream_of
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.variable_creation import VariableCreatedError
-from distloop.training.variable_writes import written_resources
 from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one

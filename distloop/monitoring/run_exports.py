@@ -42,6 +42,7 @@ def as_json(runs: Sequence[Run]) -> Any:
             "device_hours": known(run.device_hours),
             "seen": {name: known(value) for name, value in run.seen.items()},
             "starts": run.starts,
+            "memory": None if run.memory is None else run.memory._asdict(),
             "metrics": {name: of_metric(series) for name, series in run.series.items()},
             "incidents": run.incidents,
             "settings": run.settings,

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distloop.monitoring import records, run_starts, tags
+from distloop.monitoring import memory_file, records, run_starts, tags
+from distloop.monitoring.memory_file import Memory
 
 # A run counts as running if its last row is at most this old,
 _FRESH_SECS = 60
@@ -93,6 +94,7 @@ class Run:
         stop_reason: why an action ended it early; None: no action did.
         silent_secs: age of the last row.
         starts: the rows of `starts.jsonl`.
+        memory: the content of `memory.json`; None: there is none.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Run:
     stop_reason: str | None
     silent_secs: float
     starts: list[dict[str, Any]]
+    memory: Memory | None = None
 
     @property
     def step(self) -> int:
@@ -129,11 +132,14 @@ class Run:
     def status(self) -> str:
         """One of complete, stopped (by an action), diverged, running, interrupted, ended (its length is unknown).
 
-        Whether a run is still training is a guess from the age of its last row.
+        Or planned: its memory was estimated, and it has not begun. Whether a run is still training is a guess from the
+        age of its last row.
         """
         if self.incidents and self.incidents[-1].get("action") == "raise":
             if not self.rows or records.as_number(self.incidents[-1].get("time", 0)) >= self.rows[-1].get("time", 0):
                 return "diverged"
+        if not self.rows and not self.starts and self.memory is not None:
+            return "planned"
         if self.stop_reason is not None:
             return "stopped"
         if self.until and self.step >= self.until:
@@ -253,7 +259,8 @@ def _workdirs(path: str) -> list[str]:
     if not os.path.isdir(path):
         raise ValueError(f"There is no directory {path!r}: give workdirs of runs, or a directory of them.")
     for candidates in ([path], [os.path.join(path, name) for name in sorted(os.listdir(path), key=_by_number)]):
-        if workdirs := [c for c in candidates if os.path.isfile(os.path.join(c, "metrics.jsonl"))]:
+        files = ("metrics.jsonl", memory_file.FILE)
+        if workdirs := [c for c in candidates if any(os.path.isfile(os.path.join(c, file)) for file in files)]:
             return workdirs
     raise ValueError(
         f"Neither {path!r} nor a directory in it holds a metrics.jsonl: give the workdirs of runs that have begun."
@@ -270,7 +277,8 @@ def _by_number(name: str) -> list[Any]:
 
 
 def _load(path: str, name: str) -> Run:
-    rows = records.read_metrics(path)
+    has_begun = os.path.isfile(os.path.join(path, "metrics.jsonl"))
+    rows = records.read_metrics(path) if has_begun else []  # else its memory was estimated
     incidents_path = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
     settings, saved = _read_json(os.path.join(path, "config.json")), _read_end(os.path.join(path, "checkpoints"))
@@ -281,9 +289,11 @@ def _load(path: str, name: str) -> Run:
         until, reason = saved["until"], saved["stop_reason"]
     elif until is None and (saved.get("until") or 0) > step:  # a run given by `epochs`
         until = saved["until"]
-    since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(os.path.join(path, "metrics.jsonl"))
+    file = os.path.join(path, "metrics.jsonl" if has_begun else memory_file.FILE)
+    since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(file)
     silent_secs = max(0.0, time.time() - since)
-    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, run_starts.read_starts(path))
+    starts, memory = run_starts.read_starts(path), memory_file.read(path)
+    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory)
 
 
 def _read_end(directory: str) -> dict[str, Any]:

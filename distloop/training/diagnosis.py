@@ -20,6 +20,7 @@ from distloop.data.shards import Batch, Layout
 from distloop.distributed import workers
 from distloop.graph_functions import graph_function
 from distloop.log import log
+from distloop.operations import outermost
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import metrics, nonfinite, variable_writes
 from distloop.training.forward_backward import ForwardBackward
@@ -262,7 +263,7 @@ def _describe_entry(rows: Any) -> str:
 
 def _path_of(train_step: TrainStep, resource: tf.Tensor) -> str:
     """Returns the path of the variable that an operation reads."""
-    handle = variable_writes.outermost(resource)
+    handle = outermost(resource)
     for path, variable in named_variables(train_step.state.model).items():
         for local in train_step.state.strategy.experimental_local_results(tensorflow_variable(variable)):
             if local.handle is handle:

@@ -3,7 +3,7 @@
     differentiate = Differentiation(state, update, variables, overwritten, microbatches=1)
     names, gradients, new_values, tallies, metric_rows = differentiate(rows, None, None)
 
-The only module with a tape. It does not know microbatches or what the forward pass writes.
+The only module with a tape, but for recomputed layers. It does not know microbatches or what the forward pass writes.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -10,7 +10,6 @@ It does not know how a step or a loop goes.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,10 +21,10 @@ from distloop.distributed import workers
 from distloop.log import log
 from distloop.monitoring import memory
 from distloop.training.compiled_loop import compiled
+from distloop.training.held_memory import held_bytes
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
-from distloop.variables import tensorflow_variable
 
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)")
 _DEVICE = re.compile(r"device:((?:GPU|TPU|CPU):\d+)")
@@ -73,15 +72,6 @@ def _explain(
     held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in held_bytes(state).items())
     sentence = f"Memory ended on {device} {when}{memory.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
     return tf.errors.ResourceExhaustedError(None, None, f"{sentence}{advice}.")
-
-
-def held_bytes(state: TrainState) -> dict[str, int]:
-    """Returns the bytes on a replica that stay from step to step, by what they are."""
-    slots = [v for o in state.plain_optimizers.values() for v in o.variables]
-    held: dict[str, Sequence[Any]] = {"weights": state.model_variables(), "optimizer slots": slots}
-    if state.average is not None:
-        held["averages of weights"] = state.average.variables
-    return {name: _bytes(variables) for name, variables in held.items()}
 
 
 def _half_precision(state: TrainState) -> str:
@@ -175,9 +165,3 @@ class Halving:
         except tf.errors.ResourceExhaustedError:
             return False
         return True
-
-
-def _bytes(variables: Any) -> int:
-    """Returns the memory of variables on one replica."""
-    tensors = [tensorflow_variable(variable) for variable in variables]
-    return sum(int(t.shape.num_elements() or 0) * tf.as_dtype(t.dtype).size for t in tensors)

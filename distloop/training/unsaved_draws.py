@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from distloop.operations import DRAWS_FROM_KERNEL, with_called
+from distloop.operations import DRAWS_FROM_KERNEL, outermost, with_called
 from distloop.training import nonfinite
 from distloop.training.state import TrainState
-from distloop.training.variable_writes import outermost
 
 ADVICE = (
     "use keras.random with a keras.random.SeedGenerator that is an attribute of the model or of a layer in it, or draw "

@@ -12,18 +12,15 @@ It does not know what writes the variables, or why they are restored.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from distloop.operations import written_resources
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
-
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
-# TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
-_READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
 
 def read(variables: Sequence[Any]) -> list[tf.Tensor]:
@@ -76,23 +73,6 @@ def _are_changed(variables: Sequence[Any], before: Sequence[tf.Tensor]) -> list[
     return [bool(change) for change in changes]
 
 
-def written_resources(operations: Iterable[tf.Operation]) -> set[int]:
-    """Returns the identities of the resources, such as the handles of variables, that operations may write."""
-    return {id(outermost(tensor)) for op in operations for tensor in _written_inputs(op)}
-
-
-def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
-    """Returns the inputs of an operation that are resources which it may write."""
-    resources = {i: tensor for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource}
-    if not resources or op.type in _READS:
-        return []
-    try:
-        read_only = op.get_attr(_READ_ONLY_INPUTS)
-    except ValueError:  # the operation calls no function
-        read_only = []
-    return [tensor for i, tensor in resources.items() if i not in read_only]
-
-
 def own_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> keras.StatelessScope:
     """Returns a scope in which Keras variables have other values, and what is assigned to any stays in the scope."""
     return keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
@@ -113,13 +93,3 @@ def restored_writes(state: TrainState) -> Iterator[None]:
     for variable, value in zip(candidates, before, strict=True):
         if id(variable) in are_written:
             variable.assign(value)
-
-
-def outermost(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the eager tensor that a tensor captured by a function's graph stands for."""
-    while (graph := getattr(tensor, "graph", None)) is not None:
-        outer = next((outer for outer, inner in getattr(graph, "captures", ()) if inner is tensor), None)
-        if outer is None:
-            break
-        tensor = outer
-    return tensor

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.diagnostics import memory_estimate
+from distloop.monitoring import run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 WIDTH, ROWS = 256, 64
@@ -87,7 +88,10 @@ def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         trainer.fit(classification(8), batch_size=4, steps=1)
     printed = capsys.readouterr().out
-    assert ended.value.code == 0 and trainer.step == 0 and not (tmp_path / "run").exists()
+    assert ended.value.code == 0 and trainer.step == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["memory.json"]  # for the report
+    (planned,) = run_files.load_all([str(tmp_path)])
+    assert planned.status == "planned" and planned.memory.devices["CPU:0"]["weights"] > 0
     assert "Estimated memory of each device, for a step of 4 rows:" in printed
     assert "GB  activations" in printed and "that are available" in printed
     available(monkeypatch, 0.0)

@@ -72,22 +72,3 @@ def test_values_are_read_and_assigned_in_order():
     values = variable_writes.read([a, b, c])
     variable_writes.assign([c, a, b], values)
     assert [float(v.numpy()) for v in (a, b, c)] == [2.0, 3.0, 1.0]
-
-
-def test_a_captured_tensor_leads_out_to_the_variables_handle():
-    variable = tf.Variable(1.0)
-    handles = []
-
-    @tf.function
-    def outer():
-        @tf.function
-        def inner():
-            result = variable + 1.0
-            graph = tf.compat.v1.get_default_graph()
-            handles.extend(op.inputs[0] for op in graph.get_operations() if op.type == "ReadVariableOp")
-            return result
-
-        return inner()
-
-    outer()
-    assert variable_writes.outermost(handles[0]) is variable.handle

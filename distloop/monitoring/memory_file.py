@@ -1,0 +1,53 @@
+"""Memory file: what a run's memory holds on each device, as estimated and as taken, in `memory.json`; no TensorFlow.
+
+    write("run", Memory({"CPU:0": {"weights": 4_000_000, "activations": 138_000_000}}, {"host": 150_000_000}))
+    read("run")             # None: there is none
+
+It does not know how bytes are measured.
+"""
+
+import json
+import os
+from typing import Any, NamedTuple
+
+from distloop import atomic_files
+
+FILE = "memory.json"
+
+
+class Memory(NamedTuple):
+    """Bytes of the first worker's devices.
+
+    Attributes:
+        devices: device -> what they hold -> bytes: of variables as they are placed, and what `--memory` estimated.
+        taken: device -> the peak of a GPU; "host" -> how much the process grew since the run began, on CPUs.
+    """
+
+    devices: dict[str, dict[str, int]]
+    taken: dict[str, int]
+
+
+def write(workdir: str, memory: Memory) -> None:
+    """Writes the file.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with atomic_files.replacing(os.path.join(workdir, FILE)) as temporary:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(memory._asdict(), file, indent=2)
+
+
+def read(workdir: str) -> Memory | None:
+    """Returns the content; None if the file is missing or damaged."""
+    try:
+        with open(os.path.join(workdir, FILE), "rb") as file:
+            content = json.loads(file.read())
+        devices = {str(device): _counts(parts) for device, parts in content["devices"].items()}
+        return Memory(devices, _counts(content["taken"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _counts(values: dict[str, Any]) -> dict[str, int]:
+    return {str(name): int(value) for name, value in values.items()}

@@ -1,0 +1,19 @@
+"""Other functions in place of a layer's call."""
+
+import keras
+import tensorflow as tf
+
+from distloop.layer_calls import ReplacedCalls
+
+
+def test_layers_have_their_own_calls_again_when_the_last_scope_is_left():
+    layer = keras.layers.Dense(2, kernel_initializer="ones", name="dense")
+    rows = tf.ones([1, 3])
+    own = layer(rows)
+    calls = ReplacedCalls({"net/dense": layer}, lambda path, layer, call: lambda rows: call(rows) * len(path))
+    with calls:
+        with calls:
+            pass
+        tf.debugging.assert_equal(layer(rows), 9 * own)
+    tf.debugging.assert_equal(layer(rows), own)
+    assert "call" not in vars(layer)
