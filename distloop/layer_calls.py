@@ -7,6 +7,7 @@ A layer may be called again later in the context of its first call. This module 
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -50,14 +51,17 @@ class ReplacedCalls:
 
 
 def call_context() -> dict[str, Any]:
-    """Returns the context in which Keras calls a layer now, for `in_call_context`."""
-    return {name: global_state.get_global_attribute(name) for name in _CONTEXT}
+    """Returns the context in which Keras calls a layer now, for `in_call_context`.
+
+    It is a copy: in Keras's own, a layer that is called with `training=False` changes `training` for all later ones.
+    """
+    return {name: copy.copy(global_state.get_global_attribute(name)) for name in _CONTEXT}
 
 
 @contextlib.contextmanager
 def in_call_context(values: Mapping[str, Any]) -> Iterator[None]:
     """Enters the context of an earlier call."""
-    before = call_context()
+    before = {name: global_state.get_global_attribute(name) for name in values}
     for name, value in values.items():
         global_state.set_global_attribute(name, value)
     try:

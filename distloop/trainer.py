@@ -48,6 +48,7 @@ from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.training.prediction_files import write_outputs
 from distloop.training.predictor import Predictor
+from distloop.training.recomputation import with_recomputation
 from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
 
@@ -87,9 +88,10 @@ class Trainer:
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
         is_scaled = loss_scale.needs_loss_scale(config.precision)
-        decay, virtual, recompute = config.average_decay, config.virtual_replicas, config.recompute
+        decay, virtual_replicas = config.average_decay, config.virtual_replicas
         with loss_scale.policy(config.precision):
-            self.state = TrainState.make(model_fn, self.strategy, decay, virtual, recompute, is_loss_scaled=is_scaled)
+            model_fn = with_recomputation(model_fn, config.recompute)
+            self.state = TrainState.make(model_fn, self.strategy, decay, virtual_replicas, is_loss_scaled=is_scaled)
         self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)

@@ -198,7 +198,7 @@ def test_only_one_module_names_strategy_classes(module):
 @each_module
 def test_only_two_modules_have_a_tape(module):
     has_tape = "GradientTape" in names_of(MODULES[module])
-    assert not has_tape or module in ("training.differentiation", "training.recomputation")
+    assert not has_tape or module in ("training.differentiation", "training.recomputed_call")
 
 
 def test_settings_are_written_where_secrets_are_hidden():

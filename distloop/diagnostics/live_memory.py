@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.operations import called_graphs
-from distloop.training import recomputation
+from distloop.training.recomputed_call import SCOPE
 
 _BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
-_RECOMPUTED = f"{recomputation.SCOPE}/"  # that of a forward pass within the backward pass
+_RECOMPUTED = f"{SCOPE}/"  # that of a forward pass within the backward pass
 # Operations that pass on their first input: TensorFlow copies nothing.
 _SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
 _SAME_MEMORY |= {"CheckNumerics", "EnsureShape"}

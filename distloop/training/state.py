@@ -8,8 +8,8 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import keras
@@ -27,7 +27,6 @@ from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
 from distloop.training.missing_entries import explaining_missing_entries
 from distloop.training.random_streams import RandomStreams
-from distloop.training.recomputation import with_recomputation
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.training.variable_creation import explain_new_variable, recorded, refusing_new_variables
 from distloop.variables import (
@@ -118,7 +117,6 @@ class TrainState(tf.Module):
         strategy: tf.distribute.Strategy,
         average_decay: float = 0.0,
         virtual_replicas: int = 0,
-        recompute: str = "",
         *,
         is_loss_scaled: bool = False,
     ) -> "TrainState":
@@ -129,7 +127,6 @@ class TrainState(tf.Module):
             strategy: the strategy.
             average_decay: of the moving average of the weights; 0: no average.
             virtual_replicas: as `Config.virtual_replicas`.
-            recompute: as `Config.recompute`.
             is_loss_scaled: True to put a `LossScaleOptimizer` around each optimizer.
 
         Raises:
@@ -146,7 +143,6 @@ class TrainState(tf.Module):
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
                 "return distloop.ModelSpec(model, optimizer, loss_fn)."
             )
-        spec = with_recomputation(spec, recompute)
         return cls(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created)
 
     @property
@@ -215,7 +211,9 @@ class TrainState(tf.Module):
         self.recurrent_states = _find_recurrent_states(layers, replicas)
         self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
         self.spec = self.spec.with_functions(refusing_new_variables)
-        self.spec = _explaining_sizes(self.spec, replicas)
+        if sizes := fixed_sizes(self.spec.model):
+            explaining = functools.partial(explaining_fixed_sizes, sizes=sizes, replicas=replicas)
+            self.spec = self.spec.with_functions(explaining)
         self.is_built = True
 
     def _build_optimizer(self, update: Update) -> None:
@@ -302,12 +300,6 @@ def _require_created(created: Mapping[int, Any], variables: Iterable[tuple[str, 
                 f"The {owner}'s variable {path!r} was made outside model_fn, so replicas would not share it: make "
                 f"the {owner} inside model_fn, or give a compiled Keras model to distloop.from_keras(model)."
             )
-
-
-def _explaining_sizes(spec: ModelSpec, replicas: int) -> ModelSpec:
-    """Returns a spec whose functions explain the errors of models that are made for a fixed number of rows."""
-    sizes = fixed_sizes(spec.model)
-    return spec.with_functions(partial(explaining_fixed_sizes, sizes=sizes, replicas=replicas)) if sizes else spec
 
 
 def optimizer_prefix(update_name: str) -> str:

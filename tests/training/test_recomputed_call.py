@@ -1,0 +1,179 @@
+"""One call of a layer that is recomputed: the same gradients, masks, statistics and losses, less memory."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from distloop.diagnostics.live_memory import peak_of
+from distloop.graph_functions import graph_function
+from distloop.training.recomputation import recomputing
+from distloop.training.recomputed_call import SCOPE
+from distloop.variables import named_variables, tensorflow_variable
+from tests.problems import assert_close, assert_equal
+from tests.training.test_recomputation import make_chain
+
+layers = keras.layers
+
+
+def differentiated(model, loss_fn, rows, pattern="", **settings):
+    """Returns the gradients of a loss, what the pass wrote, and its graph; restores the model's variables."""
+    variables = named_variables(model)
+    before = {path: variable.numpy() for path, variable in variables.items()}
+    if pattern:
+        loss_fn = recomputing(loss_fn, model=model, pattern=pattern)
+
+    def compute(rows):
+        trained = {path: tensorflow_variable(v) for path, v in variables.items() if v.trainable}
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(list(trained.values()))
+            loss = loss_fn(rows, True)
+        return loss, tape.gradient(loss, trained)
+
+    traced = graph_function(compute, **settings).get_concrete_function(rows)
+    loss, gradients = traced(rows)
+    written = {path: v.numpy() for path, v in variables.items() if not np.array_equal(v.numpy(), before[path])}
+    for path, variable in variables.items():
+        variable.assign(before[path])
+    return {"loss": loss.numpy(), **gradients}, written, traced.graph
+
+
+def assert_same(model, loss_fn, rows, pattern, **settings):
+    """Checks that recomputation changes no gradient and nothing that is written; returns gradients and the graph."""
+    kept, written, _ = differentiated(model, loss_fn, rows, **settings)
+    again, written_again, graph = differentiated(model, loss_fn, rows, pattern, **settings)
+    assert any(f"{SCOPE}/" in op.name for op in graph.get_operations()), "nothing was recomputed"
+    assert_equal(written_again, written)
+    assert {path: type(value) for path, value in again.items()} == {path: type(v) for path, v in kept.items()}
+    assert_close(
+        {p: tf.convert_to_tensor(v).numpy() for p, v in again.items() if v is not None},
+        {p: tf.convert_to_tensor(v).numpy() for p, v in kept.items() if v is not None},
+    )
+    return again, graph
+
+
+class Attend(layers.Layer):
+    """Takes several arguments, by position and by name, and returns a dict of numbers and integers."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.score, self.drop = layers.Dense(1), layers.Dropout(0.5)
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.score.build(shape)
+        self.norm.build(shape)
+
+    def call(self, inputs, mask=None, *, scale=1.0, others):
+        weights = self.drop(keras.ops.sigmoid(self.score(inputs))) * scale  # `training` is that of the outer call
+        self.add_loss(keras.ops.mean(weights**2))
+        if mask is not None:
+            weights = weights * keras.ops.cast(mask, weights.dtype)[..., None]
+        return {"sum": self.norm(inputs * weights + others["shift"]), "count": keras.ops.sum(others["ids"], axis=1)}
+
+
+class Reader(keras.Model):
+    """A subclassed model whose parts are called several times, with masks that layers attach to tensors."""
+
+    def __init__(self):
+        super().__init__(name="reader")
+        self.embed = layers.Embedding(9, 4, mask_zero=True, name="embed")
+        self.read = layers.SimpleRNN(4, return_sequences=True, recurrent_dropout=0.2, name="read")
+        self.attend = Attend(activity_regularizer=keras.regularizers.L2(0.01), name="attend")
+        self.inner = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dropout(0.5)], name="inner")
+        self.head = layers.Dense(1, name="head")
+
+    def call(self, ids):
+        hidden = self.read(self.embed(ids))
+        for scale in (1.0, 2.0):
+            outputs = self.attend(hidden, scale=scale, others={"shift": self.inner(hidden), "ids": ids})
+            hidden = outputs["sum"] * keras.ops.cast(outputs["count"], "float32")[:, None, None]
+        return self.head(hidden)
+
+
+def make_reader():
+    model = Reader()
+    ids = np.array([[1, 2, 3, 0], [4, 5, 0, 0], [8, 7, 6, 5]], np.int32)
+    model(ids)
+
+    def loss_fn(rows, training):
+        loss = keras.ops.mean(model(rows, training=training) ** 2)
+        return loss + sum(model.losses)
+
+    return model, loss_fn, tf.constant(ids)
+
+
+def test_gradients_masks_statistics_and_losses_of_layers_are_those_of_kept_activations():
+    model, loss_fn, rows = make_reader()
+    gradients, _ = assert_same(model, loss_fn, rows, "attend|score|read|embed|inner")  # a score is within attend
+    assert all(gradient is not None for gradient in gradients.values())
+    assert isinstance(gradients["reader/embed/embeddings"], tf.IndexedSlices)  # as it is without recomputation
+
+
+class Block(layers.Layer):
+    """Sets the `training` of one of its layers, by which Keras sets that of all later ones."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.drop, self.norm = layers.Dropout(0.5), layers.BatchNormalization(momentum=0.5)
+        self.norm.build((None, 4))
+
+    def call(self, rows):
+        return self.norm(self.drop(rows), training=False)
+
+
+def test_the_second_call_sees_the_state_that_the_first_one_saw():
+    block, dense = Block(name="block"), layers.Dense(4)
+    dense.build((None, 4))
+
+    def loss_fn(rows, training):
+        hidden = block(dense(rows), training=training)
+        return tf.reduce_mean(block.norm(hidden + 1.0, training=True) ** 3)  # writes the statistics that were read
+
+    assert_same([block, dense], loss_fn, tf.random.normal([6, 4], seed=1), "block")
+
+
+def test_activations_take_less_memory_and_nothing_is_taken_from_the_first_pass():
+    model = make_chain(width=16, blocks=5)
+    loss_fn = lambda rows, training: tf.reduce_sum(model(rows, training=training) ** 2)  # noqa: E731
+    rows = tf.ones([64, 16])
+    kept, recomputed = (
+        peak_of(differentiated(model, loss_fn, rows, pattern)[2]).activations for pattern in ("", "block")
+    )
+    assert recomputed < 0.5 * kept
+
+
+def test_xla_computes_the_same():
+    model = make_chain(blocks=1)
+    loss_fn = lambda rows, training: tf.reduce_mean(model(rows, training=training) ** 2)  # noqa: E731
+    _, graph = assert_same(model, loss_fn, tf.random.normal([6, 8], seed=1), "block", jit_compile=True)
+    assert any(op.type == "XlaOptimizationBarrier" for op in graph.get_operations())
+
+
+def test_a_gradient_within_the_loss_is_differentiated_too():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, activation="tanh", name="hidden"), layers.Dense(1)])
+
+    def loss_fn(rows, training):
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            outputs = model(rows, training=training)
+        of_rows, of_kernel = tape.gradient(outputs, [rows, model.layers[0].kernel.value])
+        return tf.reduce_sum(of_rows**2) + tf.reduce_sum(of_kernel**2)
+
+    assert_same(model, loss_fn, tf.random.normal([5, 3], seed=1), "hidden")
+
+
+def test_what_a_layer_reads_without_being_given_it_gets_its_gradient():
+    table = layers.Embedding(3, 4, name="table")
+    tied = layers.Lambda(lambda hidden: hidden @ tf.transpose(table.embeddings) + keep["shift"], name="tied")
+    shift = layers.Dense(1, name="shift")
+    model = [table, shift, tied]
+    keep = {}
+    rows = tf.constant([0, 1, 1])
+    shift(table(rows))
+
+    def loss_fn(rows, training):
+        hidden = table(rows)
+        keep["shift"] = shift(hidden)
+        return tf.reduce_sum(tied(hidden) ** 2)
+
+    assert_same(model, loss_fn, rows, "tied")
