@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.eager import record
+from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
 from distloop.layer_calls import call_context, in_call_context
@@ -60,7 +61,7 @@ class RecomputedCall:
         graph = self._first_calls.graph
         scope_name, first = graph.get_name_scope(), len(graph.get_operations())
         for variable in self._layer.trainable_weights:
-            record.variable_accessed(tensorflow_variable(variable))  # for tapes that watch what is read
+            tapes.variable_accessed(tensorflow_variable(variable))  # for tapes that watch what is read
         with record.stop_recording(), _Scope(self._before) as scope:
             outputs = self._call(*self._arguments[0], **self._arguments[1])
         operations = graph.get_operations()[first:]  # those of other replicas too, where it waits for them
