@@ -23,8 +23,10 @@ from distloop.keras_models.fit_arguments import FitData, read_arguments
 from distloop.log import log
 from distloop.monitoring import memory, memory_file
 from distloop.monitoring.console import say
+from distloop.optimizers.sparse_gradients import Rows, values_of
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.held_memory import TABLES, held_by_device, table_bytes
+from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.virtual_replicas import side_by_side
 
@@ -168,31 +170,47 @@ def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
 
 
 def _peak(state: TrainState, rows: Any, microbatches: int) -> Peak:
-    """Returns the largest peak of the updates on a replica; the gradients of all parameters count at least twice.
+    """Returns the largest peak of the updates on a replica."""
+    peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
+    return max(peaks, key=lambda peak: peak.total)
+
+
+def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: int) -> Peak:
+    """Returns the peak of an update on a replica; the gradients of all parameters count at least twice.
 
     They are there as sums of replicas, and scaled for the optimizer; with several microbatches once more, and with
-    virtual replicas as the sums of their tree.
+    virtual replicas as the sums of their tree. A table's gradient stays the rows of the batch where the step keeps it.
     """
     count = int(shards.batch_size(rows))
     part = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.turns))], rows)
+    num_parts = microbatches * (state.virtual_replicas or state.strategy.num_replicas_in_sync)
+    update_pass = ForwardBackward(state, update, microbatches=microbatches)
+    sizes: list[int] = []  # of summed and of scaled gradients
+
+    def trace(rows: Any) -> Any:
+        with as_replica(0, state.strategy.num_replicas_in_sync, set()):
+            factor = update_pass.loss_factor(tf.constant(float(count)))
+            segments, *others, _ = update_pass.compute(rows, None, factor)
+        scaled = update_pass.tables.unpack(segments, tf.constant(1.0), state.plain_optimizers[update.name])
+        sizes[:] = [sum(_bytes_of_gradient(g, num_parts) for g in gradients) for gradients in (segments, scaled)]
+        return segments, others
+
+    peak = peak_of(compiled(trace, part).graph)
     held = max(microbatches > 1, state.turns.bit_length() - 1)
-    peaks = []
-    for update in state.spec.updates:
-        update_pass = ForwardBackward(state, update, microbatches=microbatches)
+    at_once = min(side_by_side(state.strategy), state.turns * microbatches) if state.virtual_replicas else 1
+    peak = peak._replace(activations=at_once * peak.activations, gradients=peak.gradients + held * sizes[0])
+    return max(peak, Peak(0, sum(sizes), peak.num_unknown), key=lambda peak: peak.total)
 
-        def trace(rows: Any, update_pass: ForwardBackward = update_pass) -> Any:
-            with as_replica(0, state.strategy.num_replicas_in_sync, set()):
-                factor = update_pass.loss_factor(tf.constant(float(count)))
-                return update_pass.compute(rows, None, factor)[:-1]
 
-        peak = peak_of(compiled(trace, part).graph)
-        sizes = zip(update_pass.packing.shapes, update_pass.packing.dtypes, strict=True)
-        gradients = sum(int(shape.num_elements() or 0) * int(dtype.size) for shape, dtype in sizes)
-        at_once = min(side_by_side(state.strategy), state.turns * microbatches) if state.virtual_replicas else 1
-        peak = peak._replace(activations=at_once * peak.activations, gradients=peak.gradients + held * gradients)
-        applying = Peak(0, 2 * gradients, peak.num_unknown)
-        peaks.append(max(peak, applying, key=lambda peak: peak.total))
-    return max(peaks, key=lambda peak: peak.total)
+def _bytes_of_gradient(gradient: Any, parts: int) -> int:
+    """Returns the bytes of a gradient; a sparse one has rows of each part of the batch."""
+    if not isinstance(gradient, (Rows, tf.IndexedSlices)):
+        return _static_bytes(gradient)
+    return parts * _static_bytes(values_of(gradient))
+
+
+def _static_bytes(tensor: tf.Tensor) -> int:
+    return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
 def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:

@@ -52,10 +52,10 @@ def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None
 
 
 @contextlib.contextmanager
-def refused(sentence: str) -> Iterator[None]:
-    """Enters a scope in which a call of `gather_rows` is a ValueError with this sentence."""
-    before = getattr(_current, "refusal", "")
-    _current.refusal = sentence
+def refused(error: Exception) -> Iterator[None]:
+    """Enters a scope in which a call of `gather_rows` raises this error."""
+    before = getattr(_current, "refusal", None)
+    _current.refusal = error
     try:
         yield
     finally:
@@ -147,8 +147,8 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
         ValueError: with microbatches, each of which would see its own rows alone; on several workers or GPUs, if the
             dataset's batch size is unknown.
     """
-    if refusal := getattr(_current, "refusal", ""):
-        raise ValueError(refusal)
+    if refusal := getattr(_current, "refusal", None):
+        raise refusal
     if (microbatches := getattr(_current, "microbatches", 1)) > 1:
         raise ValueError(
             f"The loss compares all rows of a batch (gather_rows), and {microbatches=} was given, each of which would "

@@ -47,8 +47,8 @@ def embedding_tables(model: Any) -> dict[str, Any]:
     Args:
         model: as for `named_variables`.
     """
-    layers = layers_by_path(model).items()
-    return {path: layer._embeddings for path, layer in layers if isinstance(layer, keras.layers.Embedding)}
+    layers = [(path, v) for path, v in layers_by_path(model).items() if isinstance(v, keras.layers.Embedding)]
+    return {path: layer._embeddings for path, layer in layers if layer.built}  # one may be unused
 
 
 def table_bytes(model: Any, least: int = 0) -> Mapping[str, int]:

@@ -35,7 +35,7 @@ class FirstCall(NamedTuple):
         writing = [op for op in self.operations if not _LOOKUPS.fullmatch(op.type) and written_resources([op])]
         if writing:
             what = f"writes to a variable or a generator by TensorFlow's operation {writing[0].type}"
-            raise ValueError(refusal(self.path, what))
+            raise refusal(self.path, what)
 
     def refuse_reads(self, operations: Iterable[tf.Operation]) -> None:
         """Refuses a second call that reads what this one computed and the layer kept.
@@ -88,12 +88,14 @@ class FirstCalls:
                 raise _leak(owners[id(tensor.op)][0].path, tensor)
 
 
-def refusal(path: str, what: str) -> str:
-    """Returns a sentence about a layer that cannot be recomputed, for what it does."""
-    return (
+def refusal(path: str, what: str) -> ValueError:
+    """Returns an error about a layer that cannot be recomputed, for what it does."""
+    error = ValueError(
         f"recompute was given, and the layer {path!r}, which it matches, {what}; the backward pass cannot call it "
         "again: give a regular expression that leaves this layer out."
     )
+    vars(error)["_keras_call_info_injected"] = True  # else Keras adds the arguments of all calls around it
+    return error
 
 
 def is_continuous(tensor: tf.Tensor) -> bool:
@@ -103,7 +105,7 @@ def is_continuous(tensor: tf.Tensor) -> bool:
 
 def _leak(path: str, tensor: tf.Tensor) -> ValueError:
     what = f"keeps the tensor {tensor.name!r} of its call for later, by other ways than its outputs"
-    return ValueError(refusal(path, what))
+    return refusal(path, what)
 
 
 def _is_computed(tensor: tf.Tensor) -> bool:

@@ -104,9 +104,9 @@ class RecomputedCall:
         for variable, value in written:
             plain = tensorflow_variable(variable)
             if getattr(value, "graph", self._first_calls.graph) is not self._first_calls.graph:
-                raise ValueError(refusal(self._path, f"writes {variable.path!r} in a loop or a branch of TensorFlow"))
+                raise refusal(self._path, f"writes {variable.path!r} in a loop or a branch of TensorFlow")
             if _is_watched(plain.handle):
-                raise ValueError(refusal(self._path, f"writes {variable.path!r}, which is trained"))
+                raise refusal(self._path, f"writes {variable.path!r}, which is trained")
             if id(variable) not in self._before:
                 self._before[id(variable)] = tf.identity(plain)
         for variable, value in written:

@@ -70,6 +70,23 @@ def test_a_replica_holds_its_own_rows():
     assert_equal(everything(trainer), before)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_a_table_counts_apart_and_its_sparse_gradient_by_the_rows_of_the_batch(optimizer):
+    def model_fn():
+        table = keras.layers.Embedding(100_000, 8, name="items")
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Dense(1)], name="net")
+        loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), (1, 2))}  # noqa: E731
+        return distloop.ModelSpec(model, getattr(keras.optimizers, optimizer)(), loss_fn)
+
+    rows = {"x": np.zeros([64, 2], np.int32)}
+    found = distloop.estimate_memory(distloop.Trainer(model_fn, on(2, batch_size=64)), rows)
+    table, of_batch = 100_000 * 8 * 4, 64 * 2 * 8 * 4
+    assert found.parts["embedding tables"] == table and found.tables == {"net/items": table}
+    assert found.parts["activations"] < 4 * of_batch
+    whole = table if optimizer == "Adam" else 0
+    assert whole + of_batch <= found.parts["gradients"] < whole + 4 * of_batch
+
+
 @pytest.mark.slow
 def test_the_microbatches_that_make_a_step_fit_are_named(monkeypatch):
     activation = 100 * ROWS * WIDTH * 4
