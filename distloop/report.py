@@ -53,7 +53,7 @@ from rich.text import Text
 
 from distloop.monitoring import run_exports, run_files
 from distloop.monitoring.curves import draw_lines, draw_picture
-from distloop.monitoring.records import show_number
+from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run
 from distloop.monitoring.run_lock import RunLock
 
@@ -161,9 +161,9 @@ def _prune(runs: Sequence[Run], keep: int, *, is_agreed: bool) -> int:
                 is_any_left = True
         listed = list(itertools.chain(*superfluous.values()))
         root = os.path.commonpath([os.path.dirname(os.path.abspath(run.path)) for run in runs])
-        what = f"{len(listed)} path{'s' * (len(listed) != 1)}, {_show_bytes(sum(item.num_bytes for item in listed))}"
+        what = f"{len(listed)} path{'s' * (len(listed) != 1)}, {show_bytes(sum(item.num_bytes for item in listed))}"
         if listed:
-            rows = [[os.path.relpath(item.path, root), _show_bytes(item.num_bytes), item.why] for item in listed]
+            rows = [[os.path.relpath(item.path, root), show_bytes(item.num_bytes), item.why] for item in listed]
             _print(_Table("", ["path", "size", "why"], rows))
         if not listed:
             print("There is nothing to remove.")
@@ -187,14 +187,6 @@ def _agrees(question: str) -> bool:
     except (EOFError, KeyboardInterrupt):
         print()
         return False
-
-
-def _show_bytes(count: float) -> str:
-    """Returns a number of bytes with its unit, such as `1.2 GB`."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 999.5 and len(units) > 1:
-        count, units = count / 1000, units[1:]
-    return f"{count:.3g} {units[0]}"
 
 
 def _runs(runs: Sequence[Run]) -> _Table:
@@ -254,14 +246,14 @@ def _memory(runs: Sequence[Run]) -> _Table:
     rows = []
     for run, device, held in devices:
         assert run.memory is not None
-        known = [_show_bytes(held[part]) if part in held else "-" for part in parts]
+        known = [show_bytes(held[part]) if part in held else "-" for part in parts]
         taken = run.memory.taken.get(device)
-        rows.append([run.name, device, *known, _show_bytes(sum(held.values())), _show_taken(taken)])
+        rows.append([run.name, device, *known, show_bytes(sum(held.values())), _show_taken(taken)])
     for run in runs:
         if run.memory and "host" in run.memory.taken:  # virtual CPUs share its memory
             together = sum(sum(held.values()) for held in run.memory.devices.values())
             blanks = ["-"] * len(parts)
-            rows.append([run.name, "host", *blanks, _show_bytes(together), _show_taken(run.memory.taken["host"])])
+            rows.append([run.name, "host", *blanks, show_bytes(together), _show_taken(run.memory.taken["host"])])
     return _Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
 
 
@@ -335,7 +327,7 @@ def _show_known(value: float | None) -> str:
 
 
 def _show_taken(count: int | None) -> str:
-    return "-" if count is None else _show_bytes(count)
+    return "-" if count is None else show_bytes(count)
 
 
 def _show_examples(seen: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ A tensor takes memory from its operation to the last one that reads it. Variable
 out: they are there before. It does not know what the function is for.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,12 @@ from distloop.operations import called_graphs
 from distloop.training.recomputed_call import SCOPE
 
 _BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
-_RECOMPUTED = f"{SCOPE}/"  # that of a forward pass within the backward pass
+_RECOMPUTED = re.compile(rf"(^|/){SCOPE}(_\d+)?/")  # those of a forward pass within the backward pass
 # Operations that pass on their first input: TensorFlow copies nothing.
 _SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
 _SAME_MEMORY |= {"CheckNumerics", "EnsureShape"}
-_NO_MEMORY = {"Placeholder", "ReadVariableOp", "Const", "VarHandleOp"}  # there before, or a few numbers
+# There before, or a few numbers.
+_NO_MEMORY = {"Placeholder", "ReadVariableOp", "Const", "VarHandleOp", "BroadcastGradientArgs", "Shape"}
 _LOOPS = {"While", "StatelessWhile"}
 _ELEMENTS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # operation -> which input becomes an element of a list
 
@@ -58,7 +60,7 @@ def peak_of(graph: Any) -> Peak:
     peaks, num_unknown, has_turned = [Peak()], 0, False
     for i, op in enumerate(operations):
         has_turned |= _BACKWARD in op.name
-        is_backward = has_turned and (_BACKWARD in op.name or _RECOMPUTED not in op.name)
+        is_backward = has_turned and (_BACKWARD in op.name or not _RECOMPUTED.search(op.name))
         for most in [peak_of(called) for called in called_graphs(op)]:
             num_unknown += most.num_unknown
             peaks.append(_peak(live, Peak(0, most.total) if is_backward else most))

@@ -23,6 +23,7 @@ from distloop.keras_models.fit_arguments import FitData, read_arguments
 from distloop.log import log
 from distloop.monitoring import memory, memory_file
 from distloop.monitoring.console import say
+from distloop.monitoring.records import show_bytes
 from distloop.optimizers.sparse_gradients import Rows, values_of
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.held_memory import TABLES, held_by_device, table_bytes
@@ -70,12 +71,12 @@ class MemoryEstimate(NamedTuple):
 
     def __str__(self) -> str:
         parts = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        lines = [f"Estimated memory of each device, for a step of {self.rows} rows{parts}:"]
-        lines += self._of_devices() or [f"  {_gb(size)}  {name}" for name, size in self.parts.items()]
+        lines = [f"Estimated memory of each device, where a step of {self.rows} rows{parts} needs most:"]
+        lines += self._of_devices() or [f"  {_show(size)}  {name}" for name, size in self.parts.items()]
         shown = list(self.tables.items())[:_MAX_NAMES]
-        lines += [f"    {_gb(size)}  {path}, of the {TABLES}" for path, size in shown]
-        of = "" if self.available is None else f" of {_gb(self.available).strip()} that are available"
-        lines.append(f"  {_gb(self.total)}  together{of}")
+        lines += [f"  {_show(size)}  in {path}, of the {TABLES}" for path, size in shown]
+        of = "" if self.available is None else f", of {show_bytes(self.available)} that are available"
+        lines.append(f"  {_show(self.total)}  together{of}")
         if self.num_unknown:
             lines.append(f"  {self.num_unknown} tensors of unknown size are not counted.")
         return "\n".join([*lines, *([] if self.fits else [self._advice()])])
@@ -86,8 +87,8 @@ class MemoryEstimate(NamedTuple):
         if all(column == columns[0] for column in columns):
             return []
         names = dict.fromkeys(name for column in columns for name in column)
-        lines = ["  " + "".join(f"{device:>11}  " for device in self.devices).rstrip()]
-        return lines + ["  " + "  ".join(_gb(c.get(name, 0)) for c in columns) + f"  {name}" for name in names]
+        lines = ["  " + "  ".join(f"{device:>8}" for device in self.devices)]
+        return lines + ["  " + "  ".join(_show(c.get(name, 0)) for c in columns) + f"  {name}" for name in names]
 
     def _advice(self) -> str:
         """Returns what to do about a step that does not fit."""
@@ -227,5 +228,5 @@ def _bytes_of(rows: Any) -> int:
     return sum(int(tf.size(part)) * int(part.dtype.size) for part in parts)
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:8.3f} GB"
+def _show(size: int) -> str:
+    return f"{show_bytes(size):>8}"

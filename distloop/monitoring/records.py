@@ -109,6 +109,14 @@ def show_number(value: float) -> str:
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
+def show_bytes(count: float) -> str:
+    """Returns a number of bytes with its unit, such as `1.2 GB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
+
+
 def as_number(value: Any) -> float:
     """Returns a value of JSON as a number; nan if it is none."""
     try:

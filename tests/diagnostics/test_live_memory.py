@@ -42,6 +42,18 @@ def test_the_backward_pass_keeps_what_it_reads():
     assert 4 * N <= most.gradients <= 3 * 4 * N
 
 
+def test_activations_that_the_backward_pass_computes_again_are_no_gradients():
+    def fn(x):
+        with tf.name_scope("gradient_tape"):
+            slope = tf.exp(x)
+        for _ in range(2):  # the second scope is "recomputed_1"
+            with tf.name_scope("recomputed"):
+                slope = tf.exp(slope)
+        return slope
+
+    assert peak(fn) == Peak(2 * 4 * N)
+
+
 def test_what_a_called_function_needs_counts_while_it_runs():
     twice = tf.function(lambda x: tf.exp(tf.exp(x)), autograph=False)
     assert peak(lambda x: tf.reduce_sum(twice(x))).total == 2 * 4 * N

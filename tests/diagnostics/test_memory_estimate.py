@@ -109,8 +109,8 @@ def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["memory.json"]  # for the report
     (planned,) = run_files.load_all([str(tmp_path)])
     assert planned.status == "planned" and planned.memory.devices["CPU:0"]["weights"] > 0
-    assert "Estimated memory of each device, for a step of 4 rows:" in printed
-    assert "GB  activations" in printed and "that are available" in printed
+    assert "Estimated memory of each device, where a step of 4 rows needs most:" in printed
+    assert "B  activations" in printed and "GB that are available" in printed
     available(monkeypatch, 0.0)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(classification(8), batch_size=4, steps=1)
