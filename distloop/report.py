@@ -16,7 +16,8 @@ that differ.
 
 It also shows, by device, the memory of weights, optimizer slots and averages as
 they are placed, of activations and gradients if `--memory` estimated them in
-this workdir, and the peak that the run took, on CPUs by its process.
+this workdir ("-": it did not); and what the run took at most: of a GPU, or on
+CPUs by how much the process grew, traced functions included.
 
 `--prune` lists, with sizes, and removes after a question: checkpoints that are
 neither the newest nor the best, those that the run went back from, and exports
@@ -51,7 +52,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.padding import Padding
 from rich.text import Text
 
-from distloop.monitoring import run_exports, run_files
+from distloop.monitoring import memory_file, run_exports, run_files
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run
@@ -241,19 +242,21 @@ def _incidents(runs: Sequence[Run]) -> _Table:
 
 def _memory(runs: Sequence[Run]) -> _Table:
     """Returns the table of bytes by device: of variables, of what `--memory` estimated, and what a run took."""
-    devices = [(run, name, parts) for run in runs if run.memory for name, parts in run.memory.devices.items()]
-    parts = list(dict.fromkeys(part for _, _, held in devices for part in held))
+    memories = [(run.name, run.memory) for run in runs if run.memory is not None]
+    found = {part for _, memory in memories for held in memory.devices.values() for part in held}
+    parts = [*(part for part in memory_file.PARTS if part in found), *sorted(found.difference(memory_file.PARTS))]
     rows = []
-    for run, device, held in devices:
-        assert run.memory is not None
-        known = [show_bytes(held[part]) if part in held else "-" for part in parts]
-        taken = run.memory.taken.get(device)
-        rows.append([run.name, device, *known, show_bytes(sum(held.values())), _show_taken(taken)])
-    for run in runs:
-        if run.memory and "host" in run.memory.taken:  # virtual CPUs share its memory
-            together = sum(sum(held.values()) for held in run.memory.devices.values())
-            blanks = ["-"] * len(parts)
-            rows.append([run.name, "host", *blanks, show_bytes(together), _show_taken(run.memory.taken["host"])])
+    for name, memory in memories:
+        taken, together = dict(memory.taken), sum(sum(held.values()) for held in memory.devices.values())
+        if len(memory.devices) == 1 and memory_file.HOST in taken:
+            (device,) = memory.devices
+            taken = {device: taken[memory_file.HOST]}
+        for device, held in memory.devices.items():
+            known = [show_bytes(held[part]) if part in held else "-" for part in parts]
+            rows.append([name, device, *known, show_bytes(sum(held.values())), _show_taken(taken.get(device))])
+        if memory_file.HOST in taken:  # virtual CPUs share its memory
+            known = ["-" for _ in parts]
+            rows.append([name, "host", *known, show_bytes(together), _show_taken(taken[memory_file.HOST])])
     return _Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
 
 

@@ -87,11 +87,10 @@ class Trainer:
         strategies.prepare_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
-        is_scaled = loss_scale.needs_loss_scale(config.precision)
-        decay, virtual_replicas = config.average_decay, config.virtual_replicas
+        scaled = loss_scale.needs_loss_scale(config.precision)
+        make_spec, virtual = with_recomputation(model_fn, config.recompute), config.virtual_replicas
         with loss_scale.policy(config.precision):
-            model_fn = with_recomputation(model_fn, config.recompute)
-            self.state = TrainState.make(model_fn, self.strategy, decay, virtual_replicas, is_loss_scaled=is_scaled)
+            self.state = TrainState.make(make_spec, self.strategy, config.average_decay, virtual, is_loss_scaled=scaled)
         self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)

@@ -372,7 +372,9 @@ def test_the_memory_that_was_expected_on_each_device_stands_beside_what_a_run_to
     held = {"weights": 4 * 10**6, "activations": 138 * 10**6}
     on_cpus = memory_file.Memory({"CPU:0": held, "CPU:1": {"weights": 2 * 10**6}}, {"host": 150 * 10**6})
     memory_file.write(str(sweep / "a"), on_cpus)
-    memory_file.write(str(sweep / "b"), memory_file.Memory({"GPU:0": held}, {"GPU:0": 200 * 10**6}))
+    memory_file.write(str(sweep / "b"), memory_file.Memory({"CPU:0": held}, {"host": 200 * 10**6}))
+    write_run(sweep / "c", [], {})
+    memory_file.write(str(sweep / "c"), memory_file.Memory({"GPU:0": held}, {"GPU:0": 300 * 10**6}))
     assert report.main([str(sweep)]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if "together" in line)
@@ -381,6 +383,7 @@ def test_the_memory_that_was_expected_on_each_device_stands_beside_what_a_run_to
         ["run", "device", "weights", "activations", "together", "taken"],
         ["a", "CPU:0", "4 MB", "138 MB", "142 MB", "-"],
         ["a", "CPU:1", "2 MB", "-", "2 MB", "-"],
-        ["b", "GPU:0", "4 MB", "138 MB", "142 MB", "200 MB"],
         ["a", "host", "-", "-", "144 MB", "150 MB"],
+        ["b", "CPU:0", "4 MB", "138 MB", "142 MB", "200 MB"],
+        ["c", "GPU:0", "4 MB", "138 MB", "142 MB", "300 MB"],
     ]

@@ -50,4 +50,4 @@ class MemoryUse(Action):
         gpus = [device for device in devices if not device.startswith("CPU")]
         if gpus:
             return {device: int(1e9 * memory.device_peak_gb(device)) for device in gpus}
-        return {"host": int(1e9 * (memory.peaks()["host_memory_gb"] - self._before_gb))}
+        return {memory_file.HOST: int(1e9 * (memory.peaks()["host_memory_gb"] - self._before_gb))}

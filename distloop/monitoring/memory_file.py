@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from distloop import atomic_files
 
 FILE = "memory.json"
+# What devices hold, in the order in which it is shown.
+PARTS = ("weights", "embedding tables", "optimizer slots", "averages of weights", "batch", "activations", "gradients")
+HOST = "host"  # stands for all virtual CPUs, which share the memory of a process
 
 
 class Memory(NamedTuple):
