@@ -9,14 +9,14 @@ from distloop.monitoring import memory, memory_file
 
 
 class MemoryUse(Action):
-    """Writes `memory.json` at the first log and at the end; it measures nothing at other logs.
+    """Writes `memory.json` before the first step, and once more when `fit` ends; at boundaries it does nothing.
 
     What `--memory` estimated in the same workdir, such as the activations, stays in it.
     """
 
-    every = None
+    every = 0
     phase = "logging"
-    only_writes = True
+    chief_only = True
 
     def __init__(self, workdir: str, hold: Callable[[Any], Mapping[str, Mapping[str, int]]]):
         """Stores what to measure.
@@ -27,27 +27,36 @@ class MemoryUse(Action):
         """
         self._workdir = workdir
         self._hold = hold
-        self._before_gb = memory.peaks()["host_memory_gb"]
-        self._was_called = False
+        self._gb_before = 0.0
 
-    def __call__(self, report: Report) -> dict[str, float]:
-        """Returns no metrics."""
-        if not self._was_called or report.step >= report.until:
-            self._was_called = True
-            earlier = memory_file.read(self._workdir)
-            estimated = {} if earlier is None else earlier.devices
-            devices = {
-                device: {**estimated.get(device, {}), **parts} for device, parts in self._hold(report.state).items()
-            }
-            try:
-                memory_file.write(self._workdir, memory_file.Memory(devices, self._taken(list(devices))))
-            except OSError as error:
-                log.warning("The report will lack the memory of this run: %s.", error.strerror or error)
-        return {}
+    def __call__(self, report: Report) -> None:
+        """Does nothing."""
 
-    def _taken(self, devices: list[str]) -> dict[str, int]:
-        """Returns the peak bytes of each GPU; on CPUs those by which the process grew, under "host"."""
-        gpus = [device for device in devices if not device.startswith("CPU")]
-        if gpus:
-            return {device: int(1e9 * memory.device_peak_gb(device)) for device in gpus}
-        return {memory_file.HOST: int(1e9 * (memory.peaks()["host_memory_gb"] - self._before_gb))}
+    def on_start(self, report: Report) -> None:
+        """Writes what is held."""
+        self._gb_before = memory.peaks()["host_memory_gb"]
+        self._write(self._held(report), {})
+
+    def on_end(self, report: Report) -> None:
+        """Writes what is held and was taken: the peak of each GPU, or on CPUs how much the process has grown."""
+        held = self._held(report)
+        gpus = [device for device in held if not device.startswith("CPU")]
+        taken = {device: memory.device_peak_gb(device) for device in gpus}
+        if not gpus:
+            taken = {memory_file.HOST: memory.peaks()["host_memory_gb"] - self._gb_before}
+        self._write(held, {device: int(1e9 * gigabytes) for device, gigabytes in taken.items()})
+
+    def _held(self, report: Report) -> dict[str, dict[str, int]]:
+        """Returns the bytes by device and part, estimated ones included."""
+        earlier = memory_file.read(self._workdir)
+        held = {}
+        for device, parts in self._hold(report.state).items():
+            known = earlier.devices.get(device, {}) if earlier is not None else {}
+            held[device] = {**parts, **{part: known[part] for part in memory_file.ESTIMATED if part in known}}
+        return held
+
+    def _write(self, held: dict[str, dict[str, int]], taken: dict[str, int]) -> None:
+        try:
+            memory_file.write(self._workdir, memory_file.Memory(held, taken))
+        except OSError as error:
+            log.warning("The report will lack the memory of this run: %s.", error.strerror or error)

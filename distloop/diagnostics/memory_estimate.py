@@ -31,7 +31,6 @@ from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.virtual_replicas import side_by_side
 
-_BATCH, _ACTIVATIONS, _GRADIENTS = "batch", "activations", "gradients"
 _NAMED_BYTES = 10**6  # the least size of an embedding table that is named
 _MAX_NAMES = 5
 
@@ -147,7 +146,7 @@ def _estimate(trainer: Trainable, data: FitData) -> MemoryEstimate:
     first = microbatches = min(settings.first_microbatches, count)
     while True:
         batch, peak = _bytes_of(rows), _peak(state, rows, microbatches)
-        needed = {_BATCH: batch, _ACTIVATIONS: peak.activations, _GRADIENTS: peak.gradients}
+        needed = dict(zip(memory_file.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
         devices = {device: parts | needed for device, parts in held.items()}
         most = max(devices.values(), key=lambda parts: sum(parts.values()))
         estimate = MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from distloop import atomic_files
 
 FILE = "memory.json"
-# What devices hold, in the order in which it is shown.
-PARTS = ("weights", "embedding tables", "optimizer slots", "averages of weights", "batch", "activations", "gradients")
+# What devices hold, in the order in which it is shown: from step to step; what a step needs besides, as estimated.
+HELD = ("weights", "embedding tables", "optimizer slots", "averages of weights")
+ESTIMATED = ("batch", "activations", "gradients")
+PARTS = (*HELD, *ESTIMATED)
 HOST = "host"  # stands for all virtual CPUs, which share the memory of a process
 
 

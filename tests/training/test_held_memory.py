@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 import distloop
+from distloop.monitoring import memory_file
 from distloop.training import held_memory
 from distloop.training.state import TrainState
 
@@ -21,6 +22,7 @@ def make_state(average_decay=0.0):
 
 def test_weights_tables_slots_and_averages_are_told_apart():
     (held,) = held_memory.held_by_device(make_state(0.9)).values()
+    assert set(held) == set(memory_file.HELD)
     dense, table = 4 * (4 * 3 + 3), 4 * 1000 * 4
     assert held.pop("optimizer slots") >= dense + table  # and the rate and the count of steps
     assert held == {"weights": dense, "embedding tables": table, "averages of weights": dense + table}
