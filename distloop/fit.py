@@ -167,7 +167,8 @@ class Fit:
             return self._say_why_over()
         self._announce()
         self._prepare()
-        with started(self.actions, self._report, is_chief=self._is_chief):
+        notes = [MemoryUse(self.config.workdir, held_by_device)] if self.config.workdir else []
+        with started([*notes, *self.actions], self._report, is_chief=self._is_chief):
             while True:
                 try:
                     self._train()
@@ -252,7 +253,6 @@ class Fit:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
         actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile)]
-        actions += [MemoryUse(self.config.workdir, held_by_device)] if self.config.workdir else []
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if self.actions and workers.num_workers(self.state.strategy) > 1:

@@ -9,7 +9,7 @@ from distloop.monitoring import memory, memory_file
 
 
 class MemoryUse(Action):
-    """Writes `memory.json` before the first step, and once more when `fit` ends; at boundaries it does nothing.
+    """Writes `memory.json` before the first step, and once more when `fit` ends; it is called at no boundary.
 
     What `--memory` estimated in the same workdir, such as the activations, stays in it.
     """

@@ -7,10 +7,8 @@ from distloop.monitoring import memory, memory_file
 
 def test_what_is_held_is_noted_before_the_first_step_and_what_was_taken_at_the_end(tmp_path, monkeypatch):
     workdir, held = str(tmp_path), {"GPU:0": {"weights": 5}}
-    estimated = {
-        "GPU:0": {"weights": 4, "averages of weights": 4, "activations": 3},
-        "GPU:1": {"weights": 4},
-    }  # an average, and on more devices
+    of_device = {"weights": 4, "averages of weights": 4, "activations": 3}
+    estimated = {"GPU:0": of_device, "GPU:1": of_device}  # with other settings
     memory_file.write(workdir, memory_file.Memory(estimated, {"GPU:0": 6}))
     monkeypatch.setattr(memory, "device_peak_gb", lambda device: 3.0)
     note, report = MemoryUse(workdir, lambda state: held), Report(10, 30, {}, None)
