@@ -50,6 +50,7 @@ def graphs_as_written():
     optimize_graphs()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_as_written")
 def test_a_run_has_the_same_bits_and_its_checkpoints_go_on_without_recomputation(tmp_path, capsys):
     settings = {"virtual_replicas": 2, "microbatches": 2, "precision": "mixed_float16"}
@@ -60,6 +61,7 @@ def test_a_run_has_the_same_bits_and_its_checkpoints_go_on_without_recomputation
     assert "recompute" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "settings"), [(1, {"microbatches": 2}), (2, {"norm": {"synchronized": True}})])
 def test_weights_and_statistics_are_the_same(replicas, settings):
     found, expected = (trained(replicas, 1, recompute=pattern, **settings) for pattern in ("block", ""))

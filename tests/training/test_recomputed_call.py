@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from distloop.diagnostics.live_memory import peak_of
@@ -102,6 +103,7 @@ def make_reader():
     return model, loss_fn, tf.constant(ids)
 
 
+@pytest.mark.slow
 def test_gradients_masks_statistics_and_losses_of_layers_are_those_of_kept_activations():
     model, loss_fn, rows = make_reader()
     gradients, _ = assert_same(model, loss_fn, rows, "attend|score|read|embed|inner")  # a score is within attend
@@ -132,6 +134,7 @@ def test_the_second_call_sees_the_state_that_the_first_one_saw():
     assert_same([block, dense], loss_fn, tf.random.normal([6, 4], seed=1), "block")
 
 
+@pytest.mark.slow
 def test_activations_take_less_memory_and_nothing_is_taken_from_the_first_pass():
     model = make_chain(width=16, blocks=5)
     loss_fn = lambda rows, training: tf.reduce_sum(model(rows, training=training) ** 2)  # noqa: E731
@@ -142,6 +145,7 @@ def test_activations_take_less_memory_and_nothing_is_taken_from_the_first_pass()
     assert recomputed < 0.5 * kept
 
 
+@pytest.mark.slow
 def test_xla_computes_the_same():
     model = make_chain(blocks=1)
     loss_fn = lambda rows, training: tf.reduce_mean(model(rows, training=training) ** 2)  # noqa: E731
