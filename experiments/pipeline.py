@@ -3,8 +3,8 @@
     python -m experiments.pipeline --num_stages=4 --microbatches=4 --device=cpu --width=64 --context=64 --steps=200
 
 Four stages reach the same loss as one device (`--num_stages=1 --microbatches=1 --num_devices=1`): 2.523172, mean of the
-last 50 steps, and 3.520 test bits per byte (4 virtual CPUs on 2 cores). With `--recompute`, stages keep no activations
-for the backward pass.
+last 50 steps, and 3.520 test bits per byte (4 virtual CPUs on 2 cores). With `--recompute_stages`, stages keep no
+activations for the backward pass.
 """
 
 import keras
@@ -15,7 +15,7 @@ import distloop
 from experiments import datasets, language_model
 
 distloop.define_flags(steps=300, batch_size=16, log_every=50, clip_norm=1.0, num_stages=2, microbatches=4)
-RECOMPUTE = flags.DEFINE_bool("recompute", False, "Recompute activations in the backward pass, to save memory.")
+RECOMPUTE = flags.DEFINE_bool("recompute_stages", False, "Recompute activations in the backward pass, to save memory.")
 
 
 def model_fn():
