@@ -132,9 +132,8 @@ class Config:
     clip_value: float = setting(
         OPTIMIZATION, 0.0, "Clip each element of the gradients to this absolute value, instead of clip_norm; 0: none."
     )
-    average_decay: float = setting(
-        OPTIMIZATION, 0.0, "Decay per step of the moving average of the weights; 0: no average.", below=1
-    )
+    average_decay: float = setting(OPTIMIZATION, 0.0, "Decay per step of the weights' average; 0: no average.", below=1)
+    shard_optimizer: bool = setting(OPTIMIZATION, False, "Store optimizer slots and averages on one device each.")
 
     precision: str = setting(
         NUMERICS,

@@ -127,6 +127,11 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "out.",
     ),
     (
+        lambda config: config.num_stages > 1 and config.shard_optimizer,
+        "shard_optimizer=True and num_stages={config.num_stages} were given; the slots of a stage are on its device "
+        "alone already: leave shard_optimizer out.",
+    ),
+    (
         lambda config: config.virtual_replicas.bit_count() > 1,
         "virtual_replicas={config.virtual_replicas} was given; its sums are added in pairs, so it is a power of two: "
         "give 2, 4, 8 and so on.",

@@ -87,10 +87,7 @@ class Trainer:
         strategies.prepare_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
-        scaled = loss_scale.needs_loss_scale(config.precision)
-        make_spec, virtual = with_recomputation(model_fn, config.recompute), config.virtual_replicas
-        with loss_scale.policy(config.precision):
-            self.state = TrainState.make(make_spec, self.strategy, config.average_decay, virtual, is_loss_scaled=scaled)
+        self.state = _make_state(model_fn, self.strategy, config)
         self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
@@ -376,3 +373,16 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.workers.is_chief and self.config.console != "quiet":
             say(text)
+
+
+def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:
+    """Returns the state of a run, made under its precision."""
+    with loss_scale.policy(config.precision):
+        return TrainState.make(
+            with_recomputation(model_fn, config.recompute),
+            strategy,
+            config.average_decay,
+            config.virtual_replicas,
+            is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
+            shard_optimizer=config.shard_optimizer,
+        )

@@ -30,6 +30,7 @@ OTHER_VALUES = {
     "recompute": "block_[0-9]+",
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
+    "shard_optimizer": True,
     "on_nonfinite": "skip",
     "unread_entries": "warn",
     "executor": "serial",

@@ -13,7 +13,7 @@ MAX_GUIDE_LINES = 150
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
 EXCEPTIONS = {
-    "trainer.py: class Trainer": 322,  # the verbs of a user, half of it their docstrings
+    "trainer.py: class Trainer": 319,  # the verbs of a user, half of it their docstrings
 }
 
 

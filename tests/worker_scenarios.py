@@ -43,6 +43,16 @@ def replicas(make, workdir):
     return weights(trainer) | averages | numbers(metrics)
 
 
+def sharded(make, workdir):
+    """Slots and averages on one device of each worker; in one process of one device, on that."""
+    trainer = make(classifier(l2=0.1), clip_norm=0.1, average_decay=0.9, shard_optimizer=True)
+    assert (trainer.state.sharding is None) == (workers.num_workers(trainer.strategy) == 1)
+    trainer.fit(batches(), steps=6)
+    with trainer.state.averaged():
+        averages = {f"average/{path}": value for path, value in weights(trainer).items()}
+    return weights(trainer) | averages
+
+
 def synchronized_norm(make, workdir):
     # The serial executor, the default in one process, fuses operations differently: a difference of 1.5e-6 here.
     trainer = make(classifier(batch_norm="synchronized"), executor="parallel")
@@ -428,6 +438,7 @@ SCENARIOS = [
     exchange,
     differences,
     replicas,
+    sharded,
     synchronized_norm,
     two_updates,
     tables,

@@ -52,18 +52,20 @@ class WeightHistograms(Action):
             self._previous = {update: [w.numpy() for w in weights] for update, weights in self._weights().items()}
 
     def allocate(self, update: str, packing: Packing) -> None:
-        """Creates the variables for an update's gradients, on the device of its weights.
+        """Creates the variables for an update's gradients, on the device of its weights, or where each is used.
 
         Args:
             update: the update's name.
             packing: the layout of its gradients.
         """
         self._packings[update] = packing
-        with tf.device(tf.identity(tensorflow_variable(self._variables[update][0])).device):
-            zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(packing.shapes, packing.dtypes, strict=True)]
-            self._gradients[update] = [
-                tf.Variable(value, trainable=False, shape=tf.TensorShape(None)) for value in [*zeros, tf.zeros([])]
-            ]
+        first = tf.identity(tensorflow_variable(self._variables[update][0])).device
+        self._gradients[update] = []
+        segments = zip([*packing.shapes, ()], [*packing.dtypes, tf.float32], [*packing.devices, ""], strict=True)
+        for shape, dtype, device in segments:
+            with tf.device(device or first):
+                zeros = tf.zeros(shape, dtype)
+                self._gradients[update].append(tf.Variable(zeros, trainable=False, shape=tf.TensorShape(None)))
 
     def record(self, update: str, segments: Sequence[Segment], scale: tf.Tensor) -> None:
         """Stores the gradients of a step. Call in a `tf.function`, outside `strategy.run`.

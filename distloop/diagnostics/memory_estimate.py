@@ -178,8 +178,9 @@ def _peak(state: TrainState, rows: Any, microbatches: int) -> Peak:
 def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: int) -> Peak:
     """Returns the peak of an update on a replica; the gradients of all parameters count at least twice.
 
-    They are there as sums of replicas, and scaled for the optimizer; with several microbatches once more, and with
-    virtual replicas as the sums of their tree. A table's gradient stays the rows of the batch where the step keeps it.
+    They are there as sums of replicas, and scaled for the optimizer, which has a part of them if updates are sharded;
+    with several microbatches once more, and with virtual replicas as the sums of their tree. A table's gradient stays
+    the rows of the batch where the step keeps it.
     """
     count = int(shards.batch_size(rows))
     part = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.turns))], rows)
@@ -196,6 +197,8 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
         return segments, others
 
     peak = peak_of(compiled(trace, part).graph)
+    if update_pass.is_summed_apart and state.sharding is not None:
+        sizes[1] //= len(state.sharding.devices)
     held = max(microbatches > 1, state.turns.bit_length() - 1)
     at_once = min(side_by_side(state.strategy), state.turns * microbatches) if state.virtual_replicas else 1
     peak = peak._replace(activations=at_once * peak.activations, gradients=peak.gradients + held * sizes[0])

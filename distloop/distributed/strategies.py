@@ -115,6 +115,27 @@ def virtual_replicas_each(strategy: tf.distribute.Strategy, count: int) -> int:
     return each
 
 
+def can_shard(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a worker has several replicas, to share out an optimizer's slots to.
+
+    Raises:
+        ValueError: if there are several replicas, and distloop cannot do so.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return False
+    if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)):
+        raise ValueError(
+            f"shard_optimizer=True was given with a {type(strategy).__name__}; slots are shared out to the devices of "
+            "a MirroredStrategy: use strategy=mirrored, or leave shard_optimizer out."
+        )
+    if workers.num_local_replicas(strategy) == 1:
+        raise ValueError(
+            f"shard_optimizer=True was given on {describe(strategy)}; slots are shared out to the devices of a worker: "
+            "give each worker several devices, or leave shard_optimizer out."
+        )
+    return True
+
+
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Returns the number of replicas and their devices, as in `2 replicas (CPU:0, CPU:1)`."""
     count, num_workers = strategy.num_replicas_in_sync, workers.num_workers(strategy)

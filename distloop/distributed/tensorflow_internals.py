@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_lib
 from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
-from tensorflow.python.ops import custom_gradient
+from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
 
 def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
@@ -134,3 +134,23 @@ def all_reduce_without_graph_walks() -> Iterator[None]:
         yield
     finally:
         custom_gradient._get_dependent_variables = original
+
+
+@contextlib.contextmanager
+def outside_strategies() -> Iterator[None]:
+    """Enters a scope without a strategy, inside that of one: variables made in it are on one device, and not mirrored.
+
+    TensorFlow refuses to nest the default strategy's scope, and each strategy makes the variables of its own.
+    """
+
+    def create(next_creator: Any, *, colocate_with: Any = None, **settings: Any) -> tf.Variable:
+        settings = {name: value for name, value in settings.items() if name != "use_resource"}
+        with contextlib.nullcontext() if colocate_with is None else tf.device(colocate_with.device):
+            return resource_variable_ops.ResourceVariable(**settings)
+
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        with tf.variable_creator_scope(create):
+            yield
+    finally:
+        distribute_lib._pop_per_thread_mode()

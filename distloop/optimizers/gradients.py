@@ -14,13 +14,14 @@ A segment is a flat vector, or the rows of a large table that a sparse gradient 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from distloop.optimizers import sparse_gradients
+from distloop.optimizers.parts import Part
 from distloop.optimizers.sparse_gradients import Rows, Segment, map_values, values_of
 
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
@@ -28,6 +29,14 @@ LARGEST_PACKED_BYTES = 256 * 1024
 
 Reduce = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 Gather = Callable[[Rows], Rows]
+
+
+class _Piece(NamedTuple):
+    """Some elements of a flat gradient: all of them, or those of a part that one device updates."""
+
+    variable: int  # position
+    start: int
+    size: int
 
 
 class Packing:
@@ -38,55 +47,82 @@ class Packing:
 
     Attributes:
         dtypes: of each segment.
+        devices: on which each segment is updated; empty if no device is prescribed.
         sparse: the segments that were `Rows` when a loop over microbatches was traced last.
     """
 
-    def __init__(self, variables: Sequence[Any], devices: Sequence[str] | None = None, *, keeps_sparse: bool = False):
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        devices: Sequence[str] | None = None,
+        parts: Sequence[Sequence[Part]] | None = None,
+        *,
+        keeps_sparse: bool = False,
+    ):
         """Plans the layout.
 
         Args:
             variables: with static shapes.
             devices: the device of each variable's gradient, on which it is packed and unpacked; None: no device is
                 prescribed.
-            keeps_sparse: whether large sparse gradients stay sparse.
+            parts: of each variable, in order; parts of different devices are in different segments. None: each is one.
+            keeps_sparse: whether large sparse gradients stay sparse, those of variables in one part.
         """
         self._shapes = [tuple(v.shape) for v in variables]
-        self._groups: list[list[int]] = []  # positions of the gradients in each segment
-        devices = devices or [""] * len(variables)
+        self._pieces: list[_Piece] = []
+        self._groups: list[list[int]] = []  # positions of the pieces in each segment
         vectors: dict[tuple[tf.DType, str], list[int]] = {}
+        of_pieces: list[str] = []
+        self._of_variables = list(devices or [""] * len(variables))
         for i, variable in enumerate(variables):
             dtype = tf.as_dtype(variable.dtype)
-            if self._size(i) * dtype.size > LARGEST_PACKED_BYTES:
-                self._groups.append([i])
-            else:
-                vectors.setdefault((dtype, devices[i]), []).append(i)
+            slices = [(0, self._size(i), self._of_variables[i])]
+            if parts is not None:
+                slices = [(part.start, part.size, part.device) for part in parts[i]]
+            for start, size, device in slices:
+                number = len(self._pieces)
+                self._pieces.append(_Piece(i, start, size))
+                of_pieces.append(device)
+                if size * dtype.size > LARGEST_PACKED_BYTES:
+                    self._groups.append([number])
+                else:
+                    vectors.setdefault((dtype, device), []).append(number)
         self._groups.extend(vectors.values())
-        self._devices = [devices[group[0]] for group in self._groups]
+        self.devices = [of_pieces[group[0]] for group in self._groups]
+        self._devices = self.devices if parts is None else [""] * len(self._groups)  # on which replicas pack and add
         self._keeps_sparse = keeps_sparse
         self.sparse: set[int] = set()
-        self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
+        self.dtypes = [tf.as_dtype(variables[self._pieces[group[0]].variable].dtype) for group in self._groups]
 
     def _size(self, i: int) -> int:
         return int(tf.TensorShape(self._shapes[i]).num_elements())
 
+    def _sizes(self, group: Sequence[int]) -> list[int]:
+        return [self._pieces[number].size for number in group]
+
     @property
     def shapes(self) -> list[tf.TensorShape]:
         """The shape of each segment, as if all were dense."""
-        return [tf.TensorShape([sum(self._size(i) for i in group)]) for group in self._groups]
+        return [tf.TensorShape([sum(self._sizes(group))]) for group in self._groups]
 
     def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs one gradient a variable into segments; with `keeps_sparse=False`, into flat vectors alone."""
         segments: list[Segment] = []
         for group, device in zip(self._groups, self._devices, strict=True):
             with tf.device(device):
-                first = gradients[group[0]]
+                first = gradients[self._pieces[group[0]].variable]
                 if keeps_sparse and self._keeps_sparse and len(group) == 1 and isinstance(first, tf.IndexedSlices):
-                    segments.append(sparse_gradients.from_slices(first, self._shapes[group[0]]))
+                    segments.append(sparse_gradients.from_slices(first, self._shape(group)))
                     continue
-                # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
-                flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
+                flat = [self._take(gradients, self._pieces[number]) for number in group]
                 segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
         return segments
+
+    def _take(self, gradients: Sequence[Any], piece: _Piece) -> tf.Tensor:
+        # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
+        size = self._size(piece.variable)
+        flat = tf.reshape(tf.convert_to_tensor(gradients[piece.variable]), [size])
+        return flat if piece.size == size else tf.slice(flat, [piece.start], [piece.size])
 
     def unpack(
         self, segments: Sequence[Segment], scale: tf.Tensor | None = None, *, keeps_sparse: bool = False
@@ -98,24 +134,39 @@ class Packing:
             scale: a scalar; None: 1.
             keeps_sparse: whether sparse gradients are returned as `tf.IndexedSlices`.
         """
-        gradients: list[Any] = [None] * len(self._shapes)
-        for group, segment, device in zip(self._groups, segments, self._devices, strict=True):
+        of_variables: list[list[Any]] = [[] for _ in self._shapes]
+        for piece, gradient in zip(self._pieces, self.unpack_parts(segments, scale), strict=True):
+            of_variables[piece.variable].append(gradient)
+        gradients: list[Any] = []
+        for parts, shape, device in zip(of_variables, self._shapes, self._of_variables, strict=True):
+            with tf.device(device):
+                if keeps_sparse and isinstance(parts[0], Rows):
+                    gradients.append(sparse_gradients.to_slices(parts[0], shape))
+                    continue
+                flats = [sparse_gradients.to_dense(part, shape) if isinstance(part, Rows) else part for part in parts]
+                gradients.append(tf.reshape(tf.concat(flats, 0) if len(flats) > 1 else flats[0], shape))
+        return gradients
+
+    def unpack_parts(self, segments: Sequence[Segment], scale: tf.Tensor | None = None) -> list[Segment]:
+        """Returns the flat gradient of each part of each variable, times `scale` as in `scaled`."""
+        flats: list[Any] = [None] * len(self._pieces)
+        for group, segment, device in zip(self._groups, segments, self.devices, strict=True):
             with tf.device(device):
                 (segment,) = [segment] if scale is None else scaled([segment], scale)
-                if keeps_sparse and isinstance(segment, Rows):
-                    gradients[group[0]] = sparse_gradients.to_slices(segment, self._shapes[group[0]])
-                    continue
-                segment = self._dense(group, segment)
-                pieces = tf.split(segment, [self._size(i) for i in group]) if len(group) > 1 else [segment]
-                for i, piece in zip(group, pieces, strict=True):
-                    gradients[i] = tf.reshape(piece, self._shapes[i])
-        return gradients
+                pieces = tf.split(segment, self._sizes(group)) if len(group) > 1 else [segment]
+                for number, piece in zip(group, pieces, strict=True):
+                    flats[number] = piece
+        return flats
+
+    def _shape(self, group: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the variable that a segment begins with."""
+        return self._shapes[self._pieces[group[0]].variable]
 
     def _dense(self, group: Sequence[int], segment: Segment) -> tf.Tensor:
         """Returns a segment as a flat vector."""
         if not isinstance(segment, Rows):
             return segment
-        return tf.reshape(sparse_gradients.to_dense(segment, self._shapes[group[0]]), [self._size(group[0])])
+        return tf.reshape(sparse_gradients.to_dense(segment, self._shape(group)), self._sizes(group))
 
     def add(self, segments: Sequence[Segment], others: Sequence[Segment]) -> list[Segment]:
         """Returns the sums of two microbatches' segments."""
@@ -134,7 +185,7 @@ class Packing:
 
     def row_specs(self, segment: int) -> tuple[tf.TensorSpec, tf.TensorSpec]:
         """Returns what numbers and values of a sparse segment look like, given its index."""
-        width = sparse_gradients.row_size(self._shapes[self._groups[segment][0]])
+        width = sparse_gradients.row_size(self._shape(self._groups[segment]))
         return tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], self.dtypes[segment])
 
     def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -162,13 +213,13 @@ class Packing:
         """Returns the positions of the variables whose gradients are not finite."""
         positions, sizes = zip(*self._diagnosis_sizes(), strict=True)
         parts = np.split(diagnosis, np.cumsum(sizes)[:-1])
-        return sorted(i for i, part in zip(positions, parts, strict=True) if not np.isfinite(part).all())
+        return sorted({i for i, part in zip(positions, parts, strict=True) if not np.isfinite(part).all()})
 
     def _diagnosis_sizes(self) -> Iterator[tuple[int, int]]:
-        """Yields the position of each gradient and how many numbers of `diagnosis` are about it."""
+        """Yields the variable of each piece and how many numbers of `diagnosis` are about it."""
         for group in self._groups:
-            for i in group:
-                yield i, self._size(i) if len(group) > 1 else 1
+            for piece in (self._pieces[number] for number in group):
+                yield piece.variable, piece.size if len(group) > 1 else 1
 
     def all_reduce(
         self,
@@ -293,25 +344,32 @@ class Clipping:
         if self.norm:
             return list(segments), scale * (self.norm / tf.maximum(norm, self.norm)), norm > self.norm
         if self.value:
-            sizes = [tf.reduce_max(tf.abs(values_of(segment))) for segment in scaled(segments, scale)]
-            clipped = [map_values(self._clip_values, segment) for segment in scaled(segments, scale)]
-            is_clipped = tf.reduce_any([tf.cast(size, tf.float32) > self.value for size in sizes])
-        elif self.variable_norm:
+            pairs = [self._clip_values(segment, scale, finite) for segment in segments]
+            are_clipped = [size > self.value for _, size in pairs]
+            return [segment for segment, _ in pairs], tf.ones_like(scale), tf.reduce_any(are_clipped)
+        if self.variable_norm:
             parts = packing.unpack(segments, scale, keeps_sparse=True)
             norms = [tf.norm(tf.cast(values_of(part), tf.float32)) for part in parts]
             factors = [self.variable_norm / tf.maximum(size, self.variable_norm) for size in norms]
             clipped = packing.pack([_times(part, factor) for part, factor in zip(parts, factors, strict=True)])
-            is_clipped = tf.reduce_any([size > self.variable_norm for size in norms])
-        else:
-            return list(segments), scale, tf.constant(False)
-        kept = [
-            map_values(lambda new, old: tf.where(finite, new, old), *pair)
-            for pair in zip(clipped, segments, strict=True)
-        ]
-        return kept, tf.ones_like(scale), is_clipped
+            kept = [
+                map_values(lambda new, old: tf.where(finite, new, old), *pair)
+                for pair in zip(clipped, segments, strict=True)
+            ]
+            return kept, tf.ones_like(scale), tf.reduce_any([size > self.variable_norm for size in norms])
+        return list(segments), scale, tf.constant(False)
 
-    def _clip_values(self, values: tf.Tensor) -> tf.Tensor:
-        return tf.clip_by_value(values, *tf.unstack(tf.cast([-self.value, self.value], values.dtype)))
+    def _clip_values(self, segment: Segment, scale: tf.Tensor, finite: tf.Tensor) -> tuple[Segment, tf.Tensor]:
+        """Returns a segment, scaled and clipped where it is, if it is finite; and its largest absolute value before."""
+        with tf.device(values_of(segment).device):
+            (whole,) = scaled([segment], scale)
+
+            def clip(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+                limits = tf.unstack(tf.cast([-self.value, self.value], new.dtype))
+                return tf.where(finite, tf.clip_by_value(new, *limits), old)
+
+            largest = tf.reduce_max(tf.abs(values_of(whole)))
+            return map_values(clip, whole, segment), tf.cast(largest, tf.float32)
 
 
 def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:

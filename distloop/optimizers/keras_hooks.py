@@ -4,9 +4,10 @@
     fuse_large_updates(optimizer)                           # one operation for Adam's update of a large variable
     scale_learning_rates(optimizer, [(kernel, 0.1)])        # a tenth of the learning rate for one variable
     update_on_variable_devices(optimizer)                   # a pipeline's variables are on several devices
+    update_in_place_of(optimizer, [(part, kernel)])         # before the build: parts stand in for the model's variables
 
 Every private method of Keras that distloop relies on is named here. Each function changes one optimizer object; call
-them in the order above, after `optimizer.build`. This module does not know where gradients come from.
+them in the order above, after `optimizer.build` unless it says otherwise. It does not know where gradients come from.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def skip_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._all_reduce_sum_gradients = list
 
 
-def fuse_large_updates(optimizer: keras.optimizers.Optimizer) -> None:
+def fuse_large_updates(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[Any, int]] = ()) -> None:
     """Replaces the update of each large variable in Adam and AdamW by one operation, TensorFlow's own.
 
     Keras takes about fifteen operations, and each reads or writes all of the variable's memory. Both follow Kingma & Ba
@@ -48,15 +49,18 @@ def fuse_large_updates(optimizer: keras.optimizers.Optimizer) -> None:
 
     Args:
         optimizer: a plain Keras optimizer. Adam with `amsgrad` and all other classes stay as they are.
+        sizes: pairs of a variable and the elements that decide, where it is a part of a larger one.
     """
     if type(optimizer) not in (keras.optimizers.Adam, keras.optimizers.AdamW, LazyAdam, LazyAdamW) or optimizer.amsgrad:
         return
     update_step = optimizer.update_step
+    elements = {optimizer._var_key(variable): size for variable, size in sizes}
 
     def update_fused(gradient: Any, variable: Any, learning_rate: Any) -> None:
         plain = tensorflow_variable(variable)
         dtype = plain.dtype
-        if not isinstance(gradient, tf.Tensor) or plain.shape.num_elements() * dtype.size < MIN_FUSED_BYTES:
+        size = elements.get(optimizer._var_key(variable), plain.shape.num_elements()) * dtype.size
+        if not isinstance(gradient, tf.Tensor) or size < MIN_FUSED_BYTES:
             update_step(gradient, variable, learning_rate)
             return
         slot = optimizer._get_variable_index(variable)
@@ -121,3 +125,26 @@ def update_on_variable_devices(optimizer: keras.optimizers.Optimizer) -> None:
                 decay([variable])
 
     optimizer.update_step, optimizer._apply_weight_decay = update_on_device, decay_on_devices
+
+
+def keras_variable(stored: tf.Variable, name: str, path: str) -> keras.Variable:
+    """Returns a Keras variable around one of TensorFlow, with its memory; Keras names slots after the path."""
+    made = keras.Variable(0, dtype=stored.dtype.name, name=name)
+    made._value, made._shape, made._ndim, made._path = stored, tuple(stored.shape), len(stored.shape), path
+    return made
+
+
+def update_in_place_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Lets variables decay as those of the model do that they are parts of.
+
+    Args:
+        optimizer: a plain Keras optimizer that is not built yet, and gets the parts when it is.
+        pairs: pairs of a part and the model's variable.
+    """
+    use_weight_decay = optimizer._use_weight_decay
+    by_key = {optimizer._var_key(part): tensorflow_variable(variable) for part, variable in pairs}
+
+    def use_for_part(variable: Any) -> Any:
+        return use_weight_decay(by_key.get(optimizer._var_key(variable), variable))
+
+    optimizer._use_weight_decay = use_for_part

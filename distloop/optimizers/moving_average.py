@@ -7,12 +7,26 @@ It does not know evaluations. The warm-up of the decay is that of `tf.train.Expo
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function
+from distloop.optimizers.parts import Part
 from distloop.variables import tensorflow_variable
+
+
+class Sharding(Protocol):
+    """What `distributed.sharding.Sharding` offers here."""
+
+    def parts(self, variables: Sequence[Any]) -> list[Part]:
+        """Returns the parts of variables."""
+
+    def join(self, name: str, variable: Any, stored: Sequence[Any]) -> Any:
+        """Returns what is stored for the parts of a variable as one."""
+
+    def send(self, variable: Any, stored: Sequence[tf.Variable]) -> None:
+        """Assigns values that are stored in parts to a variable on all replicas."""
 
 
 class MovingAverage(tf.Module):
@@ -44,9 +58,14 @@ class MovingAverage(tf.Module):
         self._swap = swap
 
     @property
-    def variables(self) -> tuple[tf.Variable, ...]:
+    def variables(self) -> tuple[Any, ...]:
         """The averages, in the order of their variables."""
         return tuple(self._averaged[id(v)] for v in self._variables)
+
+    @property
+    def stored(self) -> Sequence[tf.Variable]:
+        """The variables that hold the averages."""
+        return self.variables
 
     def start(self) -> None:
         """Sets the averages to the variables' values; in cross-replica context."""
@@ -54,7 +73,7 @@ class MovingAverage(tf.Module):
             average.assign(tf.convert_to_tensor(variable))
 
     @property
-    def pairs(self) -> list[tuple[Any, tf.Variable]]:
+    def pairs(self) -> list[tuple[Any, Any]]:
         """Each variable with its average."""
         return list(zip(self._variables, self.variables, strict=True))
 
@@ -65,12 +84,15 @@ class MovingAverage(tf.Module):
             variables: the variables that the update trains.
             applied_steps: t, a scalar: the number of updates applied to them, including this one.
         """
-        t = tf.cast(applied_steps, tf.float32)
-        rate = 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
+        rate = self._rate(applied_steps)
         for variable in variables:
             average = self._averaged[id(variable)]
             with tf.device(average.device):
                 average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
+
+    def _rate(self, applied_steps: tf.Tensor) -> tf.Tensor:
+        t = tf.cast(applied_steps, tf.float32)
+        return 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -80,3 +102,51 @@ class MovingAverage(tf.Module):
             yield
         finally:
             self._swap()
+
+
+class ShardedAverage(MovingAverage):
+    """Moving averages that are stored in parts, each on the device that updates that part of the weights."""
+
+    def __init__(self, variables: Sequence[Any], decay: float, sharding: Sharding):
+        """Creates the averages with the variables' values; outside of strategies, as each is on one device.
+
+        Args:
+            variables: the variables to average.
+            decay: d, in (0, 1).
+            sharding: knows their parts.
+        """
+        tf.Module.__init__(self, name="average")
+        self.decay = decay
+        self._variables = list(variables)
+        self._sharding = sharding
+        self._stored: dict[int, list[tuple[Part, tf.Variable]]] = {}
+        self._averaged = {}
+        for variable in self._variables:
+            stored = self._stored[id(variable)] = []
+            for part in sharding.parts([variable]):
+                with tf.device(part.device):
+                    stored.append((part, tf.Variable(tf.identity(part.value()), trainable=False)))
+            self._averaged[id(variable)] = sharding.join("average", variable, [average for _, average in stored])
+
+        @graph_function
+        def swap() -> None:
+            for variable in self._variables:
+                stored = self._stored[id(variable)]
+                weights = [tf.identity(part.value()) for part, _ in stored]
+                sharding.send(variable, [average for _, average in stored])
+                for (_, average), weight in zip(stored, weights, strict=True):
+                    average.assign(weight)
+
+        self._swap = swap
+
+    @property
+    def stored(self) -> list[tf.Variable]:
+        """The variables that hold the averages, on the device of each part."""
+        return [average for stored in self._stored.values() for _, average in stored]
+
+    def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
+        """Moves the averages of some of the variables; outside of replicas, after an update was applied."""
+        rate = self._rate(applied_steps)
+        for part, average in (pair for variable in variables for pair in self._stored[id(variable)]):
+            with tf.device(part.device):
+                average.assign_add(tf.cast(rate, average.dtype) * (part.value() - average))

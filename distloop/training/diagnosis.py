@@ -6,7 +6,6 @@
 It changes no variable: if it runs the step again, it restores everything.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.operations import outermost
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
-from distloop.training import metrics, nonfinite, variable_writes
+from distloop.training import metrics, nonfinite
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
@@ -195,10 +194,10 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
     changed = list({id(v): v for v in variables}.values())
 
     def read() -> Any:
-        return strategy.run(functools.partial(variable_writes.read, changed))
+        return train_step.application.read_all(changed)
 
     def write(values: Any) -> None:
-        strategy.run(functools.partial(variable_writes.assign, changed), args=(values,))
+        train_step.application.assign_all(changed, values)
 
     read, write = (graph_function(fn) for fn in (read, write))
     first = read()

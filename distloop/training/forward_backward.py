@@ -54,6 +54,7 @@ class ForwardBackward:
         writable: the variables that the forward pass may write.
         written_values: what becomes of the values that the forward pass writes.
         packing: the layout of their gradients.
+        is_summed_apart: whether the step sums gradients where they are used, after the pass of all replicas.
         reduce: sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         tables: what becomes of sparse gradients.
@@ -74,8 +75,8 @@ class ForwardBackward:
         self.overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
-        devices = state.placement.gradient_devices(self.variables)
-        self.packing = Packing(self.variables, devices, keeps_sparse=devices is None)
+        self.is_summed_apart = _is_summed_apart(state, update)
+        self.packing = _make_packing(state, self.variables, is_in_parts=self.is_summed_apart)
         self.tables = Tables(state, update, self.variables, self.packing)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
@@ -238,7 +239,7 @@ class ForwardBackward:
     def _pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
         filled = [
-            tf.zeros(v.shape, v.dtype) if g is None else self.tables.sized(g)
+            tf.zeros(v.shape, v.dtype) if g is None else self.tables.sized(g, v)
             for g, v in zip(gradients, self.variables, strict=True)
         ]
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)
@@ -286,6 +287,19 @@ class ForwardBackward:
         are_written = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
         self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
         return self.trace.written
+
+
+def _is_summed_apart(state: TrainState, update: Update) -> bool:
+    """Returns whether each part of the gradients is needed on one device alone."""
+    is_whole = state.virtual_replicas or update.gradient_fn or update.step_fn
+    return state.sharding is not None and state.sharding.sums_apart and not is_whole
+
+
+def _make_packing(state: TrainState, variables: Sequence[Any], *, is_in_parts: bool) -> Packing:
+    """Returns the layout of the gradients of some variables."""
+    devices, sharding = state.placement.gradient_devices(variables), state.sharding
+    parts = [sharding.parts([v]) for v in variables] if sharding is not None and is_in_parts else None
+    return Packing(variables, devices, parts, keeps_sparse=devices is None and sharding is None)
 
 
 def _explain_merge_call(update: ForwardBackward) -> str:

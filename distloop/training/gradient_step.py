@@ -29,7 +29,7 @@ from distloop.training.forward_backward import ForwardBackward
 class Look(NamedTuple):
     """An update's gradients after the reduction; all but `before` and `after` is the same on every replica."""
 
-    segments: list[Segment]  # packed gradients
+    segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
     weight: tf.Tensor  # []: what divides them
     tallies: tf.Tensor  # [2 * m]: of all values; in another look, total and weight of the value looked at
     written: list[Any]  # the variables that the forward pass writes; the replicas' traces take turns
@@ -190,8 +190,11 @@ def _look(
 ) -> Look:
     """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
     local = update(batch, layout, factor, value, again_from=again_from)
-    segments, gather = update.tables.gatherable(local.segments, batch, layout)
-    segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
+    if update.is_summed_apart:
+        segments, sums = local.segments, update.packing.all_reduce([], local.sums, update.reduce)[1]
+    else:
+        segments, gather = update.tables.gatherable(local.segments, batch, layout)
+        segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
     if "pulled_back" in sums:
         segments = update.packing.add(segments, sums["pulled_back"])
     tallies = sums["tallies"]

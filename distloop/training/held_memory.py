@@ -21,10 +21,11 @@ TABLES = "embedding tables"
 def held_by_device(state: TrainState) -> dict[str, dict[str, int]]:
     """Returns the bytes of this worker's variables by device, and by what they are; what takes none is left out."""
     tables = {id(tensorflow_variable(v)) for v in embedding_tables(state.model).values()}
+    copies = state.sharding.copies if state.sharding is not None else []
     parts: dict[str, Iterable[Any]] = {
-        "weights": [v for v in state.model_variables() if id(v) not in tables],
+        "weights": [*(v for v in state.model_variables() if id(v) not in tables), *copies],
         TABLES: [v for v in state.model_variables() if id(v) in tables],
-        "optimizer slots": [v for o in state.plain_optimizers.values() for v in o.variables],
+        "optimizer slots": state.slots,
         "averages of weights": state.average.variables if state.average is not None else [],
     }
     held: dict[str, dict[str, int]] = {}

@@ -15,13 +15,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.distributed import strategies
+from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
+from distloop.distributed.sharding import Sharding
 from distloop.errors import as_user_error
 from distloop.optimizers import keras_hooks, row_updates
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.optimizers.moving_average import MovingAverage
+from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
+from distloop.optimizers.parts import JoinedVariable
 from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
@@ -51,6 +53,7 @@ class TrainState(tf.Module):
         virtual_replicas: as `Config.virtual_replicas`.
         turns: how many of them each replica runs; 1 without them.
         placement: the devices of the model, if it is a pipeline.
+        sharding: the devices that update parts of the weights; None: every replica updates all.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
         plain_optimizers: by name of the update, the Keras optimizers.
         loss_scalers: by name of the update, those of the optimizers that scale the loss.
@@ -79,6 +82,8 @@ class TrainState(tf.Module):
         is_loss_scaled: bool,
         virtual_replicas: int,
         created: dict[int, Any],
+        *,
+        sharding: Sharding | None,
     ):
         """Use `make`."""
         super().__init__(name="state")
@@ -93,6 +98,7 @@ class TrainState(tf.Module):
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
         self.created = created
+        self.sharding = sharding
         self.initial_learning_rates: dict[str, float] = {}
         self.is_built = False
         self.placement = make_placement(spec.model)
@@ -119,6 +125,7 @@ class TrainState(tf.Module):
         virtual_replicas: int = 0,
         *,
         is_loss_scaled: bool = False,
+        shard_optimizer: bool = False,
     ) -> "TrainState":
         """Calls `model_fn` in the strategy's scope and builds the state, as far as the model is built.
 
@@ -128,10 +135,12 @@ class TrainState(tf.Module):
             average_decay: of the moving average of the weights; 0: no average.
             virtual_replicas: as `Config.virtual_replicas`.
             is_loss_scaled: True to put a `LossScaleOptimizer` around each optimizer.
+            shard_optimizer: as `Config.shard_optimizer`.
 
         Raises:
             ValueError: if `model_fn` returns something else, or a model or optimizer that was created elsewhere.
         """
+        sharding = Sharding(strategy) if shard_optimizer and strategies.can_shard(strategy) else None
         created: dict[int, Any] = {}
         with strategy.scope(), recorded(created):
             try:
@@ -143,7 +152,7 @@ class TrainState(tf.Module):
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
                 "return distloop.ModelSpec(model, optimizer, loss_fn)."
             )
-        return cls(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created)
+        return cls(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created, sharding=sharding)
 
     @property
     def model(self) -> Any:
@@ -193,7 +202,7 @@ class TrainState(tf.Module):
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         for update in self.optimizer_updates:
-            self._build_optimizer(update)
+            _build_optimizer(self, update)
         layers = list(top_layers(self.spec.model, in_parts=True))
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
@@ -205,7 +214,7 @@ class TrainState(tf.Module):
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
             _refuse_lazy(self.plain_optimizers.values(), self._average_decay)
-            self.average = MovingAverage(self.trained_variables, self._average_decay)
+            self.average = _make_average(self, self._average_decay)
         _refuse_synchronized(layers, self.virtual_replicas)
         replicas = self.strategy.num_replicas_in_sync * self.turns
         self.recurrent_states = _find_recurrent_states(layers, replicas)
@@ -216,27 +225,6 @@ class TrainState(tf.Module):
             self.spec = self.spec.with_functions(explaining)
         self.is_built = True
 
-    def _build_optimizer(self, update: Update) -> None:
-        """Builds an update's optimizer over its variables and overrides methods of Keras."""
-        optimizer, plain = self.optimizers[update.name], self.plain_optimizers[update.name]
-        _require_created(self.created, [(v.name, v) for v in optimizer.variables], "optimizer")
-        variables = self.variables_of_update[update.name]
-        paths = [self.paths[id(v)] for v in variables]
-        factors, are_decayed = update.learning_rate_factors(paths), update.are_decayed(paths)
-        if not all(are_decayed):
-            not_decayed = [v for v, is_decayed in zip(variables, are_decayed, strict=True) if not is_decayed]
-            plain.exclude_from_weight_decay(not_decayed)
-        if not optimizer.built:
-            optimizer.build(variables)
-        keras_hooks.skip_reduction(plain)
-        keras_hooks.fuse_large_updates(plain)
-        row_updates.update_rows(plain)
-        if update.learning_rates:
-            keras_hooks.scale_learning_rates(plain, list(zip(variables, factors, strict=True)))
-        self.placement.adapt_optimizer(plain)
-        if isinstance(rate := plain._learning_rate, keras.Variable):
-            self.initial_learning_rates[update.name] = float(rate.numpy())
-
     @property
     def optimizer_updates(self) -> list[Update]:
         """The first update of each optimizer, after which checkpoints name it; updates may share one."""
@@ -244,6 +232,11 @@ class TrainState(tf.Module):
         for update in self.spec.updates:
             first.setdefault(id(self.optimizers[update.name]), update)
         return list(first.values())
+
+    @property
+    def slots(self) -> list[Any]:
+        """The variables of all optimizers, each once, as they are stored; what else they count is among them."""
+        return [v for update in self.optimizer_updates for v in self.plain_optimizers[update.name].variables]
 
     def all_variables(self) -> dict[str, Any]:
         """Returns every variable that training changes, except those of Keras metrics, by the names of checkpoints.
@@ -258,7 +251,8 @@ class TrainState(tf.Module):
         for update in self.optimizer_updates:
             prefix = optimizer_prefix(update.name)
             trained = self.variables_of_update[update.name]
-            slots = slot_names(self.plain_optimizers[update.name], trained, [names[id(v)] for v in trained])
+            named = slot_names if self.sharding is None else self.sharding.slots
+            slots = named(self.plain_optimizers[update.name], trained, [names[id(v)] for v in trained])
             variables |= {f"{prefix}/{name}": slot for name, slot in slots.items()}
             if (scaler := self.loss_scalers.get(update.name)) is not None:
                 variables |= {f"{prefix}/loss_scale": scaler.loss_scale, f"{prefix}/streak": scaler.streak}
@@ -268,13 +262,15 @@ class TrainState(tf.Module):
         return variables | counts | {"loss_statistics": self.loss_watch.statistics}
 
     def replica_variables(self, variable: Any) -> tuple[Any, ...]:
-        """Returns the TensorFlow variable of each replica of this worker."""
-        parts: tuple[Any, ...] = self.strategy.experimental_local_results(tensorflow_variable(variable))
-        return parts
+        """Returns the TensorFlow variable of each replica of this worker; of one that is stored in parts, the parts."""
+        if isinstance(variable, JoinedVariable):
+            return variable.parts
+        replicas: tuple[Any, ...] = self.strategy.experimental_local_results(tensorflow_variable(variable))
+        return replicas
 
     def changed_by(self, update: Update) -> list[Any]:
-        """Returns the variables that applying an update changes: weights, slots and averages."""
-        averages = self.average.variables if self.average is not None else ()
+        """Returns the variables that applying an update changes: weights, slots and averages; their parts, if any."""
+        averages = self.average.stored if self.average is not None else ()
         return [*self.variables_of_update[update.name], *self.plain_optimizers[update.name].variables, *averages]
 
     @contextlib.contextmanager
@@ -290,6 +286,44 @@ class TrainState(tf.Module):
     def num_parameters(self) -> int:
         """Returns the number of trained parameters."""
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in self.trained_variables)
+
+
+def _build_optimizer(state: TrainState, update: Update) -> None:
+    """Builds an update's optimizer over its variables and overrides methods of Keras."""
+    optimizer, plain = state.optimizers[update.name], state.plain_optimizers[update.name]
+    _require_created(state.created, [(v.name, v) for v in optimizer.variables], "optimizer")
+    variables = state.variables_of_update[update.name]
+    paths = [state.paths[id(v)] for v in variables]
+    factors, are_decayed = update.learning_rate_factors(paths), update.are_decayed(paths)
+    if not all(are_decayed):
+        not_decayed = [v for v, is_decayed in zip(variables, are_decayed, strict=True) if not is_decayed]
+        plain.exclude_from_weight_decay(not_decayed)
+    if state.sharding is not None:
+        state.sharding.build(plain, variables)
+    elif not optimizer.built:
+        optimizer.build(variables)
+    keras_hooks.skip_reduction(plain)
+    row_updates.update_rows(plain)
+    pairs = list(zip(variables, factors, strict=True))
+    if state.sharding is None:
+        keras_hooks.fuse_large_updates(plain)
+    else:
+        keras_hooks.fuse_large_updates(plain, state.sharding.whole_sizes(variables))
+        pairs = [(part.view, factor) for v, factor in pairs for part in state.sharding.parts([v])]
+    if update.learning_rates:
+        keras_hooks.scale_learning_rates(plain, pairs)
+    state.placement.adapt_optimizer(plain)
+    if isinstance(rate := plain._learning_rate, keras.Variable):
+        state.initial_learning_rates[update.name] = float(rate.numpy())
+
+
+def _make_average(state: TrainState, decay: float) -> MovingAverage:
+    """Returns the moving average of the trained variables; in the strategy's scope."""
+    if state.sharding is None:
+        return MovingAverage(state.trained_variables, decay)
+    state.sharding.add(state.trained_variables, are_whole=False)
+    with tensorflow_internals.outside_strategies():
+        return ShardedAverage(state.trained_variables, decay, state.sharding)
 
 
 def _require_created(created: Mapping[int, Any], variables: Iterable[tuple[str, Any]], owner: str) -> None:

@@ -30,7 +30,9 @@ from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Clipping, Packing
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training import gradient_step, metrics, variable_writes
+from distloop.training.application import make_application
 from distloop.training.forward_backward import ForwardBackward
+from distloop.training.gradient_step import Look
 from distloop.training.state import TrainState
 
 GRADIENT_NORM, CLIPPED_SHARE = "gradient_norm", "clipped_share"
@@ -86,6 +88,7 @@ class TrainStep:
     Attributes:
         state: what is trained.
         updates: the forward and backward pass of each update, in order.
+        application: how an update's gradients change the weights.
         microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms: the arguments.
         own_names: the tallies that the step adds to each update's.
         may_skip: whether a step may leave everything unchanged.
@@ -126,6 +129,7 @@ class TrainStep:
         self.histograms = histograms
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
+        self.application = make_application(state)
         self.set_microbatches(microbatches)
         self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
         self._strategy = state.strategy
@@ -174,11 +178,7 @@ class TrainStep:
         """Takes one update, finite or not, for a second look at a step that failed."""
         forward = self._forward(update, batch, layout, self.count_examples(batch, layout))
         self._settle(update, forward, tf.constant(True))
-        self._run(self._apply_on_replica, update, forward.segments, forward.scale, forward.new_values)
-
-    def _run(self, fn: Any, update: ForwardBackward, *args: Any) -> Any:
-        """Returns the values per replica of a replica's function of an update."""
-        return self._strategy.run(functools.partial(fn, update), args=args)
+        self.application.apply(update, forward.segments, forward.scale, forward.new_values)
 
     def _first(self, value: Any) -> Any:
         """Returns the first replica's value."""
@@ -194,16 +194,18 @@ class TrainStep:
 
     def _forward(self, update: ForwardBackward, batch: Batch, layout: Layout, examples: tf.Tensor) -> _Forward:
         """Computes and reduces an update's gradients and sums, on all replicas."""
-        replica_fn = functools.partial(self._forward_on_replica, update, layout)
-        with tensorflow_internals.all_reduce_without_graph_walks():
-            return self._strategy.run(
-                gathering.with_max_rows(replica_fn, layout.max_replica_rows), args=(batch, examples)
-            )
 
-    def _forward_on_replica(
-        self, update: ForwardBackward, layout: Layout, batch: Batch, examples: tf.Tensor
-    ) -> _Forward:
-        look = gradient_step.run(update, batch, layout, update.loss_factor(examples))
+        def on_replica(batch: Batch, examples: tf.Tensor) -> _Forward | Look:
+            look = gradient_step.run(update, batch, layout, update.loss_factor(examples))
+            return look._replace(written=[]) if update.is_summed_apart else self._judge(update, look)
+
+        with tensorflow_internals.all_reduce_without_graph_walks():
+            replica_fn = gathering.with_max_rows(on_replica, layout.max_replica_rows)
+            result = self._strategy.run(replica_fn, args=(batch, examples))
+        return self._judge(update, self.application.sum_apart(update, result)) if update.is_summed_apart else result
+
+    def _judge(self, update: ForwardBackward, look: Look) -> _Forward:
+        """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
         squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight)
         finite = tf.math.is_finite(norm + look.tallies[0])
         for condition in (*look.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in look.new_values)):
@@ -227,11 +229,11 @@ class TrainStep:
     def _settle(self, update: ForwardBackward, forward: _Forward, finite: tf.Tensor) -> None:
         """Keeps what the forward pass wrote, averaged over the replicas, if the step is finite; else restores it."""
 
-        def settle(update: ForwardBackward, finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
+        def settle(finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
             for variable, old, new in zip(update.trace.written, before, after, strict=True):
                 variable.assign(tf.where(finite, new, old))
 
-        self._run(settle, update, finite, forward.before, forward.after)
+        self._strategy.run(settle, args=(finite, forward.before, forward.after))
 
     def _record_gradients(self, update: ForwardBackward, forward: _Forward) -> None:
         if self.histograms is not None:
@@ -244,14 +246,13 @@ class TrainStep:
         """Applies an update if all is finite so far, else undoes the earlier ones."""
         tallies = self._first(forward.tallies)
         if not self.may_skip:
-            self._run(self._apply_on_replica, update, forward.segments, forward.scale, forward.new_values)
+            self.application.apply(update, forward.segments, forward.scale, forward.new_values)
             return _Attempt(update, forward, tallies, None)
         is_last = update is self.updates[-1]  # a later update may still fail, and take this one with it
-        changed = self.state.changed_by(update.update)
-        before = None if is_last else self._strategy.run(functools.partial(variable_writes.read, changed))
+        before = None if is_last else self.application.read(update)
 
         def applied() -> tf.Tensor:
-            self._run(self._apply_on_replica, update, forward.segments, forward.scale, forward.new_values)
+            self.application.apply(update, forward.segments, forward.scale, forward.new_values)
             return tf.identity(tallies)
 
         def undone() -> tf.Tensor:
@@ -263,28 +264,9 @@ class TrainStep:
 
     def _undo(self, attempt: _Attempt) -> None:
         """Restores the variables that applying an update changed, and then those that its forward pass wrote."""
-        update = attempt.update
-        changed = self.state.changed_by(update.update)
-        for variables, values in ((changed, attempt.before), (update.trace.written, attempt.forward.before)):
-            self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
-
-    def _apply_on_replica(
-        self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor, new_values: list[tf.Tensor]
-    ) -> None:
-        """Changes weights, slots and averages; in replica context, where all of them are equal on all replicas."""
-        optimizer = self.state.plain_optimizers[update.name]
-        pairs = zip(update.tables.unpack(segments, scale, optimizer), update.variables, strict=True)
-        reached = [pair for pair, is_reached in zip(pairs, update.trace.reached, strict=True) if is_reached]
-        variables = [variable for _, variable in reached]
-        gradients_by_path = {self.state.paths[id(variable)]: gradient for gradient, variable in reached}
-        if update.update.gradient_fn is not None:
-            returned = update.update.gradient_fn(dict(gradients_by_path))
-            gradients_by_path = gradient_step.checked("gradient_fn returned", returned, gradients_by_path)
-        # Keras assigns a variable's new value where it would apply a gradient.
-        gradients.apply(optimizer, [*gradients_by_path.values(), *new_values], [*variables, *update.overwritten])
-        if self.state.average is not None:
-            applied_steps = tf.convert_to_tensor(optimizer.iterations)
-            self.state.average.update([*update.variables, *update.overwritten], applied_steps)
+        self.application.restore(attempt.update, attempt.before)
+        written = functools.partial(variable_writes.assign, attempt.update.trace.written)
+        self._strategy.run(written, args=(attempt.forward.before,))
 
     def _rescale(self, attempts: Sequence[_Attempt], finite: tf.Tensor) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""

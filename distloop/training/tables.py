@@ -1,7 +1,7 @@
 """Tables: what becomes of sparse gradients between the tape and the optimizer, and which tables a step walks.
 
     tables = Tables(state, update, variables, packing)
-    gradients = [tables.sized(gradient) for gradient in gradients]            # from the tape, before they are packed
+    gradients = [tables.sized(g, v) for g, v in zip(gradients, variables)]    # from the tape, before they are packed
     segments, gather = tables.gatherable(segments, batch, layout)             # before the reduction
     gradients = tables.unpack(segments, scale, optimizer)                     # for the optimizer
     report([tables], state, is_shown=True)                                    # once the step is traced
@@ -25,6 +25,7 @@ from distloop.optimizers.sparse_gradients import Rows, Segment
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 
+_IS_SHARDED = "shard_optimizer cuts gradients into parts"
 _MANY_ROWS = 100_000  # with fewer, a step hardly shows that it walks a table
 
 
@@ -45,8 +46,11 @@ class Tables:
         # Collectives need to know the size of what they gather. Virtual replicas do alike without collectives.
         self._needs_sizes = state.virtual_replicas > 0 or strategies.uses_collectives(state.strategy)
 
-    def sized(self, gradient: Any) -> Any:
-        """Returns a gradient; a sparse one whose size is not known while tracing is dense where that matters."""
+    def sized(self, gradient: Any, variable: Any) -> Any:
+        """Returns a variable's gradient; a sparse one is dense where sharding or an unknown size wants that."""
+        if self._state.sharding is not None and isinstance(gradient, tf.IndexedSlices):
+            self.reasons[id(variable)] = _IS_SHARDED
+            return tf.convert_to_tensor(gradient)
         if self._needs_sizes and isinstance(gradient, tf.IndexedSlices) and gradient.indices.shape[0] is None:
             return tf.convert_to_tensor(gradient)
         return gradient
@@ -84,7 +88,7 @@ class Tables:
     def unpack(self, segments: Sequence[Segment], scale: tf.Tensor, optimizer: keras.optimizers.Optimizer) -> list[Any]:
         """Returns the gradients for an optimizer, one a variable, times a scale; sparse where it updates rows alone."""
         gradients = self._packing.unpack(segments, scale, keeps_sparse=self._update.gradient_fn is None)
-        self.reasons = {}
+        self.reasons = {i: reason for i, reason in self.reasons.items() if reason == _IS_SHARDED}
         for i, (gradient, variable) in enumerate(zip(gradients, self.variables, strict=True)):
             if isinstance(gradient, tf.IndexedSlices):
                 reason = self.reasons[id(variable)] = row_updates.why_whole(optimizer, variable)

@@ -1,6 +1,7 @@
 """The law of tables: a sparse gradient trains a table as its dense one, whatever lies between tape and optimizer."""
 
 import re
+import types
 
 import keras
 import numpy as np
@@ -168,3 +169,15 @@ def test_a_moving_average_of_a_lazily_trained_table_is_refused():
     config = on(1, average_decay=0.9)
     parts = ("average_decay=0.9", "LazyAdam", "keras.optimizers.Adam.")
     refused(lambda: distloop.Trainer(model_fn(("lazy",)), config), *parts)
+
+
+def test_with_sharded_updates_the_gradient_of_a_table_is_whole_and_the_console_says_so(capsys):
+    state = types.SimpleNamespace(sharding=object(), virtual_replicas=0, strategy=tf.distribute.get_strategy())
+    table = types.SimpleNamespace(shape=(200_000, 2))
+    state.paths = {id(table): "ids/embeddings"}
+    of_update = tables.Tables(state, None, [table], None)
+    sparse = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), tf.constant([3, 2]))
+    assert tf.convert_to_tensor(of_update.sized(sparse, table)).numpy().tolist() == [[0, 0], [2, 2], [0, 0]]
+    assert not isinstance(of_update.sized(sparse, table), tf.IndexedSlices) and of_update.by_rows == set()
+    tables.report([of_update], state, is_shown=True)
+    assert "ids/embeddings of 200,000 rows is updated as a whole at each step, since shard" in capsys.readouterr().out

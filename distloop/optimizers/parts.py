@@ -1,0 +1,148 @@
+"""Parts of variables: which device updates which part, and variables that are stored in parts as one.
+
+    plan([1280, 320], [64, 64], 2, [0, 0])     # [[Slice(0, 768, 0), Slice(768, 512, 1)], [Slice(0, 320, 1)]]
+    joined = JoinedVariable("momentum", [first, second], (120, 100))
+    joined.assign(value), tf.identity(joined)                      # as if it were one variable
+
+It does not know optimizers, or who asks for parts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from distloop.variables import tensorflow_variable
+
+# TensorFlow takes slices that begin at 64 bytes without a copy: 16 elements of float32.
+_ALIGNMENT = 16
+# A variable is cut between rows if these are at least so large, and there are so many: then replicas take over the
+# parts of others row by row, without new memory, which would cost more than the copy.
+_SMALLEST_ROW, _FEWEST_ROWS = 64, 1000
+
+
+class Slice(NamedTuple):
+    """Some elements of a flat variable, and the number of the device that updates them."""
+
+    start: int
+    size: int
+    device: int
+
+
+def has_rows(shape: Sequence[int]) -> bool:
+    """Returns whether a variable of a shape is cut between rows, and written by rows."""
+    row = math.prod(shape[1:])
+    return len(shape) > 1 and row >= _SMALLEST_ROW and shape[0] * row >= _FEWEST_ROWS * math.lcm(row, _ALIGNMENT)
+
+
+def unit(shape: Sequence[int]) -> int:
+    """Returns the number of elements of which the parts of a variable have a multiple."""
+    return math.lcm(math.prod(shape[1:]), _ALIGNMENT) if has_rows(shape) else 4 * _ALIGNMENT
+
+
+def plan(sizes: Sequence[int], units: Sequence[int], count: int, taken: Sequence[int]) -> list[list[Slice]]:
+    """Shares out variables to devices so that all have alike, and cuts as few as possible.
+
+    The largest variables come first, each to the device that has least; what goes beyond the mean goes to the next one.
+
+    Args:
+        sizes: the elements of each variable.
+        units: the elements of which the first parts of a variable have a multiple; all, if it may not be cut.
+        count: of the devices.
+        taken: the elements that each device has already.
+
+    Returns:
+        The slices of each variable, in the order of its elements.
+    """
+    load = list(taken)
+    mean = (sum(sizes) + sum(taken)) / count
+    slices: list[list[Slice]] = [[] for _ in sizes]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        start = 0
+        while start < sizes[i] or not slices[i]:  # one without elements has a part, too
+            device, rest = load.index(min(load)), sizes[i] - start
+            room = mean - load[device]
+            size = units[i] * max(1, round(room / units[i])) if rest > room + units[i] else rest
+            slices[i].append(Slice(start, size, device))
+            load[device] += size
+            start += size
+    return slices
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a variable that one device updates.
+
+    Attributes:
+        variable: the variable of the model.
+        replica: the variable of the replica on that device.
+        start, size: the part's elements in the flat variable.
+        device: its name.
+        view: `replica` if the part is all of it; else a variable on that device, `[rows, ...]` or `[size]`, which has
+            the part's values while the update runs.
+        trained: the Keras variable around the view, for the optimizer.
+    """
+
+    variable: Any
+    replica: tf.Variable
+    start: int
+    size: int
+    device: str
+    view: tf.Variable
+    trained: Any
+
+    @property
+    def rows(self) -> tf.Tensor:
+        """The numbers of the part's rows, if it consists of rows."""
+        first = self.start * self.replica.shape[0] // self.replica.shape.num_elements()
+        return tf.range(first, first + self.view.shape[0])
+
+    def value(self) -> tf.Tensor:
+        """Returns the weights of the part, in the shape of the view; without a copy."""
+        with tf.device(self.device):
+            return tf.reshape(self.take(tf.identity(self.replica)), self.view.shape)
+
+    def take(self, whole: tf.Tensor) -> tf.Tensor:
+        """Returns the elements of the part out of a tensor of the variable's size, `[size]`."""
+        with tf.device(self.device):
+            return tf.slice(tf.reshape(whole, [-1]), [self.start], [self.size])
+
+
+class JoinedVariable:
+    """Variables on several devices as one, of which each has some elements.
+
+    Attributes:
+        name: of the whole.
+        parts: the TensorFlow variables, in the order of their elements.
+        shape, dtype: of the whole.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Any], shape: Sequence[int]):
+        """Stores the parts."""
+        self.name = name
+        self.parts = tuple(tensorflow_variable(part) for part in parts)
+        self.shape = tf.TensorShape(shape)
+        self.dtype = self.parts[0].dtype
+        self.trainable = False
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        """Returns the value, on the device of the caller."""
+        flat = tf.concat([tf.reshape(part, [-1]) for part in self.parts], 0)
+        value = tf.reshape(flat, self.shape)
+        return value if dtype is None else tf.cast(value, dtype)
+
+    def assign(self, value: Any) -> None:
+        """Sets the parts to those of a value."""
+        flat = tf.reshape(tf.cast(value, self.dtype), [-1])
+        start = 0
+        for part in self.parts:
+            size = part.shape.num_elements()
+            with tf.device(part.device):
+                part.assign(tf.reshape(flat[start : start + size], part.shape))
+            start += size
+
+    def numpy(self) -> Any:
+        """Returns the value as an array; eagerly."""
+        return tf.convert_to_tensor(self).numpy()

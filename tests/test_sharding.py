@@ -1,0 +1,201 @@
+"""The law of sharding: `shard_optimizer` changes memory, not weights, and checkpoints do not know of it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.optimizers import keras_hooks, parts
+from distloop.training import overview
+from distloop.training.held_memory import held_by_device
+from distloop.training.saved_state import SavedState
+from tests.problems import (
+    assert_equal,
+    classification,
+    classifier,
+    local_values,
+    on,
+    optimize_graphs,
+    refused,
+)
+
+ROWS = 67  # the last batch of an epoch is odd
+RNG = np.random.default_rng(0)
+DEVICES = [f"CPU:{i}" for i in range(4)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def graphs_of_other_tests_are_optimized():
+    """Virtual replicas turn TensorFlow's graph optimizers off in this process; turns them on again."""
+    yield
+    optimize_graphs()
+
+
+def all_of(trainer):
+    """All that a checkpoint holds, and the weights of every replica."""
+    saved = SavedState(trainer.state).snapshot()
+    values = {name: value.numpy() for name, value in saved.items() if value.dtype != tf.string}
+    for name, variable in trainer.state.all_variables().items():
+        if name.startswith("model/"):
+            values |= {f"{name}@{i}": value for i, value in enumerate(local_values(trainer, variable))}
+    return values
+
+
+def train(model_fn, rows, replicas=2, steps=9, writers=(), **settings):
+    """Trains with batches of 16, of which the last one is odd; returns the trainer."""
+    trainer = distloop.Trainer(model_fn, on(replicas, **settings))
+    trainer.fit(distloop.make_dataset(rows, 16), steps=steps, writers=writers)
+    return trainer
+
+
+def shared(trainer):
+    """The bytes of slots and averages by device."""
+    held = held_by_device(trainer.state)
+    return {device: of["optimizer slots"] + of["averages of weights"] for device, of in held.items()}
+
+
+# one optimizer ----------------------------------------------------------------------------------------------------
+
+
+def decaying():
+    """AdamW that leaves biases out, with another learning rate for a layer."""
+    layers = [keras.layers.Dense(48, activation="tanh", name="hidden"), keras.layers.Dense(4, name="logits")]
+    model = keras.Sequential([keras.Input((8,)), *layers], name="net")
+
+    def loss_fn(batch, training):
+        logits = model(batch["x"], training=training)
+        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    return distloop.ModelSpec(model, optimizer, loss_fn, no_decay="bias", learning_rates={"logits": 0.5})
+
+
+@pytest.fixture(scope="module")
+def half_precision():
+    """A run in float16 with an overflow, microbatches and an average: whole, and sharded over two devices."""
+    rows = classification(ROWS)
+    rows["x"][33] = np.inf
+    settings = dict(
+        precision="mixed_float16", microbatches=2, average_decay=0.9, check_replicas_every=4, clip_variable_norm=0.05
+    )
+    with pytest.MonkeyPatch.context() as patch:  # Adam in one operation, also for a part of the larger variable
+        patch.setattr(keras_hooks, "MIN_FUSED_BYTES", 1000)
+        patch.setattr("distloop.optimizers.gradients.LARGEST_PACKED_BYTES", 200)
+        patch.setattr(parts, "_SMALLEST_ROW", 48)  # the variable is cut between rows
+        patch.setattr(parts, "_FEWEST_ROWS", 8)
+        whole, sharded = (train(decaying, rows, shard_optimizer=s, **settings) for s in (False, True))
+    return whole, sharded
+
+
+def test_a_sharded_run_ends_with_the_same_bits_by_the_same_names(half_precision):
+    whole, sharded = half_precision
+    assert int(sharded.state.skipped_steps) == 2
+    shapes = [tuple(part.view.shape) for part in sharded.state.sharding.parts(sharded.state.trained_variables)]
+    assert sorted(shapes) == [(1, 48), (4,), (7, 48), (48,), (48, 4)]  # of 4 variables: one is cut
+    assert_equal(all_of(sharded), all_of(whole))
+
+
+def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_precision):
+    whole, sharded = half_precision
+    before = all_of(sharded)
+    scores = [t.evaluate(distloop.make_dataset(classification(20), 20, shuffle=False)) for t in half_precision]
+    assert scores[0] == scores[1]
+    with sharded.state.averaged():
+        inside = all_of(sharded)
+    for name, value in before.items():
+        if name.startswith("average/"):
+            model = name.replace("average", "model")
+            assert np.array_equal(inside[model], value) and np.array_equal(inside[f"{model}@1"], value)
+    assert_equal(all_of(sharded), before)
+
+
+def test_each_device_has_its_part_of_slots_and_averages(half_precision):
+    sizes = shared(half_precision[1])
+    total = sum(4 * int(v.shape.num_elements()) * 3 for v in half_precision[1].state.trained_variables)
+    assert sum(sizes.values()) == total + 2 * (8 + 4)  # and on each the count of steps, and the learning rate
+    assert max(sizes.values()) - min(sizes.values()) <= 4 * 3 * 64  # 628 elements are cut at multiples of 64
+    weights = [of["weights"] for of in held_by_device(half_precision[1].state).values()]
+    assert sorted(weights) == [4 * (628 + rows * 48) for rows in (1, 7)]  # of a matrix that is cut, its part once more
+
+
+def large():
+    """A model of three matrices that no number of devices could share out whole."""
+    layers = [keras.layers.Dense(n) for n in (300, 100, 10)]
+    model = keras.Sequential([keras.Input((100,)), *layers], name="net")
+    return distloop.ModelSpec(model, keras.optimizers.Adam(), lambda batch, training: {"loss": model(batch["x"])[:, 0]})
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_devices_hold_alike(replicas):
+    trainer = distloop.Trainer(large, on(replicas, shard_optimizer=True, average_decay=0.9))
+    sizes = {device: size - (8 + 4) for device, size in shared(trainer).items()}  # the count of steps, and the rate
+    assert sum(sizes.values()) == 4 * 3 * trainer.state.num_parameters()
+    assert set(sizes) == set(DEVICES[:replicas])
+    assert max(sizes.values()) <= (1 / replicas + 0.01) * sum(sizes.values())
+
+
+# checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_bits(tmp_path):
+    rows = classification(ROWS)
+    settings = dict(virtual_replicas=4, clip_norm=0.3, average_decay=0.9)
+    straight = train(classifier(), rows, 1, **settings)
+    for replicas, is_sharded, steps in ((1, False, 3), (2, True, 7), (1, True, 9)):
+        last = train(classifier(), rows, replicas, steps, workdir=str(tmp_path), shard_optimizer=is_sharded, **settings)
+        assert last.step == steps
+    found, expected = all_of(last), all_of(straight)
+    assert_equal(found, expected)
+
+
+def test_values_of_a_whole_run_are_taken_apart_and_put_together():
+    settings = [on(2, shard_optimizer=is_sharded, average_decay=0.9) for is_sharded in (False, True)]
+    whole, sharded = (distloop.Trainer(large, config).state for config in settings)
+    names, expected = (
+        {name: (tuple(v.shape), v.dtype) for name, v in s.all_variables().items()} for s in (sharded, whole)
+    )
+    assert names == expected
+    values = {n: RNG.normal(size=shape).astype("f") for n, (shape, dtype) in names.items() if dtype == "float32"}
+    SavedState(sharded).restore(SavedState(sharded).snapshot() | {n: tf.constant(v) for n, v in values.items()})
+    found = SavedState(sharded).snapshot()
+    assert_equal({name: found[name].numpy() for name in values}, values)
+
+
+# bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sharded_is_told_in_a_sentence():
+    def lazy():
+        spec = classifier()()
+        return distloop.ModelSpec(spec.model, distloop.LazyAdam(), spec.updates[0].loss_fn)
+
+    def built():
+        spec = classifier()()
+        spec.updates[0].optimizer.build(spec.model.trainable_variables)
+        return spec
+
+    refused(lambda: distloop.Config(shard_optimizer=True, num_stages=2), "num_stages=2", "leave shard_optimizer out")
+    refused(lambda: distloop.Trainer(built, on(2, shard_optimizer=True)), "slots already", "let distloop build it")
+    refused(lambda: distloop.Trainer(lazy, on(2, shard_optimizer=True)), "LazyAdam", "give keras.optimizers.Adam")
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    refused(
+        lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True), strategy=central),
+        "CentralStorageStrategy",
+        "strategy=mirrored",
+    )
+
+
+def test_workers_of_one_device_have_nothing_to_share_out(monkeypatch):
+    monkeypatch.setattr("distloop.distributed.workers.num_local_replicas", lambda strategy: 1)
+    refused(lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)), "2 replicas", "several devices")
+
+
+def test_the_console_says_where_slots_are(half_precision):
+    trainer = half_precision[1]
+    source = trainer._train_source
+    lines = overview.console_lines(trainer.state, trainer.config, source)
+    assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in lines
+    one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
+    assert one.state.sharding is None
+    assert any("changes nothing" in line for line in overview.console_lines(one.state, one.config, source))
