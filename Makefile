@@ -28,9 +28,9 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(FLAGS)
 
-# What to run before a commit: lint, types and the fast tests.
+# What to run before a commit: lint, types and the fast tests, which wait for no other process: one process for each core.
 check: lint
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(FLAGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --numprocesses=2 -m "not slow" $(FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

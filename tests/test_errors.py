@@ -71,6 +71,7 @@ def test_a_generator_that_changes_its_batches_is_explained(second, mark):
     assert str(error).endswith("correct the generator or its output_signature.")
 
 
+@pytest.mark.slow
 def test_entries_that_differ_in_their_number_of_rows_are_explained():
     dataset = generated([{"x": np.zeros([3, 2]), "y": np.zeros([4, 2])}], x=X, y=X)
     error = explained(dataset, mirrored(2), batches=1)

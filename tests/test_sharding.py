@@ -88,6 +88,7 @@ def half_precision():
     return whole, sharded
 
 
+@pytest.mark.slow
 def test_a_sharded_run_ends_with_the_same_bits_by_the_same_names(half_precision):
     whole, sharded = half_precision
     assert int(sharded.state.skipped_steps) == 2
@@ -96,6 +97,7 @@ def test_a_sharded_run_ends_with_the_same_bits_by_the_same_names(half_precision)
     assert_equal(all_of(sharded), all_of(whole))
 
 
+@pytest.mark.slow
 def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_precision):
     whole, sharded = half_precision
     before = all_of(sharded)
@@ -110,6 +112,7 @@ def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_
     assert_equal(all_of(sharded), before)
 
 
+@pytest.mark.slow
 def test_each_device_has_its_part_of_slots_and_averages(half_precision):
     sizes = shared(half_precision[1])
     total = sum(4 * int(v.shape.num_elements()) * 3 for v in half_precision[1].state.trained_variables)
@@ -126,6 +129,7 @@ def large():
     return distloop.ModelSpec(model, keras.optimizers.Adam(), lambda batch, training: {"loss": model(batch["x"])[:, 0]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_devices_hold_alike(replicas):
     trainer = distloop.Trainer(large, on(replicas, shard_optimizer=True, average_decay=0.9))
@@ -138,6 +142,7 @@ def test_devices_hold_alike(replicas):
 # checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_bits(tmp_path):
     rows = classification(ROWS)
     settings = dict(virtual_replicas=4, clip_norm=0.3, average_decay=0.9)
@@ -149,6 +154,7 @@ def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_b
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_values_of_a_whole_run_are_taken_apart_and_put_together():
     settings = [on(2, shard_optimizer=is_sharded, average_decay=0.9) for is_sharded in (False, True)]
     whole, sharded = (distloop.Trainer(large, config).state for config in settings)
@@ -165,6 +171,7 @@ def test_values_of_a_whole_run_are_taken_apart_and_put_together():
 # bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sharded_is_told_in_a_sentence():
     def lazy():
         spec = classifier()()
@@ -191,6 +198,7 @@ def test_workers_of_one_device_have_nothing_to_share_out(monkeypatch):
     refused(lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)), "2 replicas", "several devices")
 
 
+@pytest.mark.slow
 def test_the_console_says_where_slots_are(half_precision):
     trainer = half_precision[1]
     source = trainer._train_source

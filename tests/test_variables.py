@@ -184,6 +184,7 @@ def test_numbers_of_weights_without_a_name_count_within_their_layer():
     assert list(count_unnamed(new).values()) == new
 
 
+@pytest.mark.slow
 def test_several_models_and_modules_keep_their_own_names():
     class Module(tf.Module):
         def __init__(self):

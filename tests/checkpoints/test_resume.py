@@ -287,6 +287,7 @@ def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
     assert_equal(run(tmp_path, 12), run("", 12))
 
 
+@pytest.mark.slow
 def test_save_needs_a_place_and_something_to_save(tmp_path):
     with pytest.raises(ValueError, match="save needs a place"):
         make_trainer("").save()

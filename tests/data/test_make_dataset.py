@@ -19,6 +19,7 @@ class Rows:
         return {"image": np.full([2 + row % 3, 3], row, np.float32), "label": row}
 
 
+@pytest.mark.slow
 def test_a_map_of_tensorflow_brings_rows_to_one_shape():
     data = make_dataset(
         Rows(), 4, map_fn=lambda e, seed: {"image": tf.image.resize(e["image"][..., None], [2, 2]), "label": e["label"]}

@@ -83,6 +83,7 @@ def test_weights_and_batch_size_change_at_a_batch():
     assert data.order.seen(6) == {"a": 20, "b": 4}
 
 
+@pytest.mark.slow
 def test_the_batch_size_of_one_source_changes_at_a_batch():
     data = distloop.make_dataset(np.arange(20), {0: 4, 2: 8}, shuffle=True)
     alone = distloop.make_dataset(np.arange(20), 4, shuffle=True)

@@ -58,6 +58,7 @@ def test_the_first_batch_costs_the_same_at_any_place_of_ten_million_rows():
     assert time.monotonic() - began < from_start + 1
 
 
+@pytest.mark.slow
 def test_each_iteration_is_the_next_epoch():
     data = distloop.make_dataset(np.arange(10), 4, shuffle=True)
     epochs = [batches_of(data) for _ in range(3)]
@@ -203,6 +204,7 @@ def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path):
         other.restore_position(place)
 
 
+@pytest.mark.slow
 def test_limits_and_overfitting_go_on_at_their_place():
     for settings in ({"limit": 2}, {"limit": 2, "is_cached": True}):
         data = distloop.make_dataset(np.arange(20), 4, shuffle=True)

@@ -44,6 +44,7 @@ def test_a_run_resumes_at_its_place(make, num_batches):
     assert going_on == again
 
 
+@pytest.mark.slow
 def test_states_of_bytes_are_kept_as_text():
     going_on, again = resumed(lambda: Stateful(str.encode), 7)
     assert going_on == again == [3, 4, 5, 1]
@@ -87,6 +88,7 @@ def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended():
     assert data.read[0] == 1
 
 
+@pytest.mark.slow
 def test_batches_of_a_pydataset_come_in_another_order_each_epoch_with_a_seed():
     orders = [taken(Source(Numbers(8), ONE, shuffle_seed=seed), 16) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
@@ -132,6 +134,7 @@ def test_a_generator_that_ends_too_early_is_explained():
     assert "generator given ended after 3 batches and cannot start again: give the function" in str(error)
 
 
+@pytest.mark.slow
 def test_a_generator_that_was_read_before_is_refused():
     generator = endless()
     taken(Source(generator, ONE), 2)

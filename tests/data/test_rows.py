@@ -35,6 +35,7 @@ def failure(reader, rows):
     return as_user_error(failed.value)
 
 
+@pytest.mark.slow
 def test_rows_of_arrays_are_gathered():
     reader = ArrayRows({"x": np.arange(6).reshape(3, 2), "y": np.array(["a", "b", "c"])})
     batch = read(reader, [2, 0])
@@ -42,6 +43,7 @@ def test_rows_of_arrays_are_gathered():
     assert reader.spec["x"] == tf.TensorSpec([2], tf.int64) and len(reader) == 3
 
 
+@pytest.mark.slow
 def test_examples_may_be_of_numbers_texts_lists_and_arrays():
     example = {"a": 1.5, "b": 2, "c": b"x\0", "d": [1, 2], "e": (np.ones(2, np.float16), "text"), "f": True}
     batch = read(SourceRows(Source(lambda row: example)), [3, 4])

@@ -62,6 +62,7 @@ def test_examples_are_counted_without_padding(count):
     assert counted(source, strategy, 9) == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_examples_of_a_split_batch_are_counted_over_the_replicas():
     strategy = mirrored(2)
     source = Source(strategy.experimental_distribute_dataset(numbers(7, 4)), strategy)

@@ -24,6 +24,7 @@ def test_a_piece_ends_when_its_time_is_over_and_reads_one_batch_at_least():
     assert time.monotonic() - start < 2.0
 
 
+@pytest.mark.slow
 def test_the_batches_of_a_distributed_dataset_are_skipped():
     strategy = mirrored(2)
     iterator = iter(strategy.experimental_distribute_dataset(numbers(12, 4)))

@@ -24,6 +24,7 @@ def test_a_dataset_is_read_in_order_and_repeated():
     assert taken(Source(numbers(5, 2), ONE), 5) == [[[0, 1]], [[2, 3]], [[4]], [[0, 1]], [[2, 3]]]
 
 
+@pytest.mark.slow
 def test_autograph_writes_no_file_for_a_function_of_ours(tmp_path, monkeypatch):
     dataset = of_unknown_length(numbers(6, 2).map(lambda batch: {"x": batch["x"], "y": batch["x"]}))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -115,6 +116,7 @@ def test_a_function_without_arguments_makes_a_dataset_of_global_batches(make):
     assert taken(source, 1) == [[[0, 1, 2, 3]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_distributed_dataset_stays_split_as_tensorflow_does_it(count):
     strategy = mirrored(count)
@@ -165,6 +167,7 @@ def shuffled():
     return tf.data.Dataset.range(20).shuffle(20, seed=3).batch(6).map(lambda x: {"x": x})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_read_again", [False, True])
 @pytest.mark.parametrize("batches", [1, 4, 7])
 def test_a_position_is_restored_in_a_new_source(batches, is_read_again):

@@ -160,6 +160,7 @@ def test_no_batch_has_more_rows_than_the_dataset(monkeypatch):
     assert result.suggestion == 64 and result.reason == "a batch of 128 is more than the dataset has"
 
 
+@pytest.mark.slow
 def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
     full = tf.errors.ResourceExhaustedError(None, None, "OOM")
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: full})
@@ -170,6 +171,7 @@ def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
         distloop.autotune_batch(trainer_of(), batches())
 
 
+@pytest.mark.slow
 def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
     speeds(monkeypatch, {16: 100.0})
     levels = iter([1.0, 1.6])

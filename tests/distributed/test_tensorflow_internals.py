@@ -33,6 +33,7 @@ def registered():
     return [name for name in ops.gradient_registry.list() if name.startswith("CustomGradient")]
 
 
+@pytest.mark.slow
 def test_a_fit_on_several_replicas_leaves_no_graph_behind():
     before = registered()
     trainer = distloop.Trainer(problems.classifier(), problems.on(2, clip_norm=1.0))

@@ -116,6 +116,7 @@ def test_a_sparse_gradient_becomes_dense():
     np.testing.assert_array_equal(dense, [[0, 0], [5, 5], [0, 0], [2, 2]])
 
 
+@pytest.mark.slow
 def test_a_sparse_gradient_has_a_size_that_tracing_knows():
     packing = gradients.Packing([tf.TensorSpec([4, 2]), tf.TensorSpec([3])])
 

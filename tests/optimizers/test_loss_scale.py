@@ -440,6 +440,7 @@ def test_a_finite_step_is_that_of_the_plain_optimizer_on_the_sum(optimizer, repl
         assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_the_scale_doubles_after_enough_good_steps_and_not_before(replicas):
     loop = Loop(scaling(initial_scale=8.0, growth_steps=3), replicas)
@@ -514,6 +515,7 @@ def test_overflows_in_a_row_are_counted_below_0_at_the_smallest_scale(replicas):
     assert streaks == [0, 0, -1, -2, -3, 1, -1]
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_a_scale_that_is_not_dynamic_never_changes_and_still_skips(replicas):
     loop = Loop(scaling(initial_scale=64.0, dynamic=False, growth_steps=1), replicas)
@@ -604,6 +606,7 @@ def test_the_inner_optimizer_clips_the_summed_and_unscaled_gradient(replicas):
     np.testing.assert_allclose(np.append(*loop.weights().values()), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @REPLICAS
 def test_a_gradient_below_the_norm_is_not_clipped_for_its_scale(replicas):
     loop = Loop(lambda: distloop.LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=100.0)), replicas)

@@ -87,6 +87,7 @@ def test_a_reduction_adds_rows_of_all_replicas_once(replicas):
     assert vector.tolist() == [replicas] * 3 and tallies.tolist() == [replicas] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clipping", [dict(), dict(norm=3.0), dict(variable_norm=2.0), dict(value=0.7)], ids=lambda settings: str(settings)
 )

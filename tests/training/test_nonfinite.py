@@ -201,6 +201,7 @@ def test_a_sum_that_is_too_large_has_no_origin():
     assert "a second look at its batch found every number finite" in message
 
 
+@pytest.mark.slow
 def test_the_search_follows_only_tensors_that_are_not_finite():
     @tf.function
     def f(x):

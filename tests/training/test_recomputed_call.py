@@ -123,6 +123,7 @@ class Block(layers.Layer):
         return self.norm(self.drop(rows), training=False)
 
 
+@pytest.mark.slow
 def test_the_second_call_sees_the_state_that_the_first_one_saw():
     block, dense = Block(name="block"), layers.Dense(4)
     dense.build((None, 4))

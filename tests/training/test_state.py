@@ -58,6 +58,7 @@ class Lazy(keras.Model):
 # What is trained.
 
 
+@pytest.mark.slow
 @STRATEGIES
 def test_all_trainable_variables_are_trained(strategy):
     made = TrainState.make(lambda: spec_of(two_layers()), strategy)
@@ -66,6 +67,7 @@ def test_all_trainable_variables_are_trained(strategy):
     assert made.num_parameters() == 3 * 4 + 4 + 4 * 2 + 2
 
 
+@pytest.mark.slow
 def test_a_regular_expression_picks_what_is_trained():
     made = TrainState.make(lambda: spec_of(two_layers(), trainable="head|bias$"), ONE)
     assert paths_of(made) == NAMES[1:]

@@ -104,6 +104,7 @@ def values_of(trainer):
     return values
 
 
+@pytest.mark.slow
 def test_replicas_microbatches_clipping_and_an_odd_last_batch_train_to_the_weights_of_dense_gradients(merges):
     names = tuple(name for name in UPDATES if name != "lazy")
     sparse = fit(model_fn(names), on(2, microbatches=2, clip_norm=0.5), data())
@@ -114,6 +115,7 @@ def test_replicas_microbatches_clipping_and_an_odd_last_batch_train_to_the_weigh
     assert_close(values_of(sparse), values_of(dense))
 
 
+@pytest.mark.slow
 def test_virtual_replicas_give_the_same_bits_on_any_number_of_devices(merges):
     found = []
     for devices in (1, 2):
@@ -124,6 +126,7 @@ def test_virtual_replicas_give_the_same_bits_on_any_number_of_devices(merges):
     assert_equal(*found)
 
 
+@pytest.mark.slow
 def test_an_overflow_of_one_row_changes_no_bit(merges):
     config = on(2, precision="mixed_float16")
     bad = data(8).map(lambda batch: batch | {"y": tf.where(batch["ids"][:, :1] == 35, np.inf, batch["y"])})
@@ -135,6 +138,7 @@ def test_an_overflow_of_one_row_changes_no_bit(merges):
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_gradient_fn_and_a_step_fn_get_whole_gradients():
     seen = []
 
@@ -157,6 +161,7 @@ def test_a_gradient_fn_and_a_step_fn_get_whole_gradients():
         assert_close(other, plain)
 
 
+@pytest.mark.slow
 def test_a_large_table_that_a_step_walks_is_named(monkeypatch, capsys):
     monkeypatch.setattr(tables, "_MANY_ROWS", ROWS)
     trainer = fit(model_fn(("adam",)), on(1, console="lines"), data(8), steps=1)

@@ -60,6 +60,7 @@ def test_a_draw_in_a_called_function_is_named_also_when_it_is_differentiated():
     assert "RandomStandardNormal" in drawing(lambda x: tf.gradients(noisy(x) ** 2, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KEEPS_ITS_STATE)
 def test_other_operations_are_not(kind):
     assert drawing(KEEPS_ITS_STATE[kind]) == []

@@ -39,6 +39,7 @@ def counting():
     return distloop.ModelSpec([weight, calls, mean], keras.optimizers.SGD(0.1), loss_fn, metrics=metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_microbatches_start_from_the_same_values_and_leave_their_mean(microbatches):
     state = run_step(counting, range(1, 6), microbatches=microbatches)
