@@ -38,6 +38,9 @@ FIRST_PORT = 12345  # of each host, with --hosts
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # before a restart: what broke may need time; doubled at each
 _LASTING_SECS = 600.0  # of a run after which the next pause is the first one again
 
+# glibc asks Linux for pages of 2 MB: large tensors need fewer page faults, half of the time of a large model on CPUs.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
 # name -> type, default, minimum, help
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "workers": (int, 1, 1, "workers on this machine; 1"),
@@ -99,6 +102,7 @@ def _environment(
     """Returns the environment variables of the `i`-th worker on this machine."""
     task = {"type": "worker", "index": options.first_index + i}
     variables = {
+        **_HUGE_PAGES,
         **_thread_variables(options.workers, core_list),
         **os.environ,
         "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),

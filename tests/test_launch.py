@@ -165,6 +165,13 @@ def test_workers_share_the_cores_unless_the_user_set_threads(flags, variables, e
         assert tuple(worker.get(f"TF_NUM_{name}_THREADS") for name in ("INTRAOP", "INTEROP")) == expected
 
 
+def test_workers_get_huge_pages_unless_the_user_set_what_glibc_does(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert [worker["GLIBC_TUNABLES"] for worker in environments("--workers=2")] == 2 * ["glibc.malloc.hugetlb=1"]
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert {worker["GLIBC_TUNABLES"] for worker in environments("--workers=2")} == {"glibc.malloc.check=1"}
+
+
 @pytest.mark.parametrize(
     ("flags", "visible", "expected"),
     [
