@@ -111,7 +111,7 @@ def everything(trainer):
 def local_values(trainer, variable):
     """What each replica holds of a variable."""
     variable = variable.value if isinstance(variable, keras.Variable) else variable
-    return [np.asarray(v) for v in trainer.strategy.experimental_local_results(variable)]
+    return [tf.convert_to_tensor(v).numpy() for v in trainer.strategy.experimental_local_results(variable)]
 
 
 def _named(trainer):
@@ -134,7 +134,7 @@ def assert_equal(found, expected):
     """Compares arrays bit for bit."""
     assert found.keys() == expected.keys()
     different = [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
-    assert not different
+    assert not different, different
 
 
 def write_run(path, rows, settings=None, *, saved=None, incidents=(), age_secs=3600):

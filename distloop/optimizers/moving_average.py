@@ -6,13 +6,14 @@ It does not know evaluations. The warm-up of the decay is that of `tf.train.Expo
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function
 from distloop.optimizers.parts import Part
+from distloop.optimizers.table_average import TableAverage
 from distloop.variables import tensorflow_variable
 
 
@@ -32,25 +33,31 @@ class Sharding(Protocol):
 class MovingAverage(tf.Module):
     """The moving averages of some variables; the variables keep the weights that train."""
 
-    def __init__(self, variables: Sequence[Any], decay: float):
+    def __init__(self, variables: Sequence[Any], decay: float, tables: Collection[int] = ()):
         """Creates the averages with the variables' values; to be called in the strategy's scope.
 
         Args:
             variables: the variables to average.
             decay: d, in (0, 1).
+            tables: the variables, by `id`, whose rows an optimizer updates without the others.
         """
         super().__init__(name="average")
         self.decay = decay
-        self._averaged = {}
+        self._averaged: dict[int, Any] = {}
         for variable in variables:
             with tf.distribute.get_strategy().extended.colocate_vars_with(tensorflow_variable(variable)):
-                self._averaged[id(variable)] = tf.Variable(tf.convert_to_tensor(variable), trainable=False)
+                self._averaged[id(variable)] = (
+                    TableAverage(variable)
+                    if id(variable) in tables
+                    else tf.Variable(tf.convert_to_tensor(variable), trainable=False)
+                )
         self._variables = list(variables)
 
         @graph_function
         def swap() -> None:
-            for variable in self._variables:
-                average = self._averaged[id(variable)]
+            for variable, average in self.pairs:
+                if isinstance(average, TableAverage):
+                    continue
                 weight = tf.identity(variable)
                 variable.assign(tf.identity(average))
                 average.assign(weight)
@@ -65,7 +72,8 @@ class MovingAverage(tf.Module):
     @property
     def stored(self) -> Sequence[tf.Variable]:
         """The variables that hold the averages."""
-        return self.variables
+        lists = [a.stored.values() if isinstance(a, TableAverage) else [a] for a in self.variables]
+        return [variable for stored in lists for variable in stored]
 
     def start(self) -> None:
         """Sets the averages to the variables' values; in cross-replica context."""
@@ -77,6 +85,12 @@ class MovingAverage(tf.Module):
         """Each variable with its average."""
         return list(zip(self._variables, self.variables, strict=True))
 
+    def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Prepares for an update that applies gradients, one a variable; in replica context."""
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if isinstance(average := self._averaged[id(variable)], TableAverage):
+                average.touch(gradient)
+
     def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
         """Moves the averages of some of the variables; in replica context, after an update was applied.
 
@@ -87,6 +101,9 @@ class MovingAverage(tf.Module):
         rate = self._rate(applied_steps)
         for variable in variables:
             average = self._averaged[id(variable)]
+            if isinstance(average, TableAverage):
+                average.move(rate)
+                continue
             with tf.device(average.device):
                 average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
 
@@ -97,11 +114,17 @@ class MovingAverage(tf.Module):
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Enters a scope in which the variables have the averaged values; restores every bit on exit."""
+        tables = [(variable, a) for variable, a in self.pairs if isinstance(a, TableAverage)]
+        weights = [tf.identity(tensorflow_variable(variable)) for variable, _ in tables]
         self._swap()
+        for variable, average in tables:
+            variable.assign(tf.convert_to_tensor(average))
         try:
             yield
         finally:
             self._swap()
+            for (variable, _), weight in zip(tables, weights, strict=True):
+                variable.assign(weight)
 
 
 class ShardedAverage(MovingAverage):

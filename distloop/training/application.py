@@ -66,6 +66,8 @@ class Application:
     ) -> None:
         summed, variables = self._gradients(update, segments, scale), _reached(update)
         optimizer = self._state.plain_optimizers[update.name]
+        if self._state.average is not None:
+            self._state.average.touch(variables, summed)
         # Keras assigns a variable's new value where it would apply a gradient.
         gradients.apply(optimizer, [*summed, *new_values], [*variables, *update.overwritten])
         if self._state.average is not None:

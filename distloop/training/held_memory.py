@@ -26,7 +26,7 @@ def held_by_device(state: TrainState) -> dict[str, dict[str, int]]:
         "weights": [*(v for v in state.model_variables() if id(v) not in tables), *copies],
         TABLES: [v for v in state.model_variables() if id(v) in tables],
         "optimizer slots": state.slots,
-        "averages of weights": state.average.variables if state.average is not None else [],
+        "averages of weights": state.average.stored if state.average is not None else [],
     }
     held: dict[str, dict[str, int]] = {}
     for name, variables in parts.items():

@@ -17,6 +17,7 @@ import tensorflow as tf
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.log import log
+from distloop.optimizers.table_average import TableAverage
 from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState, optimizer_prefix
 from distloop.variables import tensorflow_variable
@@ -24,6 +25,7 @@ from distloop.variables import tensorflow_variable
 # Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.
 _CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
 _METRICS = "metrics/"
+_AVERAGES = "stored/"  # of tables: what their averages are computed from
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
 _CHECKED_PREFIXES = ("model/", "optimizer/", "average/")
 
@@ -44,14 +46,17 @@ class SavedState:
         """Returns a copy of everything that training changes.
 
         Returns:
-            The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them, and
-            `optimizer/class` and `optimizer/initial_learning_rate`. Random streams have the value of the first replica;
+            The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them,
+            `stored/average/<path>/<part>` as `TableAverage.raw` does, and `optimizer/class` and
+            `optimizer/initial_learning_rate`. Random streams have the value of the first replica;
             those of the others are `SEED_STRIDE` apart.
         """
         state = self._state
         with tf.device(HOST):
             values = {name: tf.identity(tensorflow_variable(v)) for name, v in state.all_variables().items()}
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
+            for name, average in self._table_averages().items():
+                values |= {f"{_AVERAGES}{name}/{part}": value for part, value in average.raw().items()}
             return values | self._optimizer_facts()
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
@@ -96,8 +101,14 @@ class SavedState:
                     self._restore_seed(variable, values[name])
                 else:
                     tensorflow_variable(variable).assign(values[name])
+            for name, average in self._table_averages().items():
+                names = {part: f"{_AVERAGES}{name}/{part}" for part in average.stored}
+                average.restore_raw({part: values[n] for part, n in names.items() if n in values})
             of_metrics = {n.removeprefix(_METRICS): v for n, v in values.items() if n.startswith(_METRICS)}
             self._state.keras_metrics.restore(of_metrics)
+
+    def _table_averages(self) -> dict[str, TableAverage]:
+        return {n: v for n, v in self._state.all_variables().items() if isinstance(v, TableAverage)}
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
         for replica, part in enumerate(self._state.replica_variables(variable), workers.first_replica(self._strategy)):

@@ -20,10 +20,11 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.distributed.sharding import Sharding
 from distloop.errors import as_user_error
-from distloop.optimizers import keras_hooks, row_updates
+from distloop.optimizers import gradients, keras_hooks, row_updates
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
 from distloop.optimizers.parts import JoinedVariable
+from distloop.optimizers.table_average import TableAverage
 from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
@@ -265,6 +266,8 @@ class TrainState(tf.Module):
         """Returns the TensorFlow variable of each replica of this worker; of one that is stored in parts, the parts."""
         if isinstance(variable, JoinedVariable):
             return variable.parts
+        if isinstance(variable, TableAverage):
+            variable = variable.stored["rows"]
         replicas: tuple[Any, ...] = self.strategy.experimental_local_results(tensorflow_variable(variable))
         return replicas
 
@@ -320,10 +323,18 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
 def _make_average(state: TrainState, decay: float) -> MovingAverage:
     """Returns the moving average of the trained variables; in the strategy's scope."""
     if state.sharding is None:
-        return MovingAverage(state.trained_variables, decay)
+        return MovingAverage(state.trained_variables, decay, _updated_by_rows(state))
     state.sharding.add(state.trained_variables, are_whole=False)
     with tensorflow_internals.outside_strategies():
         return ShardedAverage(state.trained_variables, decay, state.sharding)
+
+
+def _updated_by_rows(state: TrainState) -> set[int]:
+    """Returns variables, by `id`, whose gradients may be sparse, and of which optimizers update those rows alone."""
+    pairs = [(state.plain_optimizers[name], v) for name, of in state.variables_of_update.items() for v in of]
+    whole = {id(v) for optimizer, v in pairs if row_updates.why_whole(optimizer, v) is not None}
+    sizes = {id(v): tf.as_dtype(v.dtype).size * (tf.TensorShape(v.shape).num_elements() or 0) for _, v in pairs}
+    return {i for i, size in sizes.items() if i not in whole and size > gradients.LARGEST_PACKED_BYTES}
 
 
 def _require_created(created: Mapping[int, Any], variables: Iterable[tuple[str, Any]], owner: str) -> None:

@@ -103,11 +103,9 @@ class Tables:
 
 
 def report(tables: Iterable[Tables], state: TrainState, *, is_shown: bool) -> None:
-    """Prints the tables of many rows that a step updates or averages as a whole, and why, if anything is shown."""
+    """Prints the tables of many rows that a step updates as a whole, and why, if anything is shown."""
     for of_update in tables if is_shown else ():
         for variable in (v for v in of_update.variables if id(v) in of_update.reasons and v.shape[0] >= _MANY_ROWS):
-            table = f"the table {state.paths[id(variable)]} of {variable.shape[0]:,} rows"
             if (reason := of_update.reasons[id(variable)]) is not None:
+                table = f"the table {state.paths[id(variable)]} of {variable.shape[0]:,} rows"
                 say(f"{table} is updated as a whole at each step, since {reason}")
-            elif state.average is not None:
-                say(f"{table} is walked as a whole at each step, for its moving average: average_decay=0 leaves it out")

@@ -11,6 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop.optimizers import gradients, sparse_gradients
 from distloop.training import tables
+from distloop.training.saved_state import SavedState
 from tests.problems import assert_close, assert_equal, local_values, on, refused
 
 ROWS = 40  # of a table
@@ -168,6 +169,62 @@ def test_a_large_table_that_a_step_walks_is_named(monkeypatch, capsys):
     (path,) = trainer.state.paths.values()
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(f"the table {path} of 40 rows is updated as a whole at each step, since Adam moves", printed)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """Runs of 2 replicas with averages, on sparse gradients with a pause after step 4, and on dense ones."""
+    path = str(tmp_path_factory.mktemp("averaged"))
+    settings = dict(average_decay=0.9, clip_norm=0.5, check_replicas_every=3)
+    names = ("sgd", "adagrad")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "LARGEST_PACKED_BYTES", 64)
+        whole = fit(model_fn(names), on(2, **settings), data(), steps=9)
+        dense = fit(model_fn(names, is_dense=True), on(1, **settings), data(), steps=9)
+        for steps in (4, 9):
+            resumed = fit(model_fn(names), on(2, workdir=path, **settings), data(), steps=steps)
+    return whole, dense, resumed
+
+
+@pytest.mark.slow
+def test_the_average_of_a_table_is_that_of_dense_gradients_and_a_step_touches_the_rows_of_its_batch(averaged):
+    whole, dense, _ = averaged
+    assert_close(values_of(whole), values_of(dense))
+    for name, average in whole.state.all_variables().items():
+        if name.startswith("average/"):
+            rows, old = average.stored["rows"].numpy(), np.linspace(-1, 1, 3 * ROWS, dtype=np.float32).reshape(-1, 3)
+            unread = [i for i in range(ROWS) if i % 7 or i > 35]
+            assert np.array_equal(rows[unread], old[unread]) and not np.array_equal(rows[0], average.numpy()[0])
+
+
+@pytest.mark.slow
+def test_a_run_that_paused_goes_on_with_the_bits_of_the_average(averaged):
+    whole, _, resumed = averaged
+    assert_equal(values_of(resumed), values_of(whole))
+    stored = [SavedState(trainer.state).snapshot() for trainer in (resumed, whole)]
+    assert "stored/average/sgd/table/marks" in stored[0]
+    assert_equal(*({name: v.numpy() for name, v in of.items() if v.dtype != tf.string} for of in stored))
+
+
+@pytest.mark.slow
+def test_evaluations_of_an_averaged_table_leave_no_trace(averaged):
+    whole, dense, _ = averaged
+    before = values_of(whole)
+    inside = []
+    for trainer in (whole, dense):
+        with trainer.state.averaged():
+            inside.append({str(i): np.copy(v.numpy()) for i, v in enumerate(trainer.state.trained_variables)})
+    assert_close(*inside)
+    assert_equal(values_of(whole), before)
+
+
+@pytest.mark.slow
+def test_a_run_on_sparse_gradients_goes_on_with_dense_ones(averaged, tmp_path):
+    _, dense, _ = averaged
+    for is_dense, steps in ((False, 5), (True, 9)):
+        config = on(1, workdir=str(tmp_path), average_decay=0.9, clip_norm=0.5)
+        trainer = fit(model_fn(("sgd", "adagrad"), is_dense=is_dense), config, data(), steps=steps)
+    assert_close(values_of(trainer), values_of(dense))
 
 
 def test_a_moving_average_of_a_lazily_trained_table_is_refused():
