@@ -82,14 +82,17 @@ def two_updates(make, workdir):
 
 
 def tables(make, workdir):
-    """A sparse gradient, of which replicas have unequal parts."""
-    merged = []
-    with unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64):
-        with unittest.mock.patch.object(sparse_gradients, "merge", test_tables.recorded(merged)):
-            trainer = make(test_tables.model_fn(("lazy",)))
-            trainer.fit(test_tables.data(20, 10, drop_remainder=True), steps=4)
-    assert merged, "the gradient was dense"
-    return test_tables.values_of(trainer)
+    """A sparse gradient, of which replicas have unequal parts; and one summed over microbatches."""
+    found = {}
+    for rows, microbatches in ((10, 1), (24, 2)):
+        merged = []
+        with unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64):
+            with unittest.mock.patch.object(sparse_gradients, "merge", test_tables.recorded(merged)):
+                trainer = make(test_tables.model_fn(("lazy",)), microbatches=microbatches)
+                trainer.fit(test_tables.data(2 * rows, rows, drop_remainder=True), steps=4)
+        assert merged, "the gradient was dense"
+        found |= {f"{microbatches}/{name}": value for name, value in test_tables.values_of(trainer).items()}
+    return found
 
 
 def float16(make, workdir):

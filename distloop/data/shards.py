@@ -139,13 +139,19 @@ def take_shard(
         rows, size = pad(rows, microbatches)
     if replicas * microbatches == 1 and size is None:
         return rows, None
-    shard_start, shard_end = shard_bounds(replica, replicas, batch_size(rows))
+    total = batch_size(rows)
+    is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
+    part_size = total // (replicas * microbatches) if is_even else None
+    shard_start, shard_end = shard_bounds(replica, replicas, total)
     start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
     start, end = shard_start + start, shard_start + end
     # On the host, so that a GPU receives its own rows and not all of them.
     on_host = not layout.is_split and strategies.has_gpus(context.strategy)
     with tf.device(HOST) if on_host else contextlib.nullcontext():
         shard = tf.nest.map_structure(lambda t: t[start:end], rows)
+    if part_size is not None:  # the bounds may be tensors, of which TensorFlow does not know the difference
+        for tensor in tf.nest.flatten(shard):
+            tensor.set_shape([part_size, *tensor.shape[1:]])
     weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
     return shard, weights
 

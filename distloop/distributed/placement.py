@@ -120,16 +120,17 @@ class Placement:
             _SparseSegmentsError: if other segments than `packing.sparse` are sparse.
         """
         size = tf.TensorShape([None])  # of the tallies, known once the body was traced
+        lengths: list[int | None] = []  # of the sparse segments of a microbatch; likewise
         sparse = sorted(packing.sparse)
         specs = [*(spec for i in sparse for spec in packing.row_specs(i)), *row_specs]
         is_dense = [i not in packing.sparse for i in range(len(packing.shapes))]
 
         def body(index: tf.Tensor, sums: list[tf.Tensor], tallies: tf.Tensor, parts: list[tf.TensorArray]) -> Any:
-            nonlocal size
+            nonlocal size, lengths
             segments, more_tallies, rows = compute(index)
             if (found := {i for i, segment in enumerate(segments) if isinstance(segment, Rows)}) != set(sparse):
                 raise _SparseSegmentsError(found)
-            size = more_tallies.shape
+            size, lengths = more_tallies.shape, [segments[i].numbers.shape[0] for i in sparse]
             rows = [*(tensor for i in sparse for tensor in segments[i]), *rows]
             parts = [part.write(index, more) for part, more in zip(parts, rows, strict=True)]
             sums = [a + b for a, b in zip(sums, itertools.compress(segments, is_dense), strict=True)]
@@ -152,6 +153,8 @@ class Placement:
         )
         joined, flat = iter([part.concat() for part in parts]), iter(sums)
         lists = {i: Rows(next(joined), next(joined)) for i in sparse}
+        for rows, length in zip(lists.values(), lengths, strict=True):  # TensorFlow does not know that all are alike
+            rows.numbers.set_shape([None if length is None else count * length])
         segments = [lists[i] if i in lists else next(flat) for i in range(len(is_dense))]
         return segments, tf.ensure_shape(tallies, size), list(joined)
 

@@ -25,7 +25,12 @@ from distloop.optimizers.sparse_gradients import Rows, Segment
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 
+# Why a gradient is whole before it is packed.
 _IS_SHARDED = "shard_optimizer cuts gradients into parts"
+_HAS_NO_SIZE = (
+    "it is not known how many rows replicas exchange: let the dataset end with batch(size, drop_remainder=True), of a size "
+    "that replicas and microbatches divide"
+)
 _MANY_ROWS = 100_000  # with fewer, a step hardly shows that it walks a table
 
 
@@ -48,12 +53,15 @@ class Tables:
 
     def sized(self, gradient: Any, variable: Any) -> Any:
         """Returns a variable's gradient; a sparse one is dense where sharding or an unknown size wants that."""
-        if self._state.sharding is not None and isinstance(gradient, tf.IndexedSlices):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if self._state.sharding is not None:
             self.reasons[id(variable)] = _IS_SHARDED
-            return tf.convert_to_tensor(gradient)
-        if self._needs_sizes and isinstance(gradient, tf.IndexedSlices) and gradient.indices.shape[0] is None:
-            return tf.convert_to_tensor(gradient)
-        return gradient
+        elif self._needs_sizes and gradient.indices.shape[0] is None:
+            self.reasons[id(variable)] = _HAS_NO_SIZE
+        else:
+            return gradient
+        return tf.convert_to_tensor(gradient)
 
     def gatherable(
         self, segments: Sequence[Segment], batch: Batch, layout: Layout
@@ -88,7 +96,7 @@ class Tables:
     def unpack(self, segments: Sequence[Segment], scale: tf.Tensor, optimizer: keras.optimizers.Optimizer) -> list[Any]:
         """Returns the gradients for an optimizer, one a variable, times a scale; sparse where it updates rows alone."""
         gradients = self._packing.unpack(segments, scale, keeps_sparse=self._update.gradient_fn is None)
-        self.reasons = {i: reason for i, reason in self.reasons.items() if reason == _IS_SHARDED}
+        self.reasons = {i: reason for i, reason in self.reasons.items() if reason in (_IS_SHARDED, _HAS_NO_SIZE)}
         for i, (gradient, variable) in enumerate(zip(gradients, self.variables, strict=True)):
             if isinstance(gradient, tf.IndexedSlices):
                 reason = self.reasons[id(variable)] = row_updates.why_whole(optimizer, variable)
