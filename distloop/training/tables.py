@@ -28,8 +28,8 @@ from distloop.training.state import TrainState
 # Why a gradient is whole before it is packed.
 _IS_SHARDED = "shard_optimizer cuts gradients into parts"
 _HAS_NO_SIZE = (
-    "it is not known how many rows replicas exchange: let the dataset end with batch(size, drop_remainder=True), of a size "
-    "that replicas and microbatches divide"
+    "it is not known how many rows replicas exchange: let the dataset end with batch(size, drop_remainder=True), a "
+    "size that replicas and microbatches divide"
 )
 _MANY_ROWS = 100_000  # with fewer, a step hardly shows that it walks a table
 
