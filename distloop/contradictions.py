@@ -61,6 +61,11 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "{config.clip_value:g} were given; gradients are clipped in one way: set the others to 0.",
     ),
     (
+        lambda config: config.copy_every and not config.workdir,
+        "copy_every={config.copy_every} was given without workdir, where a run goes on from its copies in memory: give "
+        "workdir, or copy_every=0.",
+    ),
+    (
         lambda config: config.until and (config.steps or config.epochs),
         "until={config.until!r} was given beside steps={config.steps} and epochs={config.epochs}; a run has one "
         "length: give one of them.",

@@ -10,15 +10,14 @@ It puts the parts of a run together and knows their order, and not how any of th
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distloop import durations, flags
-from distloop.actions.action import Action, Report, Saves, member, started
+from distloop import flags
+from distloop.actions.action import Action, Report, check_actions, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
 from distloop.actions.data_seen import DataSeen
@@ -26,13 +25,13 @@ from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory_use import MemoryUse
 from distloop.actions.pipeline_usage import PipelineUsage
-from distloop.actions.save import Save
+from distloop.actions.save import Save, make_saves
 from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
 from distloop.checkpoints.reading_again import read_again
-from distloop.checkpoints.resume import RunCheckpoints
+from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
@@ -59,7 +58,7 @@ from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
-_periods = operator.attrgetter("log_every", "checkpoint_every", "histograms_every", "check_replicas_every")
+_PERIODS = ("log_every", "checkpoint_every", "copy_every", "histograms_every", "check_replicas_every")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -102,7 +101,12 @@ class Fit:
         are_used = self._is_chief and not self.config.fast_dev_run
         self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
         self._plan = Plan(self.units, is_chief=self._is_chief)
-        self._plan.check([*_periods(self.config), *(action.every for action in [*self.evaluations, *self.actions])])
+        self._plan.check(
+            [
+                *(getattr(self.config, name) for name in _PERIODS),
+                *(action.every for action in [*self.evaluations, *self.actions]),
+            ]
+        )
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
@@ -185,7 +189,7 @@ class Fit:
 
     def _restore_best(self) -> None:
         """Restores the best checkpoint, if an action asks for it when the run has ended."""
-        for metric in _metrics_to_restore(self.actions):
+        for metric in metrics_to_restore(self.actions):
             self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
     def _train(self) -> None:
@@ -195,7 +199,6 @@ class Fit:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
             actions = self._all_actions(write, profile)
-            secs = self._plan.period(self.config.checkpoint_every).secs
             console = next((writer for writer in write.writers if isinstance(writer, Console)), None)
             show = console.show_progress if console is not None and not self.config.eager else None
             read_again(self.source, self.state.strategy, self._stop_requests, self._say, show)
@@ -210,7 +213,7 @@ class Fit:
                 profile=profile,
                 executor=self._executor,
                 show_progress=show,
-                by_clock=(secs, actions[-1]) if secs and self.config.workdir else None,  # the last one saves
+                by_clock=[(action.secs, action) for action in actions if isinstance(action, Save) and action.secs],
             )
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
@@ -257,16 +260,15 @@ class Fit:
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if self.actions and workers.num_workers(self.state.strategy) > 1:
             actions.append(SyncStop(functools.partial(workers.gather, self.state.strategy), self.actions, self._plan))
-        saves = Saves(functools.partial(self._save, write)) if self.config.workdir else None
+        saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
-            member(action, "set_saves")(saves)
-        last = [Save(saves, self._plan.period(self.config.checkpoint_every).steps)] if saves else []
-        return [*actions, write, *last]
+            member(action, "set_saves")(saves[0].saves if saves else None)
+        return [*actions, write, *saves]
 
-    def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
+    def _save(self, write: Write, save: Any, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         with self.checkpoints.disk_watch.over("saving"):
-            write.flush()  # a run that resumes from this checkpoint finds all rows up to it
-            self.checkpoints.save(report, best_steps)
+            write.flush()  # a run that resumes from here finds all rows up to it
+            save(report, best_steps)
 
     def _open_writers(self) -> list[Any]:
         writers: list[Any] = [self._recorder, *([self._deliveries] if self._is_chief and self.writers else [])]
@@ -313,26 +315,9 @@ class Fit:
 
 
 def check_arguments(actions: Sequence[Action], writers: Any) -> None:
-    """Checks what `fit` was given as actions and writers.
-
-    Raises:
-        ValueError: if they are something else.
-    """
-    for action in actions:
-        if not callable(action) or not hasattr(action, "every"):
-            raise ValueError(
-                f"The action {action!r} was given; an action is a callable with an attribute `every`: set it, as in "
-                "`action.every = '1 epoch'`, or give a Keras callback as distloop.from_callback(callback)."
-            )
-        if action.every is not None and durations.normalize(action.every) is None:
-            raise ValueError(f"The action {action!r} has every={action.every!r}: give {durations.ALLOWED}, or None.")
-    if len(metrics := _metrics_to_restore(actions)) > 1:
-        raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
+    """Checks what `fit` was given as actions and writers, as `check_actions` and `check_writers`."""
+    check_actions(actions)
     check_writers(writers)
-
-
-def _metrics_to_restore(actions: Sequence[Action]) -> set[str]:
-    return {metric for action in actions if (metric := member(action, "metric_to_restore"))}
 
 
 def _begin_in(workdir: str, state: TrainState) -> None:

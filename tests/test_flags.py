@@ -49,6 +49,7 @@ OTHER_VALUES = {
     "eval_first": True,
     "fast_dev_run": True,
     "checkpoint_every": 11,
+    "copy_every": 12,
     "keep_checkpoints": 4,
     "resume": False,
     "init_from": "runs/a=b",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
+from distloop import durations
 from distloop.actions.schedule import Plan
 from distloop.distributed.preemption import Interrupted
 from distloop.log import log
@@ -294,3 +295,26 @@ def _end(
         if error is None:
             raise
         log.error("The action %r failed when the run had failed: %s: %s", action, type(another).__name__, another)
+
+
+def check_actions(actions: Sequence[Action]) -> None:
+    """Checks what `fit` was given as actions.
+
+    Raises:
+        ValueError: if they are something else.
+    """
+    for action in actions:
+        if not callable(action) or not hasattr(action, "every"):
+            raise ValueError(
+                f"The action {action!r} was given; an action is a callable with an attribute `every`: set it, as in "
+                "`action.every = '1 epoch'`, or give a Keras callback as distloop.from_callback(callback)."
+            )
+        if action.every is not None and durations.normalize(action.every) is None:
+            raise ValueError(f"The action {action!r} has every={action.every!r}: give {durations.ALLOWED}, or None.")
+    if len(metrics := metrics_to_restore(actions)) > 1:
+        raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
+
+
+def metrics_to_restore(actions: Sequence[Action]) -> set[str]:
+    """Returns the metrics of which actions want the best checkpoint restored when the run has ended."""
+    return {metric for action in actions if (metric := member(action, "metric_to_restore"))}

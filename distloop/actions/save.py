@@ -1,31 +1,50 @@
 """`Save` and `SaveBest`: the actions that save checkpoints, periodically and where a metric is best."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distloop.actions.action import Action, Report, Saves
+from distloop.actions.schedule import Plan
 from distloop.log import log
 
 
 class Save(Action):
-    """Saves a checkpoint every `every` steps; the last action of a run."""
+    """Saves the run every `every` steps; the last action of a run.
+
+    Attributes:
+        saves, every, secs: the arguments.
+    """
 
     phase = "saving"
 
-    def __init__(self, saves: Saves, every: int):
-        """Stores the run's checkpoints.
+    def __init__(self, saves: Saves, every: int, secs: float = 0.0):
+        """Stores what saves.
 
         Args:
-            saves: the run's checkpoints.
+            saves: where to.
             every: steps; 0: only at the end.
+            secs: the loop calls it whenever so many seconds have passed, too; 0: it does not.
         """
-        self.every = every
-        self._saves = saves
+        self.saves, self.every, self.secs = saves, every, secs
 
     def __call__(self, report: Report) -> None:
         """Saves."""
-        self._saves.save(report)
+        self.saves.save(report)
+
+
+def make_saves(
+    save: Callable[..., None], kinds: Iterable[tuple[Callable[..., None], int | str]], plan: Plan
+) -> list[Save]:
+    """Returns an action for each kind of saves of a run.
+
+    Args:
+        save: called with the function of a kind, and with the arguments for it.
+        kinds: functions that save, each with the duration between two calls.
+        plan: of the run.
+    """
+    return [Save(Saves(functools.partial(save, kind)), *plan.period(every)) for kind, every in kinds]
 
 
 class SaveBest(Action):

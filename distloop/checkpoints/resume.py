@@ -23,6 +23,7 @@ from distloop.actions.action import Action, Report
 from distloop.checkpoints.best import BEST, load_best
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.disk_watch import DiskWatch
+from distloop.checkpoints.memory_copies import MemoryCopies
 from distloop.checkpoints.rollback import Rollback
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
@@ -67,6 +68,7 @@ class RunCheckpoints:
         watch, verify = self.disk_watch.over, self.lock.verify
         checkpoints = in_workdir(config.workdir, config.keep_checkpoints, watch=watch, verify=verify)
         self._checkpoints = checkpoints if config.workdir else None
+        self._copies = MemoryCopies(checkpoints, state.strategy, verify)
         self.is_new = True
         self._shows_best = False  # whether the state is the best one's, and the next `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
@@ -75,6 +77,7 @@ class RunCheckpoints:
         self._run = Period()
         self._actions: dict[str, Action] = {}  # that have a state, by name
         self._rollback = Rollback(config.max_rollbacks)
+        self._load_newest = functools.partial(_load_newest, state.strategy)
 
     def resume(self) -> None:
         """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
@@ -82,7 +85,10 @@ class RunCheckpoints:
         Raises:
             ValueError: if there is one and `resume=False`, all are damaged, or it is of another kind of run.
         """
-        if self._checkpoints is None or not (self.is_new or self._shows_best):
+        if self._checkpoints is None:
+            return
+        self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new)
+        if not (self.is_new or self._shows_best):
             return
         if self.is_new and not self._config.resume and self._checkpoints.steps:
             raise ValueError(
@@ -104,7 +110,13 @@ class RunCheckpoints:
         if path.endswith(".npz"):
             warm_start(self._state, path)
             return None
-        saved = load(path) if is_checkpoint(path) else self._load_newest(in_workdir(path)) if path else None
+        saved = (
+            load(path)
+            if is_checkpoint(path)
+            else _load_newest(self._state.strategy, in_workdir(path))
+            if path
+            else None
+        )
         if saved is None:
             raise ValueError(
                 f"There is no checkpoint in {path!r}: give restore one, such as run/checkpoints/500, or a workdir."
@@ -188,24 +200,26 @@ class RunCheckpoints:
             raise ValueError("save needs a place: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
-        workers.report_phase(self._state.strategy, "saving")
-        reported = self._loop.reported if report is None else report.metrics
-        notes = {
-            "input": self._source.save_position(),
-            "window": self._loop.save_window(),
-            "reported": {name: float(value) for name, value in reported.items()},
-            "actions": action_state.states_of(self._actions),
-            "stop_reason": report.stop_reason if report is not None else None,
-            **_place(self._run, report, self._loop),
-        }
-        if self._saved is not None:  # restored since: the parts get their state from it at the next fit
-            notes = self._saved.notes
-        notes = {**notes, **_circumstances(self._state, self._config)}
-        values = self._saved_state.snapshot()
+        step, values, notes = self._content(report)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
                 self.lock.verify()
-            self._checkpoints.save(int(self._state.step), values, notes, best_steps)
+            self._checkpoints.save(step, values, notes, best_steps)
+        self._copies.drop_later(step)
+
+    def copy(self, report: Report, best_steps: Mapping[str, list[int]] | None = None) -> None:
+        """Copies the state to the memory of each host, in the background; the end of a run is only saved."""
+        if report.step < report.until:
+            self._copies.save(*self._content(report))
+
+    def _content(self, report: Report | None) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
+        """Returns step, values and notes of a checkpoint of now."""
+        assert self._source is not None and self._loop is not None
+        workers.report_phase(self._state.strategy, "saving")
+        notes = _notes(self._source, self._loop, self._actions, self._run, report)
+        if self._saved is not None:  # restored since: the parts get their state from it at the next fit
+            notes = self._saved.notes
+        return int(self._state.step), self._saved_state.snapshot(), notes | _circumstances(self._state, self._config)
 
     def wait(self) -> None:
         """Waits until the last save has ended.
@@ -216,11 +230,11 @@ class RunCheckpoints:
         if self._checkpoints is not None:
             workers.report_phase(self._state.strategy, "waiting for the last save")
             self._checkpoints.wait()
+            self._copies.delete()
 
     def has_checkpoint(self) -> bool:
         """Returns whether there is a checkpoint in the workdir, as the chief sees it."""
-        has_one = self._checkpoints is not None and bool(self._checkpoints.steps)
-        return bool(workers.gather(self._state.strategy, has_one)[0])
+        return bool(workers.gather(self._state.strategy, bool(self._checkpoints and self._checkpoints.steps))[0])
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last checkpoint before the batch that a step failed on, and leaves the batch out.
@@ -241,13 +255,7 @@ class RunCheckpoints:
             saved = self._load_newest(self._checkpoints, lambda saved: saved.notes["input"]["batches"] <= left_out)
         if choice is None or saved is None:
             self._write_incident({**incident, "action": "raise"})
-            tries = f"{self._rollback.num_tries} times" if self._rollback.num_tries else "not once"
-            raise Diverged(
-                f"{diverged} The run went back {tries} and came no further: {self._config.workdir}/incidents.jsonl "
-                "tells what was tried.",
-                diverged.step,
-                diverged.batch,
-            ) from diverged
+            raise _gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
         self._write_incident({**incident, "action": "rollback", "checkpoint": saved.step, "left_out": left_out})
         self._say(
             f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).",
@@ -255,16 +263,9 @@ class RunCheckpoints:
         )
         if self._is_chief:
             self._checkpoints.drop_later(saved.step)
+        self._copies.drop_later(saved.step)
         saved.notes["input"]["skipped"] = sorted(skipped)
         self._restore(saved)
-
-    def _load_newest(
-        self, checkpoints: Checkpoints, is_wanted: Callable[[Saved], bool] = lambda saved: True
-    ) -> Saved | None:
-        """Loads on every worker the checkpoint that the chief chooses."""
-        saved = checkpoints.load_newest(is_wanted) if self._is_chief else None
-        step = int(workers.gather(self._state.strategy, -1 if saved is None else saved.step)[0])
-        return saved if self._is_chief or step < 0 else checkpoints.load(step)
 
     def _write_incident(self, incident: Mapping[str, Any]) -> None:
         if self._is_chief:
@@ -290,6 +291,25 @@ class RunCheckpoints:
             say(text)
 
 
+def _gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
+    """Returns the error of a run that goes back no more."""
+    times = f"{tries} times" if tries else "not once"
+    return Diverged(
+        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl tells what was tried.",
+        diverged.step,
+        diverged.batch,
+    )
+
+
+def _load_newest(
+    strategy: tf.distribute.Strategy, checkpoints: Checkpoints, is_wanted: Callable[[Saved], bool] = lambda saved: True
+) -> Saved | None:
+    """Loads on every worker the checkpoint that the chief chooses."""
+    saved = checkpoints.load_newest(is_wanted) if workers.is_chief(strategy) else None
+    step = int(workers.gather(strategy, -1 if saved is None else saved.step)[0])
+    return saved if workers.is_chief(strategy) or step < 0 else checkpoints.load(step)
+
+
 def _require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:
     """Returns a checkpoint; refuses to train on from one of another number of virtual replicas. Old ones have none."""
     trained, given = saved.notes.get("virtual_replicas", 0), state.virtual_replicas
@@ -312,11 +332,29 @@ def _is_over(saved: Saved, run: Period) -> bool:
     return run.is_over(saved.step, saved.notes.get("secs", 0.0)) and saved.notes.get("open_boundary") is None
 
 
-def _place(run: Period, report: Report | None, loop: TrainLoop) -> dict[str, Any]:
-    """Returns what a checkpoint notes of its run's length and place; the last step may not be known yet."""
+def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable[..., None], int | str]]:
+    """Returns the functions that save a run, each with the duration between two calls: to disk first, to memory."""
+    kinds = [(checkpoints.save, config.checkpoint_every), (checkpoints.copy, config.copy_every)]
+    return kinds[: 1 + bool(config.copy_every)] if config.workdir else []
+
+
+def _notes(
+    source: Source, loop: TrainLoop, actions: Mapping[str, Action], run: Period, report: Report | None
+) -> dict[str, Any]:
+    """Returns what a checkpoint notes of its run; the last step may not be known yet."""
     is_at_end = report is not None and report.step >= report.until and not report.stop_reason
-    until = run.steps or (report.step if report is not None and is_at_end else None)
-    return {"until": until, "until_secs": run.secs, "secs": loop.secs, "open_boundary": loop.open_boundary}
+    reported = loop.reported if report is None else report.metrics
+    return {
+        "input": source.save_position(),
+        "window": loop.save_window(),
+        "reported": {name: float(value) for name, value in reported.items()},
+        "actions": action_state.states_of(actions),
+        "stop_reason": report.stop_reason if report is not None else None,
+        "until": run.steps or (report.step if report is not None and is_at_end else None),
+        "until_secs": run.secs,
+        "secs": loop.secs,
+        "open_boundary": loop.open_boundary,
+    }
 
 
 def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:

@@ -90,6 +90,15 @@ class Checkpoints:
             return []
 
     @property
+    def newest_whole(self) -> int:
+        """The step of the newest checkpoint whose files are there; the bytes of its values are not read. -1: none.
+
+        Raises:
+            OSError: if the directory or a manifest cannot be read.
+        """
+        return next((step for step in reversed(self.steps) if _is_whole(self._path(step), step)), -1)
+
+    @property
     def best_steps(self) -> dict[str, list[int]]:
         """The steps at which each metric was best, which are kept, by metric; read from `best.json`.
 
@@ -126,7 +135,7 @@ class Checkpoints:
             notes: a dict that JSON can represent.
             best_steps: by metric, the steps to keep once the checkpoint is whole; those of other metrics stay.
         """
-        self._join()
+        self.join()
         notes = json.loads(json.dumps(notes))  # a copy, with the checksum of what the file will hold
 
         def write() -> None:
@@ -157,7 +166,7 @@ class Checkpoints:
         Raises:
             OSError: if the last save failed.
         """
-        self._join()
+        self.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise OSError(
@@ -178,7 +187,7 @@ class Checkpoints:
             DamagedError: if there are checkpoints, but none is whole.
             OSError: if one cannot be read, though it may be whole.
         """
-        self._join()
+        self.join()
         put_back(self.directory)
         steps = self.steps
         num_whole = 0
@@ -227,7 +236,8 @@ class Checkpoints:
     def _path(self, name: int | str) -> str:
         return os.path.join(self.directory, str(name))
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Waits until the current save has ended, well or not."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None

@@ -116,7 +116,7 @@ class TrainLoop:
         profile: Profile | None = None,
         executor: str = strategies.PARALLEL_EXECUTOR,
         show_progress: Callable[[int, str], None] | None = None,
-        by_clock: tuple[float, Action] | None = None,
+        by_clock: Sequence[tuple[float, Action]] = (),
     ) -> dict[str, float]:
         """Trains until a step, and runs the actions that are due at each boundary.
 
@@ -131,8 +131,8 @@ class TrainLoop:
             profile: of some of its steps.
             executor: what runs the operations, as `strategies.choose_executor` returns it.
             show_progress: called after each loop with the step, and before tracing with what is being done, too.
-            by_clock: seconds, and an action that is called alone after a loop whenever so many have passed by the
-                chief's clock, with the numbers of the last report: it makes no row.
+            by_clock: seconds, each with an action that is called alone after a loop whenever so many have passed by
+                the chief's clock, with the numbers of the last report: it makes no row.
 
         Returns:
             The numbers of the last report.
@@ -169,11 +169,10 @@ class TrainLoop:
                 before = self.secs
                 self._agree_on_next_loop(stop_requests, step)
                 self._plan.look_at_clock(before, self.secs, [self._log_every, *(action.every for action in actions)])
-                if self._plan.is_over:
-                    until = step + 1
-                elif by_clock is not None and before // by_clock[0] < self.secs // by_clock[0]:
-                    with self._clock.phase(phase_of(by_clock[1])):
-                        by_clock[1](Report(step, until, self.reported, self._state, time=time.time()))
+                until = step + 1 if self._plan.is_over else until
+                for _, action in (pair for pair in by_clock if before // pair[0] < self.secs // pair[0]):
+                    with self._clock.phase(phase_of(action)):
+                        action(Report(step, until, self.reported, self._state, time=time.time()))
         return self.reported
 
     @property

@@ -66,7 +66,7 @@ def test_a_save_that_failed_is_forgotten_when_the_next_one_succeeds(tmp_path, mo
     kept = Checkpoints(str(tmp_path / "file" / "x"))
     (tmp_path / "file").write_text("in the way")
     kept.save(1, values_of(1), {})
-    kept._join()
+    kept.join()
     assert "The checkpoint of step 1 could not be written" in caplog.text and "training goes on" in caplog.text
     os.remove(tmp_path / "file")
     kept.save(2, values_of(2), {})
@@ -109,7 +109,7 @@ def test_nothing_is_renamed_once_another_process_has_taken_over(renames, tmp_pat
     save(tmp_path, 1, 2, 4)
     kept = Checkpoints(str(tmp_path), 1, verify=verify)
     kept.save(3, values_of(3), {}, {"loss": [2]})
-    kept._join()
+    kept.join()
     after = sorted(path.name for path in tmp_path.iterdir())
     assert seen and after == seen[0] and "another process writes here" in caplog.text
     assert (
@@ -339,7 +339,7 @@ def test_a_half_deleted_checkpoint_never_comes_back(tmp_path, monkeypatch):
         patch.setattr(shutil, "rmtree", die)
         patch.setattr("threading.excepthook", lambda _: None)
         kept.save(5, values_of(5), {})
-        kept._join()
+        kept.join()
     for name in os.listdir(tmp_path):
         assert not name.endswith(".old")  # its deletion has begun
     shutil.rmtree(tmp_path / "5")

@@ -74,7 +74,7 @@ class Save:
             store.drop_later(10)
         step, version = self.new
         store.save(step, values(step, version), {}, {"last": [step]})
-        store._join()
+        store.join()
         return store
 
     def judge(

@@ -1,0 +1,102 @@
+"""Copies in memory: a run that is killed between two checkpoints goes on from the newest copy, bit for bit."""
+
+import json
+import os
+
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.checkpoints import memory_copies
+from distloop.training.saved_state import SavedState
+from tests.problems import assert_equal, classification, classifier, on, refused
+
+
+class Killed(BaseException):
+    """Ends a run as `kill -9` does: nothing is saved."""
+
+
+def kill_at(step):
+    """An action that ends the run at a step."""
+
+    def kill(report):
+        if report.step == step:
+            raise Killed
+
+    kill.every = step
+    return kill
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A directory that stands for /dev/shm."""
+    path = tmp_path / "memory"
+    path.mkdir()
+    monkeypatch.setattr(memory_copies, "MEMORY", str(path))
+    return path
+
+
+def fit(workdir, kill=None, **settings):
+    """Trains for 20 steps, or until it is killed; returns the values of the state and the trainer."""
+    config = on(1, **{"workdir": str(workdir), "checkpoint_every": 0, "copy_every": 4, "log_every": 5, **settings})
+    trainer = distloop.Trainer(classifier(), config)
+    dataset = distloop.make_dataset(classification(50), 8, shuffle=True)
+    if kill is None:
+        trainer.fit(dataset, steps=20)
+    else:
+        with pytest.raises(Killed):
+            trainer.fit(dataset, steps=20, actions=[kill_at(kill)])
+        trainer._checkpoints._copies._copies.join()
+    values = SavedState(trainer.state).snapshot().items()
+    return {name: v.numpy() for name, v in values if v.dtype != tf.string}, trainer
+
+
+def rows_of(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_a_killed_run_goes_on_from_the_copy_with_the_same_bits_and_the_copies_are_gone_at_its_end(
+    tmp_path, memory, capsys
+):
+    fit(tmp_path / "run", kill=15)
+    assert not distloop.checkpoints.store.in_workdir(str(tmp_path / "run")).steps
+    capsys.readouterr()
+    found, _ = fit(tmp_path / "run", console="lines")
+    printed = capsys.readouterr().out
+    assert "step 12 was kept in the memory of" in printed and "step 12 restored" in printed
+    expected, _ = fit(tmp_path / "whole")
+    assert_equal(found, expected)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+    assert os.listdir(memory) == []
+
+
+def test_a_torn_copy_is_named_and_the_checkpoint_before_it_is_used(tmp_path, memory, caplog, capsys):
+    fit(tmp_path / "run", kill=15, checkpoint_every=10)
+    (copy,) = memory.glob("*/12")
+    with open(copy / "variables.data-00000-of-00001", "r+b") as file:
+        file.write(b"torn")
+    capsys.readouterr()
+    found, _ = fit(tmp_path / "run", console="lines")
+    assert "12' is damaged" in caplog.text and "step 10 restored" in capsys.readouterr().out
+    expected, _ = fit(tmp_path / "whole", copy_every=0)
+    assert_equal(found, expected)
+
+
+def test_copies_of_a_run_that_has_gone_back_or_was_deleted_do_not_come_back(tmp_path, memory):
+    workdir = tmp_path / "run"
+    fit(workdir, kill=15, checkpoint_every=10)
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir), checkpoint_every=0, copy_every=4))
+    trainer.restore(str(workdir / "checkpoints" / "10"))
+    trainer.fit(distloop.make_dataset(classification(50), 8, shuffle=True), steps=11)
+    assert os.listdir(memory) == []
+    fit(tmp_path / "other", kill=15)
+    (tmp_path / "other").rename(tmp_path / "elsewhere")
+    _, trainer = fit(tmp_path / "other", kill=3)
+    assert trainer.step == 3  # from step 0
+
+
+def test_without_a_workdir_or_a_directory_in_memory_copies_are_refused(tmp_path, monkeypatch):
+    refused(lambda: distloop.Config(copy_every="30 s"), "copy_every=30 s", "without workdir", "copy_every=0")
+    monkeypatch.setattr(memory_copies, "MEMORY", str(tmp_path / "none"))
+    refused(lambda: fit(tmp_path / "run"), "no", "none", "copy_every=0")
