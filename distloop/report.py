@@ -44,21 +44,17 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import rich.console
-import rich.table
-from rich.cells import cell_len, set_cell_size
-from rich.padding import Padding
-from rich.text import Text
+from rich.cells import cell_len
 
-from distloop.monitoring import memory_file, run_exports, run_files
+from distloop.monitoring import memory_file, run_exports, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run
 from distloop.monitoring.run_lock import RunLock
+from distloop.monitoring.text_tables import GAP, INDENT, Table
 
-_LEFT = ("run", "status", "device", "metric", "curve", "setting", "what", "why")  # columns of text, aligned to the left
 _STYLES = {
     ("status", "complete"): "green",
     ("status", "running"): "cyan",
@@ -66,17 +62,6 @@ _STYLES = {
     ("status", "diverged"): "red",
     ("last", "nan"): "red",
 }
-_GAP, _INDENT = 2, 2  # spaces between columns, and before rows under a headline
-_MIN_NAME, _MIN_WORDS = 12, 24  # the least widths that names and other text are wrapped to
-
-
-class _Table(NamedTuple):
-    """A table of text; a grouped one shows its first column as headlines on a terminal."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    is_grouped: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,14 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(run_exports.as_json(runs), indent=2, allow_nan=False))
         return 0
-    console = rich.console.Console(highlight=False)
-    is_terminal = (
-        console.is_interactive and console.file.isatty()
-    )  # with FORCE_COLOR rich takes any file for a terminal
-    metrics = _metrics(runs, console.width if is_terminal else math.inf, console.options.ascii_only)
+    console = text_tables.make_console()
+    width = console.width if text_tables.is_terminal(console) else math.inf
+    metrics = _metrics(runs, width, console.options.ascii_only)
     for table in (_runs(runs), metrics, _incidents(runs), _memory(runs), _settings(runs)):
         if table.rows:
-            _show(table, console) if is_terminal else _print(table)
+            text_tables.show(table, console)
     return 0
 
 
@@ -165,7 +148,7 @@ def _prune(runs: Sequence[Run], keep: int, *, is_agreed: bool) -> int:
         what = f"{len(listed)} path{'s' * (len(listed) != 1)}, {show_bytes(sum(item.num_bytes for item in listed))}"
         if listed:
             rows = [[os.path.relpath(item.path, root), show_bytes(item.num_bytes), item.why] for item in listed]
-            _print(_Table("", ["path", "size", "why"], rows))
+            text_tables.print_lines(Table("", ["path", "size", "why"], rows))
         if not listed:
             print("There is nothing to remove.")
         elif not is_agreed and not sys.stdin.isatty():
@@ -190,7 +173,7 @@ def _agrees(question: str) -> bool:
         return False
 
 
-def _runs(runs: Sequence[Run]) -> _Table:
+def _runs(runs: Sequence[Run]) -> Table:
     speeds = ["training", "steps/s", "examples/s"]
     header = ["run", "status", "step", *speeds, "examples", "epochs", "device-hours", "silent"]
     rows = [
@@ -208,10 +191,10 @@ def _runs(runs: Sequence[Run]) -> _Table:
         ]
         for run in runs
     ]
-    return _Table("Runs", header, rows)
+    return Table("Runs", header, rows, styles=_STYLES)
 
 
-def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> _Table:
+def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> Table:
     """Returns the table of metrics; its curves take the rest of `width`, between 10 and 32 characters."""
     header = ["metric", "run", "last", "best", "at step", "least", "largest"]
     rows, curves = [], []
@@ -220,15 +203,15 @@ def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> _Table:
             value, step = series.best or (None, None)
             numbers = [_show_known(number) for number in (series.last, value, series.least, series.largest)]
             rows.append([name, run.name, *numbers[:2], str(step or "-"), *numbers[2:]])
-    taken = sum(max(map(cell_len, column)) + _GAP for column in list(zip(header, *rows, strict=True))[1:])
-    length = int(min(max(width - taken - _INDENT, 10), 32))
+    taken = sum(max(map(cell_len, column)) + GAP for column in list(zip(header, *rows, strict=True))[1:])
+    length = int(min(max(width - taken - INDENT, 10), 32))
     for _, group in run_files.by_metric(runs):
         curves += draw_lines([series for _, series in group], length, is_ascii=is_ascii)
     full = [[*row, curve] for row, curve in zip(rows, curves, strict=True)]
-    return _Table("Metrics", [*header, "curve"], full, is_grouped=True)
+    return Table("Metrics", [*header, "curve"], full, is_grouped=True, styles=_STYLES)
 
 
-def _incidents(runs: Sequence[Run]) -> _Table:
+def _incidents(runs: Sequence[Run]) -> Table:
     """Returns the table of rollbacks, failures and early stops."""
     rows = []
     for run in runs:
@@ -237,10 +220,10 @@ def _incidents(runs: Sequence[Run]) -> _Table:
             rows.append([run.name, *(_show_value(row.get(key)) for key in keys)])
         if run.stop_reason is not None:
             rows.append([run.name, str(run.step), "stop", "-", "-", "-", run.stop_reason])
-    return _Table("Incidents", ["run", "step", "what", "batch", "back to", "left out", "why"], rows)
+    return Table("Incidents", ["run", "step", "what", "batch", "back to", "left out", "why"], rows)
 
 
-def _memory(runs: Sequence[Run]) -> _Table:
+def _memory(runs: Sequence[Run]) -> Table:
     """Returns the table of bytes by device: of variables, of what `--memory` estimated, and what a run took."""
     memories = [(run.name, run.memory) for run in runs if run.memory is not None]
     found = {part for _, memory in memories for held in memory.devices.values() for part in held}
@@ -257,10 +240,10 @@ def _memory(runs: Sequence[Run]) -> _Table:
         if memory_file.HOST in taken:  # virtual CPUs share its memory
             known = ["-" for _ in parts]
             rows.append([name, "host", *known, show_bytes(together), _show_taken(taken[memory_file.HOST])])
-    return _Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
+    return Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
 
 
-def _settings(runs: Sequence[Run]) -> _Table:
+def _settings(runs: Sequence[Run]) -> Table:
     """Returns the table of settings that differ, transposed if that has fewer columns."""
     different = run_files.different_settings(runs)
     rows = [[name, *map(_show_value, values)] for name, values in different.items()]
@@ -268,61 +251,7 @@ def _settings(runs: Sequence[Run]) -> _Table:
     if len(rows) < len(runs):
         header, *rows = [list(column) for column in zip(header, *rows, strict=True)]
         header[0] = "run"
-    return _Table("Settings that differ", header, rows if different else [])
-
-
-def _show(table: _Table, console: rich.console.Console) -> None:
-    """Prints a table on a terminal: long names are wrapped, and columns that do not fit follow in a table below."""
-    num_names = 2 if table.is_grouped else 1  # in a grouped table the first one is the headline
-    columns = list(zip(table.header, *table.rows, strict=True))
-    longest = [max(map(cell_len, column)) for column in columns]
-    longest[num_names - 1] += _INDENT * table.is_grouped
-    narrowest = [n if name == "curve" else min(n, _MIN_WORDS) for name, n in zip(table.header, longest, strict=True)]
-    narrowest[num_names - 1] = min(longest[num_names - 1], _MIN_NAME)
-    parts: list[list[int]] = []
-    for i in range(num_names, len(columns)):
-        if not parts or narrowest[i] + sum(narrowest[j] + _GAP for j in parts[-1]) > console.width:
-            parts.append([num_names - 1])
-        parts[-1].append(i)
-    for part in parts:
-        console.print(Text(table.title, style="bold underline"))
-        spare = console.width - sum(narrowest[i] + _GAP for i in part) + _GAP
-        widths = {}
-        for i in part:  # spare width goes to names first
-            widths[i] = min(longest[i], narrowest[i] + max(0, spare))
-            spare -= widths[i] - narrowest[i]
-        _show_columns(table, widths, console)
-
-
-def _show_columns(table: _Table, widths: Mapping[int, int], console: rich.console.Console) -> None:
-    """Prints some columns of a table on a terminal; `widths` has each one's width by its index."""
-
-    def show(rows: Sequence[Sequence[str]], style: str = "") -> None:
-        grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
-        for i, width in widths.items():
-            is_left = table.header[i] in _LEFT or i == 0
-            grid.add_column(width=width, justify="left" if is_left else "right", overflow="fold")
-        for row in rows:
-            cells = [Text(row[i], style=style or _STYLES.get((table.header[i], row[i]), "")) for i in widths]
-            grid.add_row(Padding(cells[0], (0, 0, 0, _INDENT * table.is_grouped)), *cells[1:])
-        console.print(grid)
-
-    show([table.header], "dim")
-    if not table.is_grouped:
-        show(table.rows)
-    for headline, rows in itertools.groupby(table.rows, lambda row: row[0]) if table.is_grouped else ():
-        console.print(Text(headline, style="bold"))
-        show(list(rows))
-    console.print()
-
-
-def _print(table: _Table) -> None:
-    """Prints a table to a pipe or a file: each row in one line, and an empty line after the table."""
-    lines = [table.header, *table.rows]
-    widths = [max(map(cell_len, column)) + _GAP for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("".join(set_cell_size(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    print()
+    return Table("Settings that differ", header, rows if different else [])
 
 
 def _show_known(value: float | None) -> str:
