@@ -203,12 +203,12 @@ def _is_used(leftover: Leftover) -> bool:
     except OSError:  # another user's process
         pass
     try:
-        return _start_time(leftover.process) < os.stat(leftover.path).st_ctime + _CLOCK_SECS
+        return start_time(leftover.process) < os.stat(leftover.path).st_ctime + _CLOCK_SECS
     except (OSError, ValueError, IndexError):
         return True
 
 
-def _start_time(process: int) -> float:
+def start_time(process: int) -> float:
     """Returns when a process was started (Unix, seconds); 0 if that is not known."""
     with open(f"/proc/{process}/stat", "rb") as file:
         ticks = int(file.read().rpartition(b")")[2].split()[19])

@@ -25,7 +25,7 @@ from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory_use import MemoryUse
 from distloop.actions.pipeline_usage import PipelineUsage
-from distloop.actions.save import Save, make_saves
+from distloop.actions.save import Save, SaveCosts, make_saves
 from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
@@ -111,7 +111,10 @@ class Fit:
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
+        began_at, was_new = time.monotonic(), self.checkpoints.is_new
         self.checkpoints.resume()
+        if was_new and not self.checkpoints.is_new:
+            self.checkpoints.costs["restore_secs"] = time.monotonic() - began_at
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
@@ -263,12 +266,15 @@ class Fit:
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
             member(action, "set_saves")(saves[0].saves if saves else None)
-        return [*actions, write, *saves]
+        return [*actions, SaveCosts(self.checkpoints.costs), write, *saves]
 
     def _save(self, write: Write, save: Any, report: Report, best_steps: Mapping[str, list[int]]) -> None:
+        began_at = time.monotonic()
         with self.checkpoints.disk_watch.over("saving"):
             write.flush()  # a run that resumes from here finds all rows up to it
             save(report, best_steps)
+        name = "save_pause_secs" if save == self.checkpoints.save else "copy_pause_secs"
+        self.checkpoints.costs[name] = time.monotonic() - began_at
 
     def _open_writers(self) -> list[Any]:
         writers: list[Any] = [self._recorder, *([self._deliveries] if self._is_chief and self.writers else [])]
@@ -277,7 +283,7 @@ class Fit:
         workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:
-                _begin_in(workdir, self.state)
+                _begin_in(workdir, self.state, self.checkpoints.costs.pop("restore_secs", None))
                 writers.append(SummaryWriter(workdir, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
                 path, is_open = os.path.join(workdir, "metrics.jsonl"), self._loop.open_boundary is not None
@@ -320,13 +326,13 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
     check_writers(writers)
 
 
-def _begin_in(workdir: str, state: TrainState) -> None:
+def _begin_in(workdir: str, state: TrainState, restore_secs: float | None) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     devices = len(state.placement.devices) or state.strategy.num_replicas_in_sync
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
     try:
-        run_starts.note_start(workdir, step=int(state.step), devices=devices, kind=kind)
+        run_starts.note_start(workdir, restore_secs, step=int(state.step), devices=devices, kind=kind)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)
 

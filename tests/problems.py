@@ -137,7 +137,7 @@ def assert_equal(found, expected):
     assert not different, different
 
 
-def write_run(path, rows, settings=None, *, saved=None, incidents=(), age_secs=3600):
+def write_run(path, rows, settings=None, *, saved=None, incidents=(), starts=(), age_secs=3600):
     """Writes what a run leaves behind, as far as the report reads it; a second a row, the last one `age_secs` ago.
 
     Args:
@@ -146,6 +146,7 @@ def write_run(path, rows, settings=None, *, saved=None, incidents=(), age_secs=3
         settings: of config.json; None: there is none.
         saved: `step`, `until` and `stop_reason` of the only checkpoint; None: there is none.
         incidents: rows of incidents.jsonl.
+        starts: rows of starts.jsonl.
         age_secs: how old the last row is.
     """
     path.mkdir(parents=True)
@@ -159,8 +160,9 @@ def write_run(path, rows, settings=None, *, saved=None, incidents=(), age_secs=3
         checkpoint.mkdir(parents=True)
         notes = {"until": saved["until"], "stop_reason": saved.get("stop_reason")}
         (checkpoint / "manifest.json").write_text(json.dumps({"step": saved["step"], "notes": notes}))
-    if incidents:
-        (path / "incidents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in incidents))
+    for name, rows in (("incidents", incidents), ("starts", starts)):
+        if rows:
+            (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

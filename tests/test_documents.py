@@ -14,7 +14,7 @@ import venv
 import pytest
 from absl import flags
 
-from distloop import config, launch
+from distloop import config, launch, plan
 from distloop.monitoring.records import ABOUT_THE_RUN
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -23,20 +23,24 @@ BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "hosts"}
-OTHERS = LAUNCHER | {
-    "help",
-    "json",
-    "png",
-    "csv",
-    "prune",
-    "keep",
-    "yes",
-    "workloads",
-    "replicas",
-    "logdir",
-    "flagfile",
-    "config",
-}
+OTHERS = (
+    LAUNCHER
+    | set(plan._COSTS)
+    | {
+        "help",
+        "json",
+        "png",
+        "csv",
+        "prune",
+        "keep",
+        "yes",
+        "workloads",
+        "replicas",
+        "logdir",
+        "flagfile",
+        "config",
+    }
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -19,7 +19,7 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 
 # Imports point down this list, which is the map in WORKSPACE.md; within a folder they run in no circle.
 ORDER = [
-    ["__init__", "testing", "smoke", "launch", "notebook", "report"],
+    ["__init__", "testing", "smoke", "launch", "notebook", "report", "plan"],
     ["trainer"],
     ["fit"],
     ["diagnostics"],
@@ -63,6 +63,7 @@ WITHOUT_TENSORFLOW = {
     "launch",
     "notebook",
     "report",
+    "plan",
     "config",
     "contradictions",
     "flags",
@@ -72,10 +73,10 @@ WITHOUT_TENSORFLOW = {
     "atomic_files",
     "versions",
 }
-WITHOUT_TENSORFLOW |= {"actions.schedule"}
+WITHOUT_TENSORFLOW |= {"actions.schedule", "diagnostics.goodput_model"}
 WITHOUT_TENSORFLOW |= {
     f"monitoring.{name}"
-    for name in ("records", "run_files", "run_starts", "run_lock", "console", "curves", "timing", "deliveries")
+    for name in "records run_files run_starts run_costs run_lock console text_tables curves timing deliveries".split()
 }
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"

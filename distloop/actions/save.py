@@ -1,4 +1,4 @@
-"""`Save` and `SaveBest`: the actions that save checkpoints, periodically and where a metric is best."""
+"""`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `SaveCosts` reports the seconds."""
 
 import functools
 import math
@@ -45,6 +45,27 @@ def make_saves(
         plan: of the run.
     """
     return [Save(Saves(functools.partial(save, kind)), *plan.period(every)) for kind, every in kinds]
+
+
+class SaveCosts(Action):
+    """Reports how long each save and copy held training up, and how long a checkpoint took until it was whole."""
+
+    every = None
+    phase = "logging"
+    only_writes = True
+
+    def __init__(self, costs: dict[str, float]):
+        """Stores the dict that gets `save_pause_secs`, `copy_pause_secs` and, some time after a save, `write_secs`."""
+        self._costs = costs
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the numbers, in the first row after a copy, or after a checkpoint is whole."""
+        costs = self._costs
+        numbers = {"copy_pause_secs": costs.pop("copy_pause_secs")} if "copy_pause_secs" in costs else {}
+        if {"save_pause_secs", "write_secs"} <= costs.keys():
+            numbers["save_pause_secs"] = costs.pop("save_pause_secs")
+            numbers["save_secs"] = numbers["save_pause_secs"] + costs.pop("write_secs")
+        return numbers
 
 
 class SaveBest(Action):

@@ -44,6 +44,7 @@ class RunCheckpoints:
 
     Attributes:
         is_new: whether the run has neither trained nor restored a checkpoint.
+        costs: the seconds of the last save and restore, by name.
         disk_watch: ends the process when the disk no longer answers.
         lock: of the workdir; held until the last save has ended.
     """
@@ -66,7 +67,8 @@ class RunCheckpoints:
         gather = functools.partial(workers.gather, state.strategy)
         self.lock = WorkersLock(config.workdir, self._is_chief, gather, finish=lambda: checkpoints.wait())
         watch, verify = self.disk_watch.over, self.lock.verify
-        checkpoints = in_workdir(config.workdir, config.keep_checkpoints, watch=watch, verify=verify)
+        self.costs: dict[str, float] = {}
+        checkpoints = in_workdir(config.workdir, config.keep_checkpoints, watch=watch, verify=verify, costs=self.costs)
         self._checkpoints = checkpoints if config.workdir else None
         self._copies = MemoryCopies(checkpoints, state.strategy, verify)
         self.is_new = True
@@ -110,13 +112,9 @@ class RunCheckpoints:
         if path.endswith(".npz"):
             warm_start(self._state, path)
             return None
-        saved = (
-            load(path)
-            if is_checkpoint(path)
-            else _load_newest(self._state.strategy, in_workdir(path))
-            if path
-            else None
-        )
+        saved = None
+        if path:
+            saved = load(path) if is_checkpoint(path) else self._load_newest(in_workdir(path))
         if saved is None:
             raise ValueError(
                 f"There is no checkpoint in {path!r}: give restore one, such as run/checkpoints/500, or a workdir."

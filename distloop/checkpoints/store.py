@@ -56,6 +56,7 @@ class Checkpoints:
         keep: int = 3,
         watch: Watch = contextlib.nullcontext,
         verify: Callable[[], None] = lambda: None,
+        costs: dict[str, float] | None = None,
     ):
         """Touches no disk.
 
@@ -64,11 +65,12 @@ class Checkpoints:
             keep: number of the newest checkpoints to keep, at least 1.
             watch: called with what is done to the disk; its context is entered meanwhile.
             verify: called before each rename; raises if this process may no longer write.
+            costs: gets `write_secs`, how long the last checkpoint took in the background until it was whole.
         """
         self.directory = directory
         self._keep = keep
-        self._watch = watch
-        self._verify = verify
+        self._watch, self._verify = watch, verify
+        self._costs = {} if costs is None else costs
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
 
@@ -139,6 +141,7 @@ class Checkpoints:
         notes = json.loads(json.dumps(notes))  # a copy, with the checksum of what the file will hold
 
         def write() -> None:
+            began_at = time.monotonic()
             try:
                 with self._watch(f"saving the checkpoint of step {step}"):
                     self._write(step, values, notes, best_steps or {})
@@ -150,7 +153,7 @@ class Checkpoints:
                     first_line(error),
                 )
                 return
-            self._failure = None
+            self._failure, self._costs["write_secs"] = None, time.monotonic() - began_at
             try:
                 with self._watch("deleting old checkpoints"):
                     self._prune()

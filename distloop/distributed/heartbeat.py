@@ -277,6 +277,11 @@ class Heartbeat:
             self._has_news.set()
 
 
+def datagrams_per_sec(workers: int) -> float:
+    """Returns the heartbeats of all workers together, once all have met."""
+    return workers * (workers - 1) / _SEND_SECS
+
+
 def _stacks() -> str:
     """Returns the stacks of all threads but distloop's, the main thread last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -8,20 +8,27 @@ what a run is.
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distloop.atomic_files import start_time
 from distloop.monitoring import records
 from distloop.monitoring.json_writer import last_row
 
 FILE = "starts.jsonl"
 
+_noted: set[int] = set()  # processes: a fork is another one
 
-def note_start(workdir: str, *, step: int, devices: int, kind: str) -> None:
-    """Adds a row: time, step, devices, and the time of the last row of `metrics.jsonl`, null if there is none.
+
+def note_start(workdir: str, restore_secs: float | None = None, *, step: int, devices: int, kind: str) -> None:
+    """Adds a row: time, step, devices, the age of the process, and the time of the last row of `metrics.jsonl`.
+
+    That time is null if there is no row; the age, if it is unknown or the process has noted a start before.
 
     Args:
         workdir: of the run.
+        restore_secs: how long restoring a checkpoint took; None: none was restored.
         step: the global step that the process starts from.
         devices: of all workers.
         kind: "GPU" or "CPU".
@@ -31,7 +38,21 @@ def note_start(workdir: str, *, step: int, devices: int, kind: str) -> None:
     """
     row = last_row(os.path.join(workdir, "metrics.jsonl"))
     facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
+    facts |= {"process_secs": _age_at_first_start(), "restore_secs": restore_secs}
     records.append_row(os.path.join(workdir, FILE), facts)
+
+
+def _age_at_first_start() -> float | None:
+    """Returns the age of this process in seconds; None if it is unknown, or after the first call."""
+    process = os.getpid()
+    if process in _noted:
+        return None
+    _noted.add(process)
+    try:
+        started_at = start_time(process)
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.time() - started_at if started_at else None
 
 
 def read_starts(workdir: str) -> list[dict[str, Any]]:

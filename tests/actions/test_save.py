@@ -5,7 +5,7 @@ import math
 import pytest
 
 from distloop.actions.action import Report, Saves, run
-from distloop.actions.save import Save, SaveBest
+from distloop.actions.save import Save, SaveBest, SaveCosts
 from distloop.actions.stop_early import StopEarly
 
 
@@ -97,3 +97,12 @@ def test_its_state_goes_through_a_checkpoint():
 def test_a_rule_that_makes_no_sense_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         SaveBest("loss", **settings)
+
+
+def test_what_a_save_took_is_reported_in_the_first_row_after_it():
+    costs, rows = {"restore_secs": 3.0}, []
+    action = SaveCosts(costs)
+    for news in ({"save_pause_secs": 0.5, "copy_pause_secs": 0.2}, {"write_secs": 2.0}, {}):
+        costs |= news
+        rows.append(run([action], Report(2, 1000, {}, None))[0])
+    assert rows == [{"copy_pause_secs": 0.2}, {"save_pause_secs": 0.5, "save_secs": 2.5}, {}]

@@ -45,7 +45,10 @@ def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp
     further.fit(data(), steps=8)
     assert further.step == 8 and sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]
     replicas = first.strategy.num_replicas_in_sync
-    assert [(start["step"], start["devices"]) for start in read_starts(tmp_path)] == [(0, replicas), (6, replicas)]
+    starts = read_starts(tmp_path)
+    assert [(start["step"], start["devices"]) for start in starts] == [(0, replicas), (6, replicas)]
+    assert starts[0]["restore_secs"] is None and starts[1]["restore_secs"] > 0
+    assert further._checkpoints.costs.keys() == {"save_pause_secs", "write_secs"}
 
 
 @pytest.mark.slow

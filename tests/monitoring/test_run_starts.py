@@ -23,6 +23,15 @@ def test_a_start_holds_its_devices_and_the_time_of_the_last_row_before_it(tmp_pa
     assert json.dumps(second)
 
 
+def test_the_age_of_a_process_is_noted_at_its_first_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_starts, "_noted", set())
+    run_starts.note_start(str(tmp_path), step=0, devices=2, kind="CPU")
+    run_starts.note_start(str(tmp_path), 1.5, step=10, devices=2, kind="CPU")
+    first, second = run_starts.read_starts(str(tmp_path))
+    assert 0 < first["process_secs"] < 3600 and first["restore_secs"] is None
+    assert second["process_secs"] is None and second["restore_secs"] == 1.5
+
+
 @pytest.mark.parametrize(
     ("starts", "last_time", "hours"),
     [
