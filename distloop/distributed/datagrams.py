@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from distloop.distributed.environment import split_address
@@ -25,26 +25,35 @@ _RESOLVE_SECS = 5.0
 
 
 class Datagrams:
-    """The UDP sockets of a worker: one bound to its port, and one connected to each other worker.
+    """The UDP sockets of a worker: one bound to its port, and one connected to each of its neighbors.
 
     Attributes:
         problems: why nothing can be sent to a worker, by its index; as in `Name or service not known`.
     """
 
-    def __init__(self, addresses: Sequence[str], index: int, is_silent: Callable[[int], bool]):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        index: int,
+        is_silent: Callable[[int], bool],
+        neighbors: Collection[int] | None = None,
+    ):
         """Opens the port of worker `index`.
 
         Args:
             addresses: `host:port` of every worker.
             index: of this worker.
             is_silent: returns True for a worker whose name is to be looked up again.
+            neighbors: the workers that are sent to; None: all others.
 
         Raises:
             ValueError: if an address is none, or the port is taken.
         """
         places = [split_address(address) for address in addresses]
         self.problems: dict[int, str] = {}
-        self._places, self._index, self._is_silent = places, index, is_silent
+        heard = range(len(places)) if neighbors is None else (index, *neighbors)
+        self._places = {i: places[i] for i in heard}
+        self._index, self._is_silent = index, is_silent
         self._answers: dict[str, list[tuple[int, Any]]] = {}  # by host: families and addresses, the one to use first
         self._connected: dict[int, tuple[tuple[int, Any], socket.socket]] = {}
         self._port = places[index][1]
@@ -56,9 +65,9 @@ class Datagrams:
                 "another run there? Give other ports, or end it."
             ) from None
         self._bound.settimeout(_RECEIVE_SECS)
-        for host in {host for host, _ in places}:
+        for host in {host for host, _ in self._places.values()}:
             self._look_up(host, only_numbers=not is_loopback(host))
-        if any(host not in self._answers for host, _ in places):
+        if any(host not in self._answers for host, _ in self._places.values()):
             threading.Thread(target=self._look_up_forever, name="distloop-names", daemon=True).start()
         os.register_at_fork(after_in_child=self._release)
 
@@ -107,7 +116,7 @@ class Datagrams:
 
     def _look_up_unknown(self) -> None:
         """Looks up the hosts that have no address yet or are silent."""
-        for host in {host for i, (host, _) in enumerate(self._places) if self._is_unknown(i, host)}:
+        for host in {host for i, (host, _) in self._places.items() if self._is_unknown(i, host)}:
             self._look_up(host)
 
     def _is_unknown(self, i: int, host: str) -> bool:
@@ -121,7 +130,7 @@ class Datagrams:
         except (OSError, UnicodeError) as error:
             problem = getattr(error, "strerror", None) or str(error)
             if not only_numbers:
-                self.problems |= {i: problem for i, place in enumerate(self._places) if place[0] == host}
+                self.problems |= {i: problem for i, place in self._places.items() if place[0] == host}
             return
         answers = [(int(family), place) for family, _, _, _, place in lines]
         before = self._answers.get(host, [])

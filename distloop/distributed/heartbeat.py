@@ -1,14 +1,14 @@
 """Heartbeats between workers: where each is, and the end of this process when another worker fails.
 
     heartbeat = Heartbeat(["10.0.0.1:4000", "10.0.0.2:4000"], index=0, facts={"TensorFlow": "2.21.0"})
-    heartbeat.meet(timeout_secs=300)            # until every worker hears every other one
+    heartbeat.meet(timeout_secs=300)            # until all workers are there
     heartbeat.watch(hang_timeout_secs=600)      # from now on this process ends when another one fails or falls silent
     heartbeat.phase = TRAINING
 
-Each worker sends a UDP datagram to every other one twice a second, to the port of the same number as the TCP port that
-TensorFlow uses. So heartbeats work where TensorFlow waits forever: before the workers have joined, inside a collective
-that never completes, and after the chief is gone. `messages` writes and signs, `datagrams` carries, and `liveness`
-decides who failed. It does not know TensorFlow.
+Twice a second each worker sends a UDP datagram to its `neighbors`, up to 8 workers to all others, to the port of the
+same number as the TCP port that TensorFlow uses. So heartbeats work where TensorFlow waits forever: before the workers
+have joined, inside a collective that never completes, and after the chief is gone. `messages` writes and signs,
+`datagrams` carries, and `liveness` decides who failed. It does not know TensorFlow.
 """
 
 import atexit
@@ -27,6 +27,7 @@ from distloop.distributed import liveness, output
 from distloop.distributed.datagrams import Datagrams
 from distloop.distributed.liveness import Beat, Progress, Table, Timeouts
 from distloop.distributed.messages import Messages, NotCounted, shorten
+from distloop.distributed.neighbors import neighbors
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
@@ -75,18 +76,20 @@ class Heartbeat:
         self._table = Table(tuple(addresses), index, self._messages.run, digests)
         self._table_lock = threading.Lock()  # held to replace the table
         self._pid = os.getpid()  # a fork is another process
-        self._state, self._error = "alive", ""
+        self._state, self._error, self._is_hang = "alive", "", False
         self._timeouts = Timeouts()
         self._is_watching = False
         self._ending = threading.Lock()  # taken once, forever
         self._has_news = threading.Event()  # that others wait for
         self._strangers: dict[str, str] = {}  # by host, why its datagrams do not count
-        self._datagrams = Datagrams(addresses, index, lambda i: self._table.is_silent(i, time.monotonic()))
+        self._datagrams = Datagrams(
+            addresses, index, lambda i: self._table.is_silent(i, time.monotonic()), self._table.neighbors
+        )
         for target in (self._send_forever, self._receive_forever):
             threading.Thread(target=target, name="distloop-heartbeat", daemon=True).start()
 
     def meet(self, timeout_secs: float) -> None:
-        """Waits until every worker hears every other one, and checks that they were started alike.
+        """Waits until every worker hears all its neighbors, and checks that they were started alike.
 
         Raises:
             ValueError: if a worker did not come, or was started with other facts.
@@ -94,9 +97,11 @@ class Heartbeat:
         deadline, next_line = time.monotonic() + timeout_secs, time.monotonic() + 5
         while unmet := liveness.find_unmet(self._table, time.monotonic()):
             table, now = self._table, time.monotonic()
-            if failure := liveness.find_reported_failure(table):
+            ended = liveness.find_ended(table)
+            if failure := liveness.find_reported_failure(table) or (ended.error if ended else ""):
                 self._check_facts()
                 self._end(failure)
+            self._rise(lambda table: liveness.rise(table, time.monotonic()))
             if now >= deadline:
                 raise ValueError(liveness.explain_unmet(table, timeout_secs, self._find_causes(unmet), now))
             if now >= next_line:
@@ -106,11 +111,11 @@ class Heartbeat:
                         "TF_CONFIG, and the same addresses."
                     )
                 causes = "".join(f"; {cause}" for cause in self._find_causes(unmet))
-                output.say(f"distloop: waiting for {table.name(unmet)}{causes}.", 0.1)
+                output.say(f"distloop: waiting for {liveness.name_missing(table, now)}{causes}.", 0.1)
                 next_line += 30
             time.sleep(0.05)
         with self._table_lock:
-            self._table = self._table.replace(has_met=True)
+            self._table = self._table.replace(has_met=True, level=self._table.top_level)
         self._send_repeatedly()
         self._check_facts()
 
@@ -165,11 +170,13 @@ class Heartbeat:
         if self._state != "alive":
             return
         self._read_step()
+        self._rise(lambda table: table.replace(level=0))
         self._state, self._is_watching = "left", False
         self._send_repeatedly()
         deadline = time.monotonic() + (self._timeouts.hang_secs or _LEAVE_SECS)
-        while liveness.find_running(self._table, time.monotonic()) and time.monotonic() < deadline:
+        while self._table.level < self._table.top_level and time.monotonic() < deadline:
             time.sleep(0.05)
+            self._rise(lambda table: table.replace(level=liveness.level_at_end(table, time.monotonic())))
         self._send_repeatedly()
 
     def _watch(self) -> None:
@@ -206,7 +213,7 @@ class Heartbeat:
         self._ending.acquire()  # a second thread waits here for the end
         try:
             place = f"worker {self._table.index} (step {self._last_step}, {self.phase})"
-            self._state, self._error = "ended", reason
+            self._state, self._error, self._is_hang = "ended", reason, with_stacks
             self._send_repeatedly()
             line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {place} ends, too."
             output.say("\n".join([line, *([_stacks(), line] if with_stacks else [])]))
@@ -225,6 +232,13 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # the main thread may be changing the variable
             self._last_step = self.step()
 
+    def _rise(self, change: Callable[[Table], Table]) -> None:
+        """Changes the table; neighbors hear of a new level at once."""
+        with self._table_lock:
+            before, self._table = self._table, change(self._table)
+        if self._table.level != before.level:
+            self._has_news.set()
+
     def _send_forever(self) -> None:
         while True:
             self._read_step()
@@ -242,7 +256,8 @@ class Heartbeat:
     def _send(self) -> None:
         table, now = self._table, time.monotonic()
         beat = Beat(
-            table.run, self._state, self.phase, self._last_step, self._error, table.has_met, {}, table.facts, now
+            *(table.run, self._state, self.phase, self._last_step, self._error, table.has_met, {}, table.facts, now),
+            *(table.level, "" if table.has_met else liveness.name_missing(table, now), self._is_hang),
         )
         if refused := self._datagrams.send(self._messages.write(beat, table, now)):
             with self._table_lock:
@@ -279,7 +294,7 @@ class Heartbeat:
 
 def datagrams_per_sec(workers: int) -> float:
     """Returns the heartbeats of all workers together, once all have met."""
-    return workers * (workers - 1) / _SEND_SECS
+    return workers * len(neighbors(0, workers)) / _SEND_SECS
 
 
 def _stacks() -> str:

@@ -3,12 +3,19 @@
     table = table.receive(1, beat)
     judge(table, progress, Timeouts(hang_secs=600), now)     # None, or Verdict("worker 1 failed at step 7 ...")
 
+Of many workers each hears its neighbors alone (`neighbors`): `beats` are theirs. A worker that ends because another one
+failed tells the reason, so its neighbors end with the same reason, and theirs. That all have met is known by *levels*:
+a worker that has met its neighbors is at level 1, and one level above the lowest of them after that; so at level L it
+knows that all workers within L - 1 hops have met theirs.
+
 It does not know how heartbeats travel or how a process ends (`heartbeat`), nor TensorFlow.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from distloop.distributed.neighbors import max_hops, neighbors
 
 # The phases in which a worker needs all the others, and should not stand still.
 JOINING, TRAINING, GATHERING = "joining", "training", "waiting for all"
@@ -50,47 +57,58 @@ class Beat(NamedTuple):
     heard: Mapping[str, str]  # the runs that it hears, by worker
     facts: Facts
     received_at: float  # seconds on this worker's monotonic clock
+    level: int = (
+        0  # until it has met, and again at its end: how far away workers are known to have met, or to have left
+    )
+    missing: str = ""  # which workers keep it from meeting, in words
+    is_hang: bool = True  # of one that ended: whether the reason is a hang
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What this worker knows of the others; immutable, so that every thread reads a consistent one."""
+    """What this worker knows of its neighbors; immutable, so that every thread reads a consistent one."""
 
     addresses: tuple[str, ...]  # host:port of every worker, the chief first
     index: int  # of this worker
     run: str  # of this worker
     facts: Facts  # of this worker
-    beats: Mapping[int, Beat] = dataclasses.field(default_factory=dict)  # the last one of each other worker
+    beats: Mapping[int, Beat] = dataclasses.field(default_factory=dict)  # the last one of each neighbor
     runs: Mapping[int, str] = dataclasses.field(default_factory=dict)  # that claim to be a worker, unproved
     refused: frozenset[int] = frozenset()  # workers on whose port no process listened since their last heartbeat
     restarted: frozenset[int] = frozenset()
-    has_met: bool = False  # every worker hears every other one
+    level: int = 0  # of this worker, as in `Beat`
+    has_met: bool = False  # every worker hears all its neighbors
     duplicate_at: float = -1e9  # when another process last claimed this worker's index, unproved
     awake_since: float = -1e9  # before, this process was suspended and could not hear
 
     @property
-    def others(self) -> list[int]:
-        """The indices of the other workers."""
-        return [i for i in range(len(self.addresses)) if i != self.index]
+    def neighbors(self) -> tuple[int, ...]:
+        """The indices of the workers that this one hears; of few workers all others."""
+        return neighbors(self.index, len(self.addresses))
+
+    @property
+    def top_level(self) -> int:
+        """The level at which what is known of the neighbors is known of all workers."""
+        return max_hops(len(self.addresses))
 
     def replace(self, **changes: Any) -> "Table":
         """Returns the table with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def have_all_met(self) -> bool:
-        """Returns True if every worker reports that it hears all others."""
+        """Returns True if every neighbor reports that all have met."""
         everyone = [self.has_met, *(beat.has_met for beat in self.beats.values())]
-        return all(everyone) and len(everyone) == len(self.addresses)
+        return all(everyone) and len(everyone) == len(self.neighbors) + 1
 
     def greet(self, i: int, run: str, now: float) -> "Table":
         """Returns the table after a datagram that claims to be of worker `i`, and does not prove to be new."""
         if i == self.index:
             return self.replace(duplicate_at=now) if run != self.run else self
-        return self.replace(runs={**self.runs, i: run}) if i in self.others else self
+        return self.replace(runs={**self.runs, i: run}) if i in self.neighbors else self
 
     def receive(self, i: int, beat: Beat) -> "Table":
         """Returns the table after a heartbeat of worker `i`."""
-        if i not in self.others:
+        if i not in self.neighbors:
             return self
         last = self.beats.get(i)
         if self.has_met and last is not None and last.run != beat.run:
@@ -109,7 +127,8 @@ class Table:
             return False
         pairs = [(beat, before.beats.get(i)) for i, beat in self.beats.items()]
         return self.runs != before.runs or any(
-            last is None or (beat.run, beat.heard, beat.facts) != (last.run, last.heard, last.facts)
+            last is None
+            or (beat.run, beat.heard, beat.facts, beat.level) != (last.run, last.heard, last.facts, last.level)
             for beat, last in pairs
         )
 
@@ -141,8 +160,8 @@ class Table:
         return f"worker {i} ({self.addresses[i]}) {verb} at step {beat.step} ({beat.phase})"
 
     def describe_others(self, now: float) -> str:
-        """Returns the last known place of every other worker."""
-        return "; ".join(self.describe(i, now) for i in self.others)
+        """Returns the last known place of every neighbor."""
+        return "; ".join(self.describe(i, now) for i in self.neighbors)
 
     def name(self, workers: Sequence[int]) -> str:
         """Returns workers with their addresses, as in `workers 1 (b:4000), 2 (c:4000)`."""
@@ -188,6 +207,8 @@ def judge(table: Table, progress: Progress, timeouts: Timeouts, now: float) -> V
     """
     if reason := find_failure(table, now):
         return Verdict(reason)
+    if ended := find_ended(table):
+        return Verdict(ended.error, ended.is_hang)
     if reason := find_silence(table, timeouts.hang_secs, now):
         return Verdict(reason, is_hang=True)
     still_secs = now - progress.since
@@ -232,6 +253,11 @@ def find_reported_failure(table: Table) -> str:
     return ""
 
 
+def find_ended(table: Table) -> Beat | None:
+    """Returns the heartbeat of the first worker that ended because another one failed; None if none did."""
+    return next((beat for _, beat in sorted(table.beats.items()) if beat.state == "ended"), None)
+
+
 def find_silence(table: Table, limit_secs: float, now: float) -> str:
     """Returns the reason why another worker ended, or which worker is silent for too long; "" if none.
 
@@ -240,9 +266,8 @@ def find_silence(table: Table, limit_secs: float, now: float) -> str:
         limit_secs: longest silence allowed; 0: any.
         now: the time on the clock of `Beat.received_at`.
     """
-    for _, beat in sorted(table.beats.items()):
-        if beat.state == "ended":
-            return beat.error
+    if ended := find_ended(table):
+        return ended.error
     for i, beat in sorted(table.beats.items()):
         if beat.state == "alive" and 0 < limit_secs < table.silent_secs(i, now):
             return table.describe(i, now)
@@ -255,12 +280,37 @@ def find_running(table: Table, now: float) -> list[int]:
     return [i for i in audible if table.beats[i].state == "alive"]
 
 
+def level_at_end(table: Table, now: float) -> int:
+    """Returns the level of a worker that has left: above that of the neighbors that did, 0 until all have."""
+    if find_running(table, now):
+        return 0
+    left = [i for i, beat in table.beats.items() if beat.state == "left" and not table.is_silent(i, now)]
+    return 1 + min((table.beats[i].level for i in left), default=table.top_level)
+
+
 def find_unmet(table: Table, now: float) -> list[int]:
-    """Returns the workers that were not heard or do not hear all others.
+    """Returns the neighbors that were not heard or do not hear all of theirs, else those that know of another one.
 
     A worker with other facts counts as met once one of them is known.
     """
-    return [i for i in table.others if not _is_met(table, i, now)]
+    unmet = [i for i in table.neighbors if not _is_met(table, i, now)]
+    return unmet or [i for i in table.neighbors if table.beats[i].level < table.top_level - 1]
+
+
+def rise(table: Table, now: float) -> Table:
+    """Returns the table with the level of a worker that has met its neighbors, as long as it hears them."""
+    if not all(_is_met(table, i, now) for i in table.neighbors):
+        return table
+    return table.replace(level=1 + min((table.beats[i].level for i in table.neighbors), default=0))
+
+
+def name_missing(table: Table, now: float) -> str:
+    """Returns the workers that are waited for: neighbors that are silent, else those that other neighbors name."""
+    unmet = find_unmet(table, now)
+    if silent := [i for i in unmet if table.is_silent(i, now)]:
+        return table.name(silent)
+    told = [table.beats[i] for i in unmet if table.beats[i].missing] if table.top_level > 1 else []
+    return min(told, key=lambda beat: beat.level).missing if told else table.name(unmet)
 
 
 def _is_met(table: Table, i: int, now: float) -> bool:
@@ -269,8 +319,9 @@ def _is_met(table: Table, i: int, now: float) -> bool:
     beat = table.beats[i]
     if beat.facts.digest != table.facts.digest:
         return table.facts.find_difference(beat.facts) is not None
-    runs = {str(j): other.run for j, other in table.beats.items() if j != i} | {str(table.index): table.run}
-    return len(runs) == len(table.others) and all(beat.heard.get(j) == run for j, run in runs.items())
+    runs = {j: other.run for j, other in table.beats.items()} | {table.index: table.run}
+    heard = {j: beat.heard.get(str(j)) for j in neighbors(i, len(table.addresses))}
+    return all(run is not None and run == runs.get(j, run) for j, run in heard.items())
 
 
 def explain_unmet(table: Table, timeout_secs: float, notes: Sequence[str], now: float) -> str:
@@ -282,10 +333,10 @@ def explain_unmet(table: Table, timeout_secs: float, notes: Sequence[str], now: 
         notes: what may be the cause.
         now: the time on the clock of `Beat.received_at`.
     """
-    if silent := [i for i in table.others if table.is_silent(i, now)]:
-        problem = f"{table.name(silent)} did not come within {timeout_secs:g} seconds"
-    else:
-        problem = f"{table.name(find_unmet(table, now))} did not hear all others within {timeout_secs:g} seconds"
+    missing = name_missing(table, now)
+    unmet = find_unmet(table, now)
+    has_come = missing == table.name(unmet) and not any(table.is_silent(i, now) for i in unmet)
+    problem = f"{missing} did not {'hear all others' if has_come else 'come'} within {timeout_secs:g} seconds"
     causes = f" ({'; '.join(notes)})" if notes else ""
     return (
         f"{problem}{causes}, and worker {table.index} waits no longer: look at their output, and whether each can "

@@ -77,7 +77,7 @@ class Messages:
         return Facts(self._digest(*sorted(digests.items())), digests, values)
 
     def write(self, beat: Beat, table: Table, now: float) -> dict[int, bytes]:
-        """Returns a datagram for each other worker.
+        """Returns a datagram for each neighbor.
 
         Args:
             beat: of this worker; its `heard` and `facts` are not read.
@@ -86,12 +86,14 @@ class Messages:
         """
         body: dict[str, Any] = {"state": beat.state, "phase": shorten(beat.phase, 60), "step": beat.step}
         body |= {"error": shorten(beat.error, 400), "has_met": beat.has_met}
+        if beat.state != "alive":
+            body |= {"level": beat.level, "is_hang": beat.is_hang}
         if not table.have_all_met():
-            body["facts"] = table.facts.digest
+            body |= {"level": beat.level, "missing": shorten(beat.missing, 200), "facts": table.facts.digest}
             room = MAX_BYTES - _SIGNATURE_BYTES - len(self._encode(body, "0" * len(self.run)))
             for kind, name, text in self._next_items(table, room):
                 body.setdefault(kind, {})[name] = text
-        return {i: self._sign(self._encode(body, table.run_of(i, now))) for i in table.others}
+        return {i: self._sign(self._encode(body, table.run_of(i, now))) for i in table.neighbors}
 
     def read(self, data: bytes, now: float) -> Letter:
         """Returns the contents of a datagram.
@@ -105,9 +107,9 @@ class Messages:
             Exception: of any kind, if another program wrote it.
         """
         m: dict[str, Any] = json.loads(self._verify(data))
-        worker, run, number, step = m["worker"], m["run"], m["number"], m["step"]
-        is_whole = all(type(value) is int and 0 <= value < 2**63 for value in (worker, number, step))
-        texts = [run, m["state"], m["phase"], m["error"], m["to"]]
+        worker, run, number, step, level = m["worker"], m["run"], m["number"], m["step"], m.get("level", 0)
+        is_whole = all(type(value) is int and 0 <= value < 2**63 for value in (worker, number, step, level))
+        texts = [run, m["state"], m["phase"], m["error"], m["to"], m.get("missing", "")]
         if not is_whole or not all(isinstance(text, str) for text in texts) or m["state"] not in _STATES:
             raise ValueError
         run = shorten(run, 40)
@@ -123,8 +125,10 @@ class Messages:
             for name in ("heard", "digests", "values")
         )
         facts = Facts(shorten(str(m.get("facts", "")), 40), digests, values)
-        phase, error = shorten(m["phase"], 60), shorten(m["error"], 400)
-        return Letter(worker, run, Beat(run, m["state"], phase, step, error, bool(m["has_met"]), heard, facts, now))
+        phase, error, missing = shorten(m["phase"], 60), shorten(m["error"], 400), shorten(m.get("missing", ""), 200)
+        has_met, is_hang = bool(m["has_met"]), bool(m.get("is_hang", True))
+        beat = Beat(run, m["state"], phase, step, error, has_met, heard, facts, now, level, missing, is_hang)
+        return Letter(worker, run, beat)
 
     def _next_items(self, table: Table, room_bytes: int) -> Iterator[tuple[str, str, str]]:
         """Yields the next items of the long parts that fit, as name of the part, key and text; values come first."""

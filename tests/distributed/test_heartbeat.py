@@ -80,7 +80,12 @@ class Worker:
 
 @pytest.fixture
 def ports():
-    """Returns three free ports below the range from which the system picks ports."""
+    """Returns three free ports."""
+    return free_ports(3)
+
+
+def free_ports(count):
+    """Returns free ports below the range from which the system picks ports."""
     free = []
     for port in range(33_000 - os.getpid() % 1000 * 11, 10_000, -1):
         with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
@@ -89,7 +94,7 @@ def ports():
             except OSError:
                 continue
         free.append(port)
-        if len(free) == 3:
+        if len(free) == count:
             return free
 
 
@@ -458,3 +463,44 @@ def test_an_error_in_a_function_of_tensorflow_is_told_by_its_reason():
     )
     assert heartbeat._shorten_error(error) == "Error in user-defined function passed to MapDataset: RuntimeError: boom"
     assert heartbeat._shorten_error("ValueError: Give {{node a/b}} rows.") == "ValueError: Give rows"
+
+
+# Workers that do not all hear each other: of ten, worker 0 hears 1, 2, 4, 6, 8 and 9.
+
+
+@pytest.mark.slow
+def test_ten_workers_meet_and_leave_together(run):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
+    programs = ["them = start()\nprint('end', flush=True)"] * 10
+    programs[5] = "time.sleep(1)\nthem = start()\ntime.sleep(1)\nprint('last', flush=True)"
+    workers = run(*programs, addresses=addresses)
+    workers[5].wait_for("last")
+    assert all(worker.process.poll() is None for worker in workers)  # they wait for worker 5
+    assert [worker.end() for worker in workers] == [0] * 10
+    assert {worker.text for worker in workers} == {"met\nend\n", "met\nlast\n"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 5])
+def test_a_killed_worker_is_named_by_nine_others_though_not_all_hear_it(killed, run):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
+    workers = run(*[WAITS] * 10, addresses=addresses)
+    for worker in workers:
+        worker.wait_for("met")
+    time.sleep(0.3)
+    workers[killed].process.kill()
+    began = time.monotonic()
+    others = [worker for i, worker in enumerate(workers) if i != killed]
+    assert [worker.end() for worker in others] == [EXIT_CODE] * 9 and time.monotonic() - began < 6
+    for worker in others:
+        (line,) = worker.text.splitlines()[1:]  # and no stacks
+        assert line.startswith(f"distloop: the process of worker {killed} ({addresses[killed]}) is gone without a word")
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_come_is_named_by_nine_others_though_not_all_would_hear_it(run):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
+    workers = run(*[None if i == 5 else "start(timeout=3)" for i in range(10)], addresses=addresses)
+    assert {worker.end() for worker in workers} <= {1, EXIT_CODE}
+    for worker in workers:
+        assert f"worker 5 ({addresses[5]}) did not come within 3 seconds, and worker " in worker.text
