@@ -7,7 +7,7 @@
 It simulates runs in which workers fail independently of each other; whenever one fails, all start again and restore
 the newest state. Goodput is the time of the steps that count, divided by all time. The intervals are the time of the
 steps from one save to the next: Young's (1974) and Daly's (2006) formulas, and the best of those that were simulated.
-Beside checkpoints on a disk, the state may be copied into another host's memory, more often, and restored from there.
+Beside checkpoints on a disk, the state may be copied into the memory of all hosts, more often (`copy_every`).
 
 Costs come from flags, else from what `--workdir` recorded, else they are assumed; the first table says which. They are
 taken to be the same for any number of workers. The assumed failures are those of Llama 3's training: 419 in 54 days
@@ -41,11 +41,10 @@ _COSTS: dict[str, tuple[float | None, str]] = {
     "start_secs": (120.0, "seconds from a new process to its first step, without restoring; 120"),
     "notice_secs": (4.0, "seconds from a failure until new processes are started; 4"),
     "copy_secs": (None, "seconds that a copy in memory holds training up; save_pause_secs"),
-    "copy_restore_secs": (None, "seconds to restore a copy in memory; a tenth of restore_secs"),
+    "copy_restore_secs": (None, "seconds to restore a copy in memory; restore_secs"),
     "copies_lost": (0.01, "fraction of failures that take all copies in memory along; 0.01"),
     "failures_per_worker_hour": (1.6e-4, "failures of one worker in an hour; 0.00016"),
 }
-_COUNTED = {"step_secs": "steps", "restore_secs": "restores", "start_secs": "starts"}  # what was measured; else saves
 
 
 class _Value(NamedTuple):
@@ -56,7 +55,7 @@ class _Value(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The plans for a number of workers; those with copies need two workers."""
+    """The plans for a number of workers; a single one has no other host whose copy would be left."""
 
     workers: int
     mean_secs: float
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(costs: Costs, workers: int, failures_per_worker_hour: float, failures: Failures) -> _Row:
     mean_secs = goodput_model.mean_secs(workers, failures_per_worker_hour)
     saves = goodput_model.plan_saves(costs, mean_secs, failures)
-    copies = goodput_model.plan_copies(costs, mean_secs, failures, workers) if workers > 1 else None
+    copies = goodput_model.plan_copies(costs, mean_secs, failures) if workers > 1 else None
     young_secs = goodput_model.young_secs(costs.save_pause_secs, mean_secs)
     daly_secs = goodput_model.daly_secs(costs.save_pause_secs, mean_secs)
     return _Row(workers, mean_secs, young_secs, daly_secs, saves, copies)
@@ -154,8 +153,7 @@ def _find_costs(options: argparse.Namespace) -> dict[str, _Value]:
         shorter = "save_pause_secs" if pause.source == "assumed" else "save_secs"
         values[shorter] = _Value(save.value if shorter == "save_pause_secs" else pause.value, "assumed: the whole save")
     values.setdefault("copy_secs", _Value(values["save_pause_secs"].value, "assumed: as for a save"))
-    tenth = values["restore_secs"].value / 10
-    values.setdefault("copy_restore_secs", _Value(tenth, "assumed: a tenth of a checkpoint's"))
+    values.setdefault("copy_restore_secs", _Value(values["restore_secs"].value, "assumed: as for a checkpoint"))
     return {name: values[name] for name in _COSTS}
 
 
@@ -166,10 +164,7 @@ def _measure(workdir: str) -> dict[str, _Value]:
     costs = run_costs.measure(run)
     if "step_secs" not in costs:
         raise ValueError(f"Nothing is measured yet in --workdir={workdir!r}: give that of a run that has logged steps.")
-    return {
-        name: _Value(secs, f"measured: {count} {_COUNTED.get(name, 'saves').removesuffix('s' if count == 1 else '')}")
-        for name, (secs, count) in costs.items()
-    }
+    return {name: _Value(secs, f"measured, n = {count:,}") for name, (secs, count) in costs.items()}
 
 
 def _costs_table(values: Mapping[str, _Value]) -> Table:

@@ -54,11 +54,11 @@ def test_costs_are_measured_in_a_workdir(tmp_path, capsys):
     write_run(tmp_path / "run", [rows[0], {**rows[1], "save_secs": 9.0}])
     _, text, _ = run(capsys, f"--workdir={tmp_path}", "--workers=4", "--restore_secs=50")
     sources = {name: (value, why) for name, value, why in (re.split(" {2,}", t) for t in text.splitlines()[1:11])}
-    assert sources["step_secs"] == ("0.1", "measured: 200 steps")
-    assert sources["save_pause_secs"] == ("7", "measured: 1 save") and sources["save_secs"][0] == "9"
+    assert sources["step_secs"] == ("0.1", "measured, n = 200")
+    assert sources["save_pause_secs"] == ("7", "measured, n = 1") and sources["save_secs"][0] == "9"
     assert sources["restore_secs"] == ("50", "given") and sources["start_secs"] == ("120", "assumed")
     assert sources["copy_secs"] == ("7", "assumed: as for a save")
-    assert sources["copy_restore_secs"] == ("5", "assumed: a tenth of a checkpoint's")
+    assert sources["copy_restore_secs"] == ("50", "assumed: as for a checkpoint")
 
 
 @pytest.mark.parametrize(

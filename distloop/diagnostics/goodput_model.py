@@ -36,7 +36,7 @@ class Costs:
     restore_secs: float = 0.0
     start_secs: float = 0.0  # from a new process to its first step, without restoring
     notice_secs: float = 0.0  # from a failure until new processes are started
-    copy_secs: float = 0.0  # that a copy of the state in another host's memory holds training up
+    copy_secs: float = 0.0  # that copies of the state in the memory of all hosts hold training up
     copy_restore_secs: float = 0.0
     copies_lost: float = 0.0  # the fraction of failures that take all copies in memory along
 
@@ -98,36 +98,30 @@ def plan_saves(costs: Costs, mean_secs: float, failures: Failures) -> Plan:
     return _best(try_one, young_secs(costs.save_pause_secs, mean_secs), least, costs.step_secs)
 
 
-def plan_copies(costs: Costs, mean_secs: float, failures: Failures, workers: int) -> Plan:
+def plan_copies(costs: Costs, mean_secs: float, failures: Failures) -> Plan:
     """Returns the best interval between copies in memory, beside checkpoints that protect from their loss.
+
+    Checkpoints are saved at Young's interval for the failures that take all copies along.
 
     Args:
         costs: of saving and starting again.
         mean_secs: mean time to a failure, of the whole run.
         failures: as `draw_failures` returns them.
-        workers: 2 or more; one of them has the copy of a state that failed.
     """
     if mean_secs == math.inf:
         return Plan(math.inf, math.inf, 1.0)
-    down_secs = costs.notice_secs + costs.start_secs + costs.copy_restore_secs
-    lost = min(1.0, costs.copies_lost + min(1.0, down_secs / mean_secs) / (workers - 1))
-    save_secs = min(_MOST_SAVE_SECS, young_secs(costs.save_pause_secs, mean_secs / lost if lost else math.inf))
+    loss_secs = mean_secs / costs.copies_lost if costs.copies_lost else math.inf
+    save_secs = min(_MOST_SAVE_SECS, young_secs(costs.save_pause_secs, loss_secs))
 
     def try_one(secs: float) -> Plan:
         save_every = secs * max(1, round(max(save_secs, costs.save_secs) / secs))
-        return Plan(save_every, secs, simulate(costs, mean_secs, failures, save_every, secs, workers=workers))
+        return Plan(save_every, secs, simulate(costs, mean_secs, failures, save_every, secs))
 
     return _best(try_one, young_secs(costs.copy_secs, mean_secs), costs.step_secs, costs.step_secs)
 
 
 def simulate(
-    costs: Costs,
-    mean_secs: float,
-    failures: Failures,
-    save_every_secs: float,
-    copy_every_secs: float = 0.0,
-    *,
-    workers: int = 2,
+    costs: Costs, mean_secs: float, failures: Failures, save_every_secs: float, copy_every_secs: float = 0.0
 ) -> float:
     """Returns the goodput of a run: the time of the steps that count, divided by all time.
 
@@ -137,8 +131,6 @@ def simulate(
         failures: as `draw_failures` returns them.
         save_every_secs: time of the steps between two saves.
         copy_every_secs: time of the steps between two copies in memory, a whole part of that; 0: no copies.
-        workers: with copies, 2 or more; a second failure, during a recovery, hits the holder of the copy with
-            probability 1 / (workers - 1).
     """
     every = copy_every_secs or save_every_secs  # positions are counted in these
     copies = round(save_every_secs / every)  # the last of which is a save
@@ -154,7 +146,6 @@ def simulate(
         secs = gap * mean_secs
         total_secs += secs
         up_secs = secs - down_secs - (costs.copy_restore_secs if has_copy else costs.restore_secs)
-        lost = costs.copies_lost
         if up_secs >= 0:
             first = kept - kept % copies
             wall = up_secs + (kept - first) * copy_wall  # since the save before
@@ -162,9 +153,7 @@ def simulate(
             kept += min(copies - 1, int(wall % save_wall / copy_wall))
             saved = max(saved, first + int((wall - writing_secs) // save_wall) * copies)
             has_copy = has_copy or kept > before
-        elif workers > 1:
-            lost += 1 / (workers - 1)
-        if not copy_every_secs or luck < lost:
+        if not copy_every_secs or luck < costs.copies_lost:
             kept, has_copy = saved, False
     return kept * every / total_secs
 

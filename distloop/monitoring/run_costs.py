@@ -26,12 +26,14 @@ def measure(run: Run) -> dict[str, Cost]:
     """Returns what is known of a run's costs, by name.
 
     `step_secs`; `save_pause_secs`, that a save holds training up, and `save_secs`, until its checkpoint is whole;
-    `restore_secs`, of a checkpoint; `start_secs`, from a new process to its first step, without restoring.
+    `copy_secs`, that a copy in memory holds training up; `restore_secs`; `start_secs`, from a new process to its first
+    step, without restoring.
 
     Args:
         run: whose rows and starts are read.
     """
-    measured = {name: [row[name] for row in run.rows if name in row] for name in ("save_pause_secs", "save_secs")}
+    names = {"save_pause_secs": "save_pause_secs", "save_secs": "save_secs", "copy_secs": "copy_pause_secs"}
+    measured = {name: [row[column] for row in run.rows if column in row] for name, column in names.items()}
     measured["restore_secs"] = [as_number(start.get("restore_secs")) for start in run.starts]
     measured["start_secs"] = _start_secs(run.starts, run.rows)
     known = {name: [secs for secs in values if math.isfinite(secs)] for name, values in measured.items()}

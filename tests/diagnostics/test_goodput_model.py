@@ -42,7 +42,7 @@ def test_without_failures_all_time_but_that_of_the_saves_counts():
     assert simulate(BLOCKING, math.inf, FAILURES, 95.0) == 0.95
     assert simulate(Costs(copy_secs=1, save_pause_secs=2, save_secs=2), math.inf, FAILURES, 30.0, 10.0) == 30 / 34
     assert goodput_model.plan_saves(BLOCKING, math.inf, FAILURES) == (math.inf, 0.0, 1.0)
-    assert goodput_model.plan_copies(BLOCKING, math.inf, FAILURES, workers=2).goodput == 1.0
+    assert goodput_model.plan_copies(BLOCKING, math.inf, FAILURES).goodput == 1.0
 
 
 def test_a_save_waits_for_the_one_before():
@@ -70,10 +70,10 @@ def test_young_and_daly():
 def test_copies_that_cost_nothing_never_hurt(mean):
     costs = Costs(save_pause_secs=5, save_secs=60, restore_secs=30, start_secs=100, copy_restore_secs=30)
     without = simulate(costs, mean, FAILURES, 300.0)
-    goodputs = [simulate(costs, mean, FAILURES, 300.0, every, workers=10**9) for every in (300.0, 100.0, 20.0)]
+    goodputs = [simulate(costs, mean, FAILURES, 300.0, every) for every in (300.0, 100.0, 20.0)]
     assert sorted([without, *goodputs]) == [without, *goodputs]
     best = goodput_model.plan_saves(costs, mean, FAILURES)
-    assert goodput_model.plan_copies(costs, mean, FAILURES, workers=100).goodput > best.goodput
+    assert goodput_model.plan_copies(costs, mean, FAILURES).goodput > best.goodput
 
 
 def test_copies_that_are_always_lost_are_of_no_use():
