@@ -115,7 +115,9 @@ class Heartbeat:
                 next_line += 30
             time.sleep(0.05)
         with self._table_lock:
-            self._table = self._table.replace(has_met=True, level=self._table.top_level)
+            table = self._table
+            level = table.level if liveness.has_other_facts(table) else table.top_level
+            self._table = table.replace(has_met=True, level=level)
         self._send_repeatedly()
         self._check_facts()
 

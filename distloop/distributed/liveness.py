@@ -291,15 +291,22 @@ def level_at_end(table: Table, now: float) -> int:
 def find_unmet(table: Table, now: float) -> list[int]:
     """Returns the neighbors that were not heard or do not hear all of theirs, else those that know of another one.
 
-    A worker with other facts counts as met once one of them is known.
+    A worker with other facts counts as met once one of them is known; then nobody else is waited for.
     """
     unmet = [i for i in table.neighbors if not _is_met(table, i, now)]
-    return unmet or [i for i in table.neighbors if table.beats[i].level < table.top_level - 1]
+    if unmet or has_other_facts(table):
+        return unmet
+    return [i for i in table.neighbors if table.beats[i].level < table.top_level - 1]
+
+
+def has_other_facts(table: Table) -> bool:
+    """Returns True if a neighbor is known to have been started otherwise."""
+    return any(table.facts.find_difference(beat.facts) is not None for beat in table.beats.values())
 
 
 def rise(table: Table, now: float) -> Table:
-    """Returns the table with the level of a worker that has met its neighbors, as long as it hears them."""
-    if not all(_is_met(table, i, now) for i in table.neighbors):
+    """Returns the table with the level of a worker that has met its neighbors, started as it was."""
+    if has_other_facts(table) or not all(_is_met(table, i, now) for i in table.neighbors):
         return table
     return table.replace(level=1 + min((table.beats[i].level for i in table.neighbors), default=0))
 

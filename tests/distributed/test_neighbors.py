@@ -33,10 +33,10 @@ def test_few_workers_all_hear_each_other_and_of_many_each_hears_few():
 class Worker:
     """A worker without threads and sockets."""
 
-    def __init__(self, index):
+    def __init__(self, index, steps="5"):
         self.messages = Messages(index, "0123456789abcdef")
         addresses = tuple(f"h{i}:1" for i in range(COUNT))
-        self.table = Table(addresses, index, self.messages.run, self.messages.describe_facts({"--steps": "5"}))
+        self.table = Table(addresses, index, self.messages.run, self.messages.describe_facts({"--steps": steps}))
         self.state, self.error, self.is_hang = "alive", "", False
 
     def send(self, now):
@@ -68,7 +68,8 @@ def meet(workers, rounds):
         for worker in filter(None, workers):
             worker.table = liveness.rise(worker.table, now / 10)
             if not liveness.find_unmet(worker.table, now / 10):
-                worker.table = worker.table.replace(has_met=True, level=worker.table.top_level)
+                level = worker.table.level if liveness.has_other_facts(worker.table) else worker.table.top_level
+                worker.table = worker.table.replace(has_met=True, level=level)
     return [worker for worker in workers if worker and worker.table.has_met]
 
 
@@ -86,6 +87,13 @@ def test_nobody_has_met_while_one_is_missing_and_all_name_it():
     for worker in filter(None, workers):
         assert liveness.name_missing(worker.table, 2.4) == "worker 17 (h17:1)"
         assert liveness.explain_unmet(worker.table, 9, [], 2.4).startswith("worker 17 (h17:1) did not come within 9 s")
+
+
+def test_only_those_that_know_of_a_difference_go_on_and_raise_it():
+    workers = [Worker(i, steps="6" if i == 17 else "5") for i in range(COUNT)]
+    met = meet(workers, 25)
+    assert {worker.table.index for worker in met} == {17, *neighbors(17, COUNT)}
+    assert all(liveness.has_other_facts(worker.table) for worker in met)
 
 
 @pytest.mark.parametrize("is_hang", [False, True])
