@@ -23,24 +23,22 @@ BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "hosts"}
-OTHERS = (
-    LAUNCHER
-    | set(plan._COSTS)
-    | {
-        "help",
-        "json",
-        "png",
-        "csv",
-        "prune",
-        "keep",
-        "yes",
-        "workloads",
-        "replicas",
-        "logdir",
-        "flagfile",
-        "config",
-    }
-)
+OTHERS = LAUNCHER | {
+    *plan._COSTS,
+    "all",
+    "help",
+    "json",
+    "png",
+    "csv",
+    "prune",
+    "keep",
+    "yes",
+    "workloads",
+    "replicas",
+    "logdir",
+    "flagfile",
+    "config",
+}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
