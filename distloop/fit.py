@@ -48,7 +48,7 @@ from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.monitoring.timing import Clock
+from distloop.monitoring.timing import Clock, timed
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.training import overview, run_length, tables, unread_entries
@@ -111,10 +111,7 @@ class Fit:
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
-        began_at, was_new = time.monotonic(), self.checkpoints.is_new
         self.checkpoints.resume()
-        if was_new and not self.checkpoints.is_new:
-            self.checkpoints.costs["restore_secs"] = time.monotonic() - began_at
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
@@ -269,12 +266,9 @@ class Fit:
         return [*actions, SaveCosts(self.checkpoints.costs), write, *saves]
 
     def _save(self, write: Write, save: Any, report: Report, best_steps: Mapping[str, list[int]]) -> None:
-        began_at = time.monotonic()
-        with self.checkpoints.disk_watch.over("saving"):
+        with self.checkpoints.disk_watch.over("saving"), timed(self.checkpoints.costs, f"{save.__name__}_pause_secs"):
             write.flush()  # a run that resumes from here finds all rows up to it
             save(report, best_steps)
-        name = "save_pause_secs" if save == self.checkpoints.save else "copy_pause_secs"
-        self.checkpoints.costs[name] = time.monotonic() - began_at
 
     def _open_writers(self) -> list[Any]:
         writers: list[Any] = [self._recorder, *([self._deliveries] if self._is_chief and self.writers else [])]

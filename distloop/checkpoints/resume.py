@@ -11,6 +11,7 @@ This module does not know how a part represents its state.
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ class RunCheckpoints:
         """
         if self._checkpoints is None:
             return
+        began_at = time.monotonic()
         self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new)
         if not (self.is_new or self._shows_best):
             return
@@ -99,6 +101,7 @@ class RunCheckpoints:
             )
         if (saved := self._load_newest(self._checkpoints)) is not None:
             self._restore(_require_same_virtual_replicas(saved, self._state))
+            self.costs["restore_secs"] = time.monotonic() - began_at
 
     def restore(self, path: str | None) -> None:
         """Restores a checkpoint; the path is that of `Trainer.restore`.

@@ -82,9 +82,8 @@ class Heartbeat:
         self._ending = threading.Lock()  # taken once, forever
         self._has_news = threading.Event()  # that others wait for
         self._strangers: dict[str, str] = {}  # by host, why its datagrams do not count
-        self._datagrams = Datagrams(
-            addresses, index, lambda i: self._table.is_silent(i, time.monotonic()), self._table.neighbors
-        )
+        heard = self._table.neighbors
+        self._datagrams = Datagrams(addresses, index, lambda i: self._table.is_silent(i, time.monotonic()), heard)
         for target in (self._send_forever, self._receive_forever):
             threading.Thread(target=target, name="distloop-heartbeat", daemon=True).start()
 
@@ -115,9 +114,7 @@ class Heartbeat:
                 next_line += 30
             time.sleep(0.05)
         with self._table_lock:
-            table = self._table
-            level = table.level if liveness.has_other_facts(table) else table.top_level
-            self._table = table.replace(has_met=True, level=level)
+            self._table = liveness.end_meeting(self._table)
         self._send_repeatedly()
         self._check_facts()
 
@@ -256,9 +253,9 @@ class Heartbeat:
             time.sleep(0.05)
 
     def _send(self) -> None:
-        table, now = self._table, time.monotonic()
+        state, table, now = self._state, self._table, time.monotonic()  # the table last: its level is set first
         beat = Beat(
-            *(table.run, self._state, self.phase, self._last_step, self._error, table.has_met, {}, table.facts, now),
+            *(table.run, state, self.phase, self._last_step, self._error, table.has_met, {}, table.facts, now),
             *(table.level, "" if table.has_met else liveness.name_missing(table, now), self._is_hang),
         )
         if refused := self._datagrams.send(self._messages.write(beat, table, now)):

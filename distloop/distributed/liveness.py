@@ -57,9 +57,7 @@ class Beat(NamedTuple):
     heard: Mapping[str, str]  # the runs that it hears, by worker
     facts: Facts
     received_at: float  # seconds on this worker's monotonic clock
-    level: int = (
-        0  # until it has met, and again at its end: how far away workers are known to have met, or to have left
-    )
+    level: int = 0  # how far away workers are known to have met, or at its end to have left
     missing: str = ""  # which workers keep it from meeting, in words
     is_hang: bool = True  # of one that ended: whether the reason is a hang
 
@@ -311,9 +309,16 @@ def rise(table: Table, now: float) -> Table:
     return table.replace(level=1 + min((table.beats[i].level for i in table.neighbors), default=0))
 
 
+def end_meeting(table: Table) -> Table:
+    """Returns the table of a worker that waits no longer: all are there, or one was started otherwise."""
+    return table.replace(has_met=True, level=table.level if has_other_facts(table) else table.top_level)
+
+
 def name_missing(table: Table, now: float) -> str:
     """Returns the workers that are waited for: neighbors that are silent, else those that other neighbors name."""
     unmet = find_unmet(table, now)
+    if not unmet:
+        return ""
     if silent := [i for i in unmet if table.is_silent(i, now)]:
         return table.name(silent)
     told = [table.beats[i] for i in unmet if table.beats[i].missing] if table.top_level > 1 else []

@@ -108,6 +108,14 @@ class Clock:
         return f"{show_share(host_share)} of the time went by between two loops{most}: try {what}."
 
 
+@contextlib.contextmanager
+def timed(secs: dict[str, float], name: str) -> Iterator[None]:
+    """Sets an entry of `secs` to the seconds that the block takes."""
+    began_at = time.monotonic()
+    yield
+    secs[name] = time.monotonic() - began_at
+
+
 def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:
     """Returns where most of the time went, "input", "host" or "step", and its fraction of the time.
 

@@ -49,7 +49,7 @@ class Worker:
         """Does what `Heartbeat.meet` does between two looks."""
         self.table = liveness.rise(self.table, now)
         if not liveness.find_unmet(self.table, now):
-            self.table = self.table.replace(has_met=True, level=self.table.top_level)
+            self.table = liveness.end_meeting(self.table)
 
 
 def exchange(senders, workers, now):

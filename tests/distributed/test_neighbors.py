@@ -68,8 +68,7 @@ def meet(workers, rounds):
         for worker in filter(None, workers):
             worker.table = liveness.rise(worker.table, now / 10)
             if not liveness.find_unmet(worker.table, now / 10):
-                level = worker.table.level if liveness.has_other_facts(worker.table) else worker.table.top_level
-                worker.table = worker.table.replace(has_met=True, level=level)
+                worker.table = liveness.end_meeting(worker.table)
     return [worker for worker in workers if worker and worker.table.has_met]
 
 
