@@ -51,7 +51,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
-from distloop.training import overview, run_length, tables, unread_entries
+from distloop.training import elasticity, overview, run_length, tables, unread_entries
 from distloop.training.agreement import require_same_run
 from distloop.training.held_memory import held_by_device
 from distloop.training.loop import Diverged, TrainLoop
@@ -141,7 +141,7 @@ class Fit:
         """
         stays, has_workdir = notebook.is_active(), bool(self.config.workdir)
         stops = StopRequests(self.config.max_secs, catch_signals=has_workdir or stays, may_quit=not stays)
-        with stops as self._stop_requests:
+        with stops as self._stop_requests, elasticity.announced(self.state, self.config, self.source):
             for evaluation in self.evaluations:
                 evaluation.stop_requests = stops
             try:

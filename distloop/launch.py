@@ -16,6 +16,7 @@ the other hosts, too, and workers wait for each other when they start.
 """
 
 import argparse
+import functools
 import glob
 import importlib.util
 import itertools
@@ -31,23 +32,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from distloop.distributed import cores, environment, processes
+from distloop.distributed import cores, elastic, environment, processes
+from distloop.distributed.notes import Membership, Notes
 
 FIRST_PORT = 12345  # of each host, with --hosts
-
-_FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # before a restart: what broke may need time; doubled at each
-_LASTING_SECS = 600.0  # of a run after which the next pause is the first one again
 
 # glibc asks Linux for pages of 2 MB: large tensors need fewer page faults, half of the time of a large model on CPUs.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 # name -> type, default, minimum, help
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
-    "workers": (int, 1, 1, "workers on this machine; 1"),
     "devices_per_worker": (int, None, 1, "devices of each worker, passed to the program as --num_devices"),
     "cores_per_worker": (int, None, 0, "cores reserved for each worker; 0: none; all / workers without GPUs"),
-    "max_restarts": (int, 0, 0, "how often all workers may start again after a crash; 0"),
+    "max_restarts": (int, None, 0, "crashes in a row, with no newer checkpoint, to start again after; 0; with MIN:MAX 3"),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
+    "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75; 600"),
     "host_index": (int, None, 0, "index of this machine in --hosts, from 0; default: Kubernetes' JOB_COMPLETION_INDEX"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow; {FIRST_PORT}"),
 }
@@ -57,38 +56,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the launcher and returns its exit code; 2 if nothing could be started."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        addresses, gpus = _choose_addresses(options), _choose_gpus(options)
-        core_lists = _choose_cores(options, has_gpus=any(gpus))
+        _choose_cores(options, has_gpus=any(_choose_gpus(options)))
     except ValueError as error:
         print(f"distloop.launch: {error}", file=sys.stderr)
         return 2
-    signals, pause_secs = processes.Signals(), _FIRST_PAUSE_SECS
+    settings = elastic.Settings(
+        options.least, options.workers, options.max_restarts, options.grace_secs, options.wait_secs
+    )
     with processes.Guard() as guard:
-        for restart in itertools.count(1):
-            began_at = time.monotonic()
-            group = [
-                processes.Process(
-                    options.first_index + i,
-                    _command(options),
-                    _environment(options, i, addresses, gpus[i], core_lists[i]),
-                    cores=core_lists[i],
-                    guard=guard,
-                )
-                for i in range(options.workers)
-            ]
-            outcome = processes.Group(group, signals, options.grace_secs).wait()
-            if not outcome.is_crash or restart > options.max_restarts:
-                return outcome.code
-            if time.monotonic() - began_at > _LASTING_SECS:
-                pause_secs = _FIRST_PAUSE_SECS
-            restart_of = f"(restart {restart} of {options.max_restarts})"
-            processes.log(f"all workers start again in {pause_secs:g} s {restart_of}.")
-            if number := signals.wait(pause_secs):
-                processes.log(f"{number.name}, the workers do not start again.")
-                return 128 + number
-            pause_secs = min(2 * pause_secs, _LAST_PAUSE_SECS)
-            addresses = _choose_addresses(options)
-    raise AssertionError
+        return elastic.run(settings, functools.partial(_start, options, guard), processes.Signals())
+
+
+def _start(
+    options: argparse.Namespace, guard: processes.Guard, number: int, count: int, cause: str, notes: Notes
+) -> list[processes.Process]:
+    """Starts the workers of a membership, which share the machine."""
+    least, most = options.least, options.workers
+    options = argparse.Namespace(**{**vars(options), "workers": count})
+    addresses, gpus = _choose_addresses(options), _choose_gpus(options)
+    core_lists = _choose_cores(options, has_gpus=any(gpus))
+    workers = []
+    for i in range(count):
+        index = options.first_index + i
+        told = Membership(number, options.launch, least, most, cause, index, notes.pipe)
+        variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | told.variables()
+        process = processes.Process(
+            index, _command(options), variables, cores=core_lists[i], guard=guard, descriptors=[notes.write_end]
+        )
+        workers.append(process)
+    return workers
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -136,6 +132,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     usage = "%(prog)s [flags] (-m module | script.py) [the program's flags]"
     parser = _Parser(prog="python -m distloop.launch", usage=usage, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--workers", metavar="N", default="1", help="workers on this machine, or MIN:MAX; 1")
     for name, (kind, default, _, text) in _NUMBERS.items():
         parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=text)
     parser.add_argument(
@@ -156,8 +153,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             raise ValueError(f"{name}={value} is not allowed: give {minimum} or more, or leave it out.")
     options.program = list(arguments[count:])
     _check_program(options.program)
+    _complete_workers(options)
     _complete_hosts(options)
     return options
+
+
+def _complete_workers(options: argparse.Namespace) -> None:
+    """Sets `workers` to their number, and `least` to the number with which an elastic run goes on."""
+    text = options.workers
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most:
+        raise ValueError(f"workers={text} is not allowed: give 1 or more, or MIN:MAX, as in 1:3.")
+    if ":" in text and options.hosts:
+        raise ValueError(
+            f"workers={text} was given with --hosts, whose number of workers is fixed: give one number, and "
+            "--max_restarts to start all again after a crash."
+        )
+    options.least, options.workers = least, most
+    if options.max_restarts is None:
+        options.max_restarts = 3 if least < most else 0
+    options.launch = secrets.token_hex(4)
 
 
 def _check_program(program: list[str]) -> None:

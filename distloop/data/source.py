@@ -55,6 +55,7 @@ class Source:
         asked_for: the arguments of `fit` that it serves, to recognize them.
         resume: how a resumed run gets to its place in batches that Python makes; empty for other data.
         seeks: whether it does so without reading the batches before its place.
+        depends_on_workers: whether its batches are others with another number of workers.
         behind: reads the batches between the iterator and its place.
     """
 
@@ -121,6 +122,7 @@ class Source:
                 self._feed.require_restart()
         is_split = isinstance(self._dataset, tf.distribute.DistributedDataset)
         self._may_go_back = may_go_back and not is_split
+        self.depends_on_workers = opened.takes_context or is_split
         is_sharded = opened.takes_context and self._num_workers > 1
         rows = None if self._feed is None else self._feed.batch_size
         facts: dict[str, Any] = {"virtual_replicas": virtual_replicas, "is_sharded": is_sharded, "batch_size": rows}

@@ -18,7 +18,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distloop.distributed import output
+from distloop.distributed import notes, output
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
@@ -116,6 +116,7 @@ class StopRequests:
                 _leave(128 + number)
             verb, name = _WORDS[number]
             self._signal = f"by {name}"
+            notes.tell(leaves=True)
             if self._may_quit:
                 output.say(f"distloop: Stopping: {self.plan}. {verb} {name} again to quit now.", 0.1)
         os.close(read_end)

@@ -16,11 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
+from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 _FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
@@ -140,7 +141,14 @@ class Process:
     """A worker in a session of its own: its children end with it, and Ctrl-C reaches it through the launcher only."""
 
     def __init__(
-        self, index: int, command: list[str], environment: dict[str, str], *, cores: Sequence[int], guard: Guard
+        self,
+        index: int,
+        command: list[str],
+        environment: dict[str, str],
+        *,
+        cores: Sequence[int],
+        guard: Guard,
+        descriptors: Sequence[int] = (),
     ):
         """Starts the process.
 
@@ -150,10 +158,11 @@ class Process:
             environment: all its environment variables.
             cores: cores on which it may run; empty: any.
             guard: kills it if the launcher ends.
+            descriptors: that it inherits.
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
-        self._was_signalled = False
+        self.was_signalled = False  # or killed, by the launcher
 
         def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
             guard.add(os.getpid())  # a launcher that dies right after the fork leaves no process behind
@@ -167,6 +176,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=descriptors,
             preexec_fn=set_up,
         )
         _children[self._process.pid] = self._process
@@ -179,12 +189,16 @@ class Process:
 
     def signal_once(self, number: int) -> None:
         """Sends the first signal only, and not to the worker's children, which it may need to save."""
-        if not self._was_signalled:
+        if not self.was_signalled:
             self._process.send_signal(number)
-        self._was_signalled = True
+        self.was_signalled = True
 
     def kill(self) -> None:
         """Kills the process and its children."""
+        self.was_signalled = True
+        self._kill_group()
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(OSError):  # none is left
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -193,7 +207,7 @@ class Process:
         code = self._process.poll()
         if code is not None:
             self.code = code if code >= 0 else 128 - code
-            self.kill()
+            self._kill_group()
             self._guard.remove(self._process.pid)
         return code is not None
 
@@ -213,19 +227,42 @@ class Outcome(NamedTuple):
 
     code: int  # of the worker that failed first, else 75 or 76 if one ended so, else 0; 128 + n if killed for signal n
     is_crash: bool  # a worker failed, and nobody asked it to end
+    was_asked: bool = False  # somebody asked the launcher to end
+    fallen: Sequence[int] = ()  # indices of the workers that failed by themselves, and not because another one had
+    cause: str = ""  # which worker failed first, and how
+    has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are places for more
 
 
 class Group:
     """Processes that run together: the first failure stops the others, and signals are passed on."""
 
-    def __init__(self, processes: Sequence[Process], signals: Signals, grace_secs: float):
-        """Takes processes that are running; `grace_secs` is the time from SIGTERM to SIGKILL for those it stops."""
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        signals: Signals,
+        grace_secs: float,
+        notes: Notes | None = None,
+        leaves_at: Callable[[], float] = lambda: math.inf,
+    ):
+        """Takes processes that are running.
+
+        Args:
+            processes: which these are.
+            signals: to the launcher.
+            grace_secs: time from SIGTERM to SIGKILL for processes that are stopped.
+            notes: of the processes; read as they come.
+            leaves_at: returns when they are to save and leave; asked again after each note.
+        """
         self._processes, self._signals, self._grace_secs = processes, signals, grace_secs
+        self._notes, self._leaves_at = notes, leaves_at
+        self._fallen: list[Process] = []
         self._was_asked = False  # by SIGINT or SIGTERM
         self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no exit is a crash
+        self._has_left_for_more = False
         self._second_signal = 0
         self._failed: Process | None = None  # the first one
         self._follower: Process | None = None  # the first one that ended because another one had failed
+        self._cause = ""  # which worker failed first, and how
         self._verdict = ""  # why the workers were stopped
         self._stop_at = self._kill_at = math.inf
 
@@ -239,11 +276,15 @@ class Group:
             self._blame(self._follower, [])
         if self._verdict:
             log(self._verdict)
-        if self._second_signal:
-            return Outcome(128 + self._second_signal, is_crash=False)
-        if self._failed:
-            return Outcome(self._failed.code or 0, is_crash=not self._is_leaving)
-        return Outcome(max(process.code or 0 for process in self._processes), is_crash=False)
+        code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
+        return Outcome(
+            128 + self._second_signal if self._second_signal else code or 0,
+            is_crash=bool(self._failed) and not self._is_leaving,
+            was_asked=self._was_asked,
+            fallen=[i for i, process in enumerate(self._processes) if process in self._fallen],
+            cause=self._cause,
+            has_left_for_more=self._has_left_for_more,
+        )
 
     def _running(self) -> list[Process]:
         return [process for process in self._processes if process.code is None]
@@ -252,19 +293,32 @@ class Group:
         """Waits for a signal, output or a deadline; shows output and notes processes that ended."""
         pipes = [pipe for process in running for pipe in process.outputs if pipe.is_open]
         held = [pipe for pipe in pipes if not pipe.has_room()]  # their workers wait for a slow reader, as without us
-        remaining_secs = min(self._stop_at, self._kill_at, time.monotonic() + (_HELD_SECS if held else math.inf))
-        ready = wait([self._signals, *(pipe for pipe in pipes if pipe not in held)], remaining_secs - time.monotonic())
+        look_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
+        remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), look_again_at)
+        sources = [self._signals, *([self._notes] if self._notes else []), *(p for p in pipes if p not in held)]
+        ready = wait(sources, remaining_secs - time.monotonic())
+        if self._notes:
+            self._notes.read()
         self._handle_signals()
-        for process in running:  # before the output, so that the order of ends is right
-            if process.has_ended():
-                self._handle_end(process)
+        for process in [process for process in running if process.has_ended()]:  # all, before one stops the others
+            self._handle_end(process)  # before the output, so that the order of ends is right
         for pipe in pipes:
             if pipe in ready and pipe.is_open:
                 pipe.read()
 
+    def _leave_at(self) -> float:
+        is_ending = self._is_leaving or self._failed or self._follower
+        return math.inf if is_ending else self._leaves_at()
+
     def _handle_deadlines(self) -> None:
+        if time.monotonic() >= self._leave_at():
+            self._is_leaving = self._has_left_for_more = True
+            log("there are places for more workers, these are asked to save and leave.")
+            for process in self._running():
+                process.signal_once(signal.SIGTERM)
         if time.monotonic() >= self._stop_at:
             if self._follower and not self._failed:
+                self._fallen += self._running()  # the others have noticed that these hang
                 for process in self._running():
                     process.finish_output()
                 self._blame(self._follower, self._running())
@@ -291,6 +345,8 @@ class Group:
     def _handle_end(self, process: Process) -> None:
         """Shows how a process ended, and stops the others if it failed."""
         others = self._running()
+        if process.code not in (0, SAVED_EXIT_CODE, FOLLOWER_EXIT_CODE) and not process.was_signalled:
+            self._fallen.append(process)
         is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._failed is None
         is_crash = is_failure and not self._is_leaving
         is_follower = is_crash and process.code == FOLLOWER_EXIT_CODE and bool(others)  # the failed one still runs
@@ -319,7 +375,8 @@ class Group:
         failure = f"failed{first}, {process.describe_end()}"
         if process.code == FOLLOWER_EXIT_CODE:
             failure = f"ended{first}, because another one had failed or fallen silent"
-        self._verdict = f"worker {process.index} {failure}{'; the others were stopped' if others else ''}."
+        self._cause = f"worker {process.index} {failure}"
+        self._verdict = f"{self._cause}{'; the others were stopped' if others else ''}."
         self._stop()
 
     def _stop(self) -> None:

@@ -6,6 +6,7 @@ Each worker is a process in a session of its own with its own pipes, as `subproc
 TensorFlow in each would cost six seconds of a processor.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ class _Fork(subprocess.Popen):
     """A process that runs a Python program without a new interpreter."""
 
     def _execute_child(self, *arguments):
-        command, _, preexec_fn, _, _, _, env, *_ = arguments
+        command, _, preexec_fn, _, inherited, _, env, *_ = arguments
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = arguments[10:16]
         self.pid = os.fork()
         if self.pid == 0:
@@ -30,7 +31,9 @@ class _Fork(subprocess.Popen):
             os.setsid()
             _reset_signals()
             preexec_fn()
-            os.closerange(3, 1024)  # of the launcher's, such as the pipe to its guard
+            for descriptor in {*range(3, 1024)}.difference(inherited):  # of the launcher's, as the pipe to its guard
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
             forked.end_as(lambda: forked.become(command[1:], env))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)

@@ -1,0 +1,138 @@
+"""Elastic runs: starts one membership after the other, each from the newest checkpoint, until the run ends.
+
+    settings = Settings(least=1, most=3, max_restarts=3, grace_secs=10, wait_secs=600)
+    code = run(settings, start, processes.Signals())    # start(number, count, cause, notes) returns running processes
+
+`membership` decides how many workers run next; this module waits, starts and prints. It does not know flags or TF_CONFIG.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distloop.distributed import processes
+from distloop.distributed.membership import Plan
+from distloop.distributed.notes import Notes
+from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+
+Start = Callable[[int, int, str, Notes], Sequence[processes.Process]]
+
+
+class Settings(NamedTuple):
+    """How a run is started again.
+
+    Attributes:
+        least: workers without which the run waits.
+        most: workers to start with, and to come back to.
+        max_restarts: crashes after which it starts again without a newer checkpoint.
+        grace_secs: time from SIGTERM to SIGKILL for workers that are stopped.
+        wait_secs: how long it waits for `least` workers.
+    """
+
+    least: int
+    most: int
+    max_restarts: int
+    grace_secs: float
+    wait_secs: float
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.least < self.most
+
+
+def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
+    """Runs memberships until the run ends, and returns its exit code.
+
+    Args:
+        settings: how the run is started again.
+        start: starts the workers of a membership, given its number, their count, why the last one ended, and notes.
+        signals: to the launcher.
+    """
+    plan, cause = Plan(settings.least, settings.most), ""
+    for number in itertools.count(1):
+        code = _wait_for_places(plan, settings, signals)
+        if code is not None:
+            return code
+        places = plan.there(time.monotonic())[: plan.size(time.monotonic())]
+        if number > 1 and settings.is_elastic:
+            sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
+            processes.log(f"membership {number} has {len(places)} of {settings.most} workers{sizes}: {cause}.")
+        notes = Notes()
+        outcome = _run_membership(plan, settings, start(number, len(places), cause, notes), signals, notes)
+        notes.close()
+        plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step)
+        if outcome.code == 0 or outcome.was_asked:
+            return outcome.code
+        if outcome.is_crash:
+            plan, cause = plan.crash(), outcome.cause
+            is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128  # as by a flag, which is said once
+            if is_wrong or plan.restarts > settings.max_restarts:
+                if settings.is_elastic:
+                    processes.log(_explain_end(plan))
+                return outcome.code
+            lost = outcome.fallen or range(len(places))
+        elif outcome.has_left_for_more:
+            cause, lost = "there are places for more", outcome.fallen
+        elif settings.is_elastic and notes.leavers:
+            cause, lost = f"{_name(notes.leavers)} asked to leave", sorted({*notes.leavers, *outcome.fallen})
+        else:
+            return outcome.code
+        plan = plan.lose([places[i] for i in lost], time.monotonic())
+    raise AssertionError
+
+
+def _run_membership(
+    plan: Plan, settings: Settings, workers: Sequence[processes.Process], signals: processes.Signals, notes: Notes
+) -> processes.Outcome:
+    """Returns how the workers ended, once all have."""
+    started_at = time.monotonic()
+
+    def leaves_at() -> float:
+        """Returns when the workers make room for more: once they have trained for as long as a start takes."""
+        if not settings.is_elastic or notes.began_at is None:
+            return math.inf
+        grows_at = dataclasses.replace(plan, sizes=notes.sizes).grows_at(len(workers))
+        return max(grows_at, notes.began_at + (notes.began_at - started_at))
+
+    return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
+
+
+def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals) -> int | None:
+    """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
+    began_at = time.monotonic()
+    while (secs := plan.grows_at(0) - time.monotonic()) > 0:
+        left_secs = began_at + settings.wait_secs - time.monotonic() if settings.is_elastic else math.inf
+        if left_secs <= 0:
+            processes.log(
+                f"for {settings.wait_secs:g} s there were places for {len(plan.there(time.monotonic()))} workers, and "
+                f"{plan.allowed[0]} are needed: the run ends, and the same command goes on from its newest checkpoint."
+            )
+            return SAVED_EXIT_CODE
+        restart = f" (restart {plan.restarts} of {settings.max_restarts})" if plan.restarts else ""
+        processes.log(f"{_count(plan.allowed[0], settings)} in {secs:.2g} s{restart}.")
+        if number := signals.wait(min(secs, left_secs)):
+            processes.log(f"{number.name}, the workers do not start again.")
+            return 128 + number
+    return None
+
+
+def _count(least: int, settings: Settings) -> str:
+    return f"there are places for {least} workers" if settings.is_elastic else "all workers start again"
+
+
+def _explain_end(plan: Plan) -> str:
+    if plan.step < 0:
+        return "the run ends, as it failed before it trained."
+    return (
+        f"the run ends, as {plan.restarts} crashes since step {plan.step} left no newer checkpoint: look at what the "
+        "workers printed, or set a smaller checkpoint_every or a larger --max_restarts."
+    )
+
+
+def _name(workers: set[int]) -> str:
+    names = ", ".join(map(str, sorted(workers)))
+    return f"worker {names} was" if len(workers) == 1 else f"workers {names} were"

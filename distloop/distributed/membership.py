@@ -1,0 +1,82 @@
+"""Membership: how many workers run next, and when; no processes, clocks or sockets.
+
+    plan = Plan(least=1, most=3)
+    plan.size(now)                              # 3
+    plan = plan.lose([1], now)                  # the place of a worker that fell is empty for a second
+    plan.size(now), plan.grows_at(2)            # 2, now + 1
+
+A membership is a set of workers that start together, with one number. A place is where one of them runs. It does not
+know how workers start or end (`processes`), nor what they tell (`notes`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+FIRST_PAUSE_SECS, LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
+_LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its place is the first one again
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The places of a run and how often it was started again; immutable.
+
+    Attributes:
+        least: workers without which the run waits.
+        most: workers that there are places for.
+        sizes: numbers of workers that the run says it can have; empty: any.
+        back_at: when each place was or is there again, in seconds on a monotonic clock.
+        pauses: how long each place is empty after its next fall, in seconds.
+        step: the latest from which a membership went on; -1: none has trained.
+        restarts: crashes since the first one that went on from there.
+    """
+
+    least: int
+    most: int
+    sizes: tuple[int, ...] = ()
+    back_at: tuple[float, ...] = ()
+    pauses: tuple[float, ...] = ()
+    step: int = -1
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.back_at:
+            object.__setattr__(self, "back_at", (-math.inf,) * self.most)
+            object.__setattr__(self, "pauses", (FIRST_PAUSE_SECS,) * self.most)
+
+    @property
+    def allowed(self) -> list[int]:
+        """The numbers of workers that the run can have, in ascending order."""
+        return [n for n in range(self.least, self.most + 1) if not self.sizes or n in self.sizes]
+
+    def there(self, now: float) -> list[int]:
+        """Returns the places that are there."""
+        return [place for place, back_at in enumerate(self.back_at) if back_at <= now]
+
+    def size(self, now: float) -> int:
+        """Returns the number of workers to start; 0 if there are too few places."""
+        return max((n for n in self.allowed if n <= len(self.there(now))), default=0)
+
+    def grows_at(self, size: int) -> float:
+        """Returns when there are places for more workers than `size`; inf: never."""
+        more = next((n for n in self.allowed if n > size), None)
+        return math.inf if more is None else sorted(self.back_at)[more - 1]
+
+    def lose(self, places: Sequence[int], now: float) -> "Plan":
+        """Returns the plan after workers have fallen, whose places are empty for a time."""
+        back_at, pauses = list(self.back_at), list(self.pauses)
+        for place in places:
+            if now - back_at[place] > _LASTING_SECS:
+                pauses[place] = FIRST_PAUSE_SECS
+            back_at[place] = now + pauses[place]
+            pauses[place] = min(2 * pauses[place], LAST_PAUSE_SECS)
+        return dataclasses.replace(self, back_at=tuple(back_at), pauses=tuple(pauses))
+
+    def begin(self, step: int | None) -> "Plan":
+        """Returns the plan once a membership went on from a step; None: it did not come so far."""
+        is_newer = step is not None and step > self.step
+        return dataclasses.replace(self, step=step, restarts=0) if is_newer else self
+
+    def crash(self) -> "Plan":
+        """Returns the plan after a crash."""
+        return dataclasses.replace(self, restarts=self.restarts + 1)

@@ -1,0 +1,109 @@
+"""Notes: what a launcher tells its workers when they start, and what they tell it; without TensorFlow.
+
+    notes = Notes()                                                     # in the launcher, for one membership
+    variables = Membership(2, "ab", 1, 3, "worker 1 fell", worker=0, pipe=notes.pipe).variables()
+    membership = find_membership()                                      # in a worker; None without a launcher
+    membership.tell(begins=20)                                          # a line through the pipe
+    notes.read()                                                        # in the launcher: notes.step is 20
+
+It does not know what follows from a note (`membership`).
+"""
+
+import contextlib
+import json
+import os
+import time
+from typing import Any, NamedTuple
+
+_VARIABLE = "DISTLOOP_MEMBERSHIP"
+
+
+class Membership(NamedTuple):
+    """The workers that were started together with this one."""
+
+    number: int  # from 1, of the launcher's starts
+    launch: str  # a random name of the launcher
+    least: int  # workers, of the launcher's --workers
+    most: int
+    cause: str  # why the membership before it ended; "": there was none
+    worker: int  # the index of this worker
+    pipe: tuple[int, int]  # descriptor and inode of the launcher's pipe
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the next membership may have another number of workers."""
+        return self.least < self.most
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variable that `find_membership` reads."""
+        return {_VARIABLE: json.dumps(self._asdict())}
+
+    def tell(self, **values: Any) -> None:
+        """Sends the launcher a note, if this process has its pipe; a process that a worker started has not."""
+        descriptor, inode = self.pipe
+        with contextlib.suppress(OSError):  # the launcher has ended, or the descriptor is closed
+            if os.fstat(descriptor).st_ino == inode:
+                os.write(descriptor, json.dumps({"worker": self.worker, **values}).encode() + b"\n")
+
+
+def find_membership() -> Membership | None:
+    """Returns the membership of this process; None if no launcher started it."""
+    text = os.environ.get(_VARIABLE)
+    return Membership(**json.loads(text)) if text else None
+
+
+def tell(**values: Any) -> None:
+    """Sends a note to the launcher of this process, if there is one."""
+    if (membership := find_membership()) is not None:
+        membership.tell(**values)
+
+
+class Notes:
+    """What the workers of one membership have told.
+
+    Attributes:
+        step: from which the run went on; None: no worker came so far.
+        began_at: when a worker came so far, in seconds on the monotonic clock; None: the run does not train now.
+        sizes: numbers of workers that the run can have; empty: nothing was told.
+        leavers: indices of the workers that somebody asked to leave.
+    """
+
+    def __init__(self) -> None:
+        """Opens the pipe, whose end for the workers is `write_end`."""
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._rest = b""  # of a line
+        self.step: int | None = None
+        self.began_at: float | None = None
+        self.sizes: tuple[int, ...] = ()
+        self.leavers: set[int] = set()
+
+    @property
+    def pipe(self) -> tuple[int, int]:
+        """What a worker recognizes the pipe by: the descriptor and the inode."""
+        return self.write_end, os.fstat(self.write_end).st_ino
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait for."""
+        return self._read_end
+
+    def read(self) -> None:
+        """Takes the notes that have come."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._read_end, 65536):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._take(json.loads(line))
+
+    def _take(self, note: dict[str, Any]) -> None:
+        if "begins" in note:
+            self.step, self.sizes, self.began_at = note["begins"], tuple(note["sizes"]), time.monotonic()
+        if "ends" in note:
+            self.began_at = None
+        if "leaves" in note:
+            self.leavers.add(note["worker"])
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        os.close(self._read_end)
+        os.close(self.write_end)

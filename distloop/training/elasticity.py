@@ -1,0 +1,86 @@
+"""Elasticity: whether a run can go on with other numbers of workers, and what its launcher is told of it.
+
+    with announced(state, config, source):      # around training; without a launcher, it does nothing
+        ...
+
+A change of workers is noted in `incidents.jsonl`. It does not know how workers are started (`distributed.elastic`).
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from distloop.config import Config
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.distributed.notes import Membership, find_membership
+from distloop.monitoring.records import append_row
+from distloop.training.state import TrainState
+
+
+@contextlib.contextmanager
+def announced(state: TrainState, config: Config, source: Source) -> Iterator[None]:
+    """Tells the launcher that the run can be asked to save and leave, and with how many workers it can go on.
+
+    Raises:
+        ValueError: if the launcher may change the number of workers, and the run would not be the same.
+    """
+    membership = find_membership()
+    if membership is None:
+        yield
+        return
+    if membership.is_elastic:
+        _check(membership, config, source)
+    _note_change(membership, state, config)
+    membership.tell(begins=int(state.step), sizes=_worker_counts(membership, state, config))
+    try:
+        yield
+    finally:
+        membership.tell(ends=True)
+
+
+def _check(membership: Membership, config: Config, source: Source) -> None:
+    """Checks that each checkpoint can go on with another number of workers."""
+    given = f"workers={membership.least}:{membership.most} was given to the launcher"
+    if not config.workdir or not config.resume:
+        setting = "no workdir" if not config.workdir else "resume=False"
+        raise ValueError(
+            f"{given} with {setting}, but after a change of workers the run goes on from its newest checkpoint: give a "
+            "workdir and leave resume out, or give one number of workers."
+        )
+    if source.depends_on_workers:
+        raise ValueError(
+            f"{given} with data that is one worker's part (a function of InputContext, or a DistributedDataset), which "
+            "cannot be cut anew for fewer: give a dataset of global batches, or one number of workers."
+        )
+    if config.replica_batch_size and not config.virtual_replicas:
+        raise ValueError(
+            f"{given} with replica_batch_size={config.replica_batch_size}, so that the batch would change with the "
+            "workers: give batch_size, or one number of workers."
+        )
+
+
+def _worker_counts(membership: Membership, state: TrainState, config: Config) -> list[int]:
+    """Returns the numbers of workers with which the run can go on."""
+    devices, turns = workers.num_local_replicas(state.strategy), state.virtual_replicas
+    counts = range(1 if config.strategy == "auto" else 2, membership.most + 1)
+    return [count for count in counts if not turns or turns % (count * devices) == 0]
+
+
+def _note_change(membership: Membership, state: TrainState, config: Config) -> None:
+    """Notes why the workers were started again, once in a process."""
+    if membership.cause and config.workdir and workers.is_chief(state.strategy) and membership not in _noted:
+        _noted.append(membership)
+        row = {
+            "step": int(state.step),
+            "action": "membership",
+            "membership": membership.number,
+            "workers": workers.num_workers(state.strategy),
+            "reason": membership.cause,
+        }
+        with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train
+            os.makedirs(config.workdir, exist_ok=True)
+            append_row(os.path.join(config.workdir, "incidents.jsonl"), row)
+
+
+_noted: list[Membership] = []  # of this process
