@@ -28,7 +28,6 @@ import re
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -44,7 +43,12 @@ _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "devices_per_worker": (int, None, 1, "devices of each worker, passed to the program as --num_devices"),
     "cores_per_worker": (int, None, 0, "cores reserved for each worker; 0: none; all / workers without GPUs"),
-    "max_restarts": (int, None, 0, "crashes in a row, with no newer checkpoint, to start again after; 0; with MIN:MAX 3"),
+    "max_restarts": (
+        int,
+        None,
+        0,
+        "crashes without a newer checkpoint after which to start again; 0, or 3 with MIN:MAX",
+    ),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
     "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75; 600"),
     "host_index": (int, None, 0, "index of this machine in --hosts, from 0; default: Kubernetes' JOB_COMPLETION_INDEX"),

@@ -271,7 +271,12 @@ def test_a_port_that_is_taken_is_refused_before_the_start(kind, port, capsys):
         ("--workers=2 -m", "no program was given"),
         ("--workers=0 PROGRAM", "workers=0 is not allowed: give 1 or more"),
         ("--workers=-1 PROGRAM", "workers=-1 is not allowed: give 1 or more"),
-        ("--workers=two PROGRAM", "--workers: invalid int value: 'two'; --help tells"),
+        ("--workers=two PROGRAM", "workers=two is not allowed: give 1 or more, or MIN:MAX, as in 1:3"),
+        ("--workers=3:1 PROGRAM", "workers=3:1 is not allowed: give 1 or more, or MIN:MAX, as in 1:3"),
+        ("--workers=0:3 PROGRAM", "workers=0:3 is not allowed"),
+        ("--workers=1:x PROGRAM", "workers=1:x is not allowed"),
+        ("--hosts=a,b --host_index=0 --workers=1:3 PROGRAM", "workers=1:3 was given with --hosts, whose number of"),
+        ("--wait_secs=-1 PROGRAM", "wait_secs=-1.0 is not allowed: give 0 or more"),
         ("--workers", "--workers: expected one argument"),
         ("--devices_per_worker=0 PROGRAM", "devices_per_worker=0 is not allowed: give 1 or more, or leave it out"),
         ("--max_restarts=-1 PROGRAM", "max_restarts=-1 is not allowed: give 0 or more"),
@@ -308,26 +313,3 @@ def test_help_lists_the_flags(capsys):
         launch.main(["--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and "--max_restarts N" in out and "python -m distloop.launch" in out
-
-
-def test_the_pause_before_a_restart_doubles_up_to_a_minute_and_starts_anew_after_a_lasting_run(monkeypatch, capsys):
-    now, pauses = 0.0, []
-
-    class Crashing:
-        def __init__(self, *_, **__):
-            pass
-
-        def wait(self, secs=None):
-            nonlocal now
-            if secs is not None:  # of a pause
-                pauses.append(secs)
-                return None
-            now += 700 if len(pauses) == 9 else 10
-            return launch.processes.Outcome(3, is_crash=True)
-
-    for name in ("Signals", "Group", "Process"):
-        monkeypatch.setattr(launch.processes, name, Crashing)
-    monkeypatch.setattr(launch.processes, "log", lambda _: None)
-    monkeypatch.setattr(launch.time, "monotonic", lambda: now)
-    assert launch.main(["--max_restarts=11", PROGRAM]) == 3
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2]

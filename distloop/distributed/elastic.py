@@ -3,7 +3,7 @@
     settings = Settings(least=1, most=3, max_restarts=3, grace_secs=10, wait_secs=600)
     code = run(settings, start, processes.Signals())    # start(number, count, cause, notes) returns running processes
 
-`membership` decides how many workers run next; this module waits, starts and prints. It does not know flags or TF_CONFIG.
+`membership` decides how many workers run next; this module waits, starts and prints. It does not know flags.
 """
 
 import dataclasses

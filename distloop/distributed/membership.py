@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-FIRST_PAUSE_SECS, LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
+_FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
 _LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its place is the first one again
 
 
@@ -42,7 +42,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.back_at:
             object.__setattr__(self, "back_at", (-math.inf,) * self.most)
-            object.__setattr__(self, "pauses", (FIRST_PAUSE_SECS,) * self.most)
+            object.__setattr__(self, "pauses", (_FIRST_PAUSE_SECS,) * self.most)
 
     @property
     def allowed(self) -> list[int]:
@@ -67,9 +67,9 @@ class Plan:
         back_at, pauses = list(self.back_at), list(self.pauses)
         for place in places:
             if now - back_at[place] > _LASTING_SECS:
-                pauses[place] = FIRST_PAUSE_SECS
+                pauses[place] = _FIRST_PAUSE_SECS
             back_at[place] = now + pauses[place]
-            pauses[place] = min(2 * pauses[place], LAST_PAUSE_SECS)
+            pauses[place] = min(2 * pauses[place], _LAST_PAUSE_SECS)
         return dataclasses.replace(self, back_at=tuple(back_at), pauses=tuple(pauses))
 
     def begin(self, step: int | None) -> "Plan":

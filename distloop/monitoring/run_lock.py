@@ -10,6 +10,9 @@ thread touches it every HEARTBEAT_SECS. Where a process ended without releasing 
 - on another host, after another boot or in another container, when the file was not touched for STALE_SECS. Both times
   are the file server's, as the clocks of hosts may differ. The wait is printed.
 
+Workers that a launcher started again have a higher number of their membership: the new chief takes the lock from one of
+an older membership, whether that is alive or not, and an older one is refused.
+
 No `flock` is needed, which some shared file systems lack. A process that was stopped for longer than STALE_SECS finds
 another token when it goes on, and writes no more. Who only reads a workdir needs no lock.
 """
@@ -25,6 +28,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from distloop.distributed.notes import find_membership
 from distloop.monitoring.console import say
 
 HEARTBEAT_SECS = 5.0
@@ -49,10 +53,13 @@ class _Holder(NamedTuple):
     process: int
     start: str  # of the process, in ticks since the boot; empty: unknown
     since: float  # when it took the lock; Unix, seconds
+    launch: str = ""  # the name of its launcher; empty: there is none
+    membership: int = 0  # the number of the launcher's start
 
     def __str__(self) -> str:
         is_here = self.token in _held and self.process == os.getpid()
         process = "another fit of this process" if is_here else f"process {self.process} on {self.host}"
+        process += f" (membership {self.membership})" if self.membership > 1 else ""
         return f"{process}, since {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(self.since))}"
 
 
@@ -87,8 +94,10 @@ class RunLock:
         if self._is_held():
             self._depth += 1
             return self
-        number = os.getpid()
+        number, membership = os.getpid(), find_membership()
         holder = _Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, _start(number) or "", time.time())
+        if membership is not None:
+            holder = holder._replace(launch=membership.launch, membership=membership.number)
         _held.add(holder.token)
         try:
             self._acquire(holder)
@@ -132,9 +141,12 @@ class RunLock:
             if self._holder is not None and not _create(self._path, self._holder):
                 holder = _read(self._path)
                 if holder != self._holder:
+                    is_older = holder is not None and _has_newer_membership(holder, self._holder)
+                    stood_still = f"stood still for {STALE_SECS:g} seconds or more"
                     raise LockLost(
-                        f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one stood "
-                        f"still for {STALE_SECS:g} seconds or more; it writes no more there: end one of the two."
+                        f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one "
+                        f"{f'is of membership {self._holder.membership}' if is_older else stood_still}; it writes no "
+                        "more there: end one of the two."
                     )
 
     def _is_held(self) -> bool:
@@ -299,6 +311,8 @@ def _is_alive(own: _Holder, first: _Look, look: _Look) -> bool | None:
         look: the last one.
     """
     holder = look.holder
+    if holder is not None and (_has_newer_membership(own, holder) or _has_newer_membership(holder, own)):
+        return _has_newer_membership(holder, own)
     if holder is not None and (holder.host, holder.machine) == (own.host, own.machine):
         if holder.process == own.process:
             return holder.token in _held  # else of a process with the same number, or of this one before `exec`
@@ -308,6 +322,11 @@ def _is_alive(own: _Holder, first: _Look, look: _Look) -> bool | None:
     if look[:2] != first[:2]:
         return True  # it has been touched
     return False if look.now - look.touched_at > STALE_SECS else None
+
+
+def _has_newer_membership(one: _Holder, other: _Holder) -> bool:
+    """Returns whether both have the same launcher, and it started `one` after `other`."""
+    return bool(one.launch) and one.launch == other.launch and one.membership > other.membership
 
 
 def _machine() -> str:
@@ -362,7 +381,8 @@ def _read(path: str) -> _Holder | None:
     try:
         fields = json.loads(text)
         token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
-        return _Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]))
+        launch, membership = str(fields.get("launch", "")), int(fields.get("membership", 0))  # older files have none
+        return _Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]), launch, membership)
     except (ValueError, KeyError, TypeError):
         return None
 

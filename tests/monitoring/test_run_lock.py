@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from distloop.distributed import notes
 from distloop.monitoring import run_lock
 from distloop.monitoring.run_lock import LockLost, RunLock, WorkersLock
 
@@ -75,6 +76,44 @@ def test_a_lock_that_is_entered_twice_is_released_once(tmp_path):
         lock.verify()
         assert os.listdir(tmp_path) == ["run.lock"]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def in_membership(monkeypatch):
+    """Returns a function that gives this process a place in a membership of a launcher."""
+
+    def enter(number, launch="a"):
+        membership = notes.Membership(number, launch, 1, 3, "", 0, (0, 0))
+        monkeypatch.setenv(*next(iter(membership.variables().items())))
+
+    return enter
+
+
+def test_a_newer_membership_takes_the_lock_from_a_process_that_lives(tmp_path, in_membership):
+    in_membership(2)
+    old = RunLock(str(tmp_path)).__enter__()
+    in_membership(3)
+    with RunLock(str(tmp_path)) as new:
+        new.verify()
+        assert (holder_of(tmp_path)["launch"], holder_of(tmp_path)["membership"]) == ("a", 3)
+        with pytest.raises(LockLost, match=r"\(membership 3\), since .*, as this one is of membership 2; it writes no"):
+            old.verify()
+    old.__exit__()
+
+
+@pytest.mark.parametrize("process", [os.getppid(), 2**22 + 1])
+def test_an_older_membership_is_refused_whether_the_newer_one_lives_or_not(process, tmp_path, in_membership):
+    write_lock(tmp_path, process=process, launch="a", membership=3)
+    in_membership(2)
+    with pytest.raises(ValueError, match=rf"is being written to by process {process} on .* \(membership 3\)"):
+        RunLock(str(tmp_path)).__enter__()
+
+
+def test_memberships_of_different_launchers_are_not_compared(tmp_path, in_membership):
+    write_lock(tmp_path, launch="b", membership=1)
+    in_membership(2)
+    with pytest.raises(ValueError, match="is being written to by process"):
+        RunLock(str(tmp_path)).__enter__()
 
 
 def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path, no_sleep):

@@ -1,0 +1,156 @@
+"""Which memberships follow each other, with workers that a script plays; see also test_processes.py."""
+
+import math
+import signal
+
+import pytest
+
+from distloop.distributed import elastic
+from distloop.distributed.processes import Outcome
+
+
+class Signals:
+    """Nobody sends a signal, unless `ends_in` a pause; waiting takes no time."""
+
+    def __init__(self, clock):
+        self.clock, self.pauses, self.ends_in = clock, [], -1
+
+    def wait(self, secs):
+        self.pauses.append(secs)
+        self.clock.now += secs
+        return signal.SIGTERM if len(self.pauses) - 1 == self.ends_in else None
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+class World:
+    """Plays memberships: of each, its seconds, what the workers tell, and how they end."""
+
+    def __init__(self, monkeypatch):
+        self.clock = Clock()
+        self.signals = Signals(self.clock)
+        self.started, self.lines, self.leaves_at = [], [], []
+        monkeypatch.setattr(elastic, "time", self.clock)
+        monkeypatch.setattr(elastic.processes, "log", self.lines.append)
+        world = self
+
+        class Group:
+            def __init__(self, workers, signals, grace_secs, notes, leaves_at):
+                self.notes, self.leaves_at = notes, leaves_at
+
+            def wait(self):
+                secs, told, outcome = world.script.pop(0)
+                for name, value in told.items():
+                    setattr(self.notes, name, value)
+                if self.notes.step is not None:
+                    self.notes.began_at = world.clock.now + 5
+                world.leaves_at.append(self.leaves_at() - world.clock.now)
+                world.clock.now += secs
+                return outcome
+
+        monkeypatch.setattr(elastic.processes, "Group", Group)
+
+    def run(self, script, least=1, most=3, max_restarts=3, wait_secs=600):
+        self.script = list(script)
+        code = elastic.run(elastic.Settings(least, most, max_restarts, 10, wait_secs), self.start, self.signals)
+        assert not self.script
+        return code
+
+    def start(self, number, count, cause, notes):
+        self.started.append((number, count, cause))
+        return [None] * count
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def crash(*fallen, code=137, cause="worker 1 failed first"):
+    return Outcome(code, is_crash=True, fallen=fallen, cause=cause)
+
+
+SAVED = Outcome(75, is_crash=False)
+MORE = Outcome(75, is_crash=False, has_left_for_more=True)
+DONE = Outcome(0, is_crash=False)
+
+
+def test_those_left_go_on_at_once_and_one_that_comes_back_is_taken_in(world):
+    script = [(9, {"step": 0}, crash(1)), (20, {"step": 20}, MORE), (9, {"step": 40}, DONE)]
+    assert world.run(script) == 0
+    assert world.started == [(1, 3, ""), (2, 2, "worker 1 failed first"), (3, 3, "there are places for more")]
+    assert world.signals.pauses == []
+    assert world.leaves_at == [math.inf, 10.0, math.inf]  # the second, once it has trained for as long as it started
+    assert world.lines[0] == "membership 2 has 2 of 3 workers: worker 1 failed first."
+
+
+def test_a_membership_that_does_not_train_is_not_asked_to_leave(world):
+    world.run([(9, {"step": 0}, crash(1)), (9, {}, DONE)])
+    assert world.leaves_at == [math.inf, math.inf]
+
+
+def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
+    assert world.run([(9, {"step": 0, "leavers": {2}}, SAVED), (0.5, {"step": 9}, DONE)]) == 0
+    assert world.started[1:] == [(2, 2, "worker 2 was asked to leave")]
+
+
+def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
+    assert world.run([(9, {"step": 0}, SAVED)]) == 75
+    assert world.run([(9, {"step": 0, "leavers": {0, 1}}, Outcome(75, is_crash=False, was_asked=True))]) == 75
+    assert world.run([(9, {"leavers": {0}}, SAVED)], least=3) == 75  # the number is fixed
+
+
+def test_below_the_least_number_the_run_waits(world):
+    assert world.run([(9, {"step": 0}, crash(0, 1)), (9, {"step": 0}, DONE)], least=2) == 0
+    assert world.started[1:] == [(2, 3, "worker 1 failed first")] and world.signals.pauses == [1.0]
+    assert world.lines[0] == "there are places for 2 workers in 1 s (restart 1 of 3)."
+
+
+def test_the_wait_has_a_limit(world):
+    script = [(1, {"step": step}, crash(0, 1)) for step in (0, 10, 20)]
+    assert world.run(script, least=2, wait_secs=3) == 75
+    assert world.signals.pauses == [1, 2, 3]
+    assert world.lines[-1] == (
+        "for 3 s there were places for 1 workers, and 2 are needed: the run ends, and the same command goes on from "
+        "its newest checkpoint."
+    )
+
+
+def test_a_signal_ends_the_wait(world):
+    world.signals.ends_in = 0
+    assert world.run([(9, {"step": 0}, crash(0, 1, 2))]) == 128 + 15
+
+
+def test_crashes_without_a_newer_checkpoint_are_bounded(world):
+    script = [(20, {"step": step}, crash(0, code=1)) for step in (0, 0, 20, 20, 20)]
+    assert world.run(script, max_restarts=2) == 1
+    assert world.lines[-1] == (
+        "the run ends, as 3 crashes since step 20 left no newer checkpoint: look at what the workers printed, or set a "
+        "smaller checkpoint_every or a larger --max_restarts."
+    )
+
+
+def test_what_fails_before_the_first_step_is_not_tried_again_but_a_kill_is(world):
+    assert world.run([(5, {}, crash(0, code=1))]) == 1
+    assert world.lines == ["the run ends, as it failed before it trained."]
+    assert world.run([(5, {}, crash(0)), (5, {"step": 0}, DONE)]) == 0
+
+
+def test_only_numbers_that_the_run_can_have_are_started(world):
+    sizes = {"sizes": (1, 2, 4)}
+    script = [(9, {"step": 0, **sizes}, crash(3)), (9, {"step": 20, **sizes}, DONE)]
+    assert world.run(script, most=4) == 0
+    assert [count for _, count, _ in world.started] == [4, 2]
+    assert world.lines == ["membership 2 has 2 of 4 workers (it can have 1, 2, 4): worker 1 failed first."]
+
+
+def test_with_a_fixed_number_the_pause_doubles_up_to_a_minute_and_starts_anew_after_a_lasting_run(world):
+    script = [(700 if i == 9 else 10, {}, crash(0, code=3)) for i in range(12)]
+    assert world.run(script, most=1, max_restarts=11) == 3
+    assert world.signals.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2]
+    assert world.lines[0] == "all workers start again in 1 s (restart 1 of 11)."

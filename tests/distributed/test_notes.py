@@ -1,0 +1,58 @@
+"""What a launcher and its workers tell each other."""
+
+import os
+
+import pytest
+
+from distloop.distributed import notes
+
+
+@pytest.fixture
+def launcher():
+    launcher = notes.Notes()
+    yield launcher
+    launcher.close()
+
+
+def enter(monkeypatch, launcher, worker=1, pipe=None):
+    membership = notes.Membership(2, "ab", 1, 3, "worker 1 fell", worker, pipe or launcher.pipe)
+    monkeypatch.setenv(*next(iter(membership.variables().items())))
+
+
+def test_without_a_launcher_nothing_is_told(monkeypatch):
+    monkeypatch.delenv("DISTLOOP_MEMBERSHIP", raising=False)
+    assert notes.find_membership() is None
+    notes.tell(leaves=True)
+
+
+def test_a_worker_knows_its_membership_and_its_notes_arrive(launcher, monkeypatch):
+    enter(monkeypatch, launcher)
+    membership = notes.find_membership()
+    assert (membership.number, membership.cause, membership.is_elastic) == (2, "worker 1 fell", True)
+    launcher.read()
+    assert (launcher.step, launcher.began_at, launcher.leavers) == (None, None, set())
+    membership.tell(begins=20, sizes=[1, 2])
+    notes.tell(leaves=True)
+    launcher.read()
+    assert (launcher.step, launcher.sizes, launcher.leavers) == (20, (1, 2), {1}) and launcher.began_at is not None
+    membership.tell(ends=True)
+    launcher.read()
+    assert launcher.began_at is None and launcher.step == 20
+
+
+def test_half_a_note_waits_for_its_rest(launcher):
+    os.write(launcher.write_end, b'{"worker": 2, "lea')
+    launcher.read()
+    assert launcher.leavers == set()
+    os.write(launcher.write_end, b'ves": true}\n')
+    launcher.read()
+    assert launcher.leavers == {2}
+
+
+def test_a_process_without_the_pipe_writes_to_no_other_file(launcher, monkeypatch, tmp_path):
+    with open(tmp_path / "file", "wb") as file:
+        enter(monkeypatch, launcher, pipe=(file.fileno(), launcher.pipe[1]))
+        notes.tell(leaves=True)
+    assert (tmp_path / "file").read_bytes() == b""
+    enter(monkeypatch, launcher, pipe=(1_000_000, launcher.pipe[1]))
+    notes.tell(leaves=True)
