@@ -80,8 +80,9 @@ WITHOUT_TENSORFLOW |= {
 }
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"
-    for name in ("cores", "environment", "heartbeat", "liveness", "output", "preemption", "processes")
+    for name in ("cores", "elastic", "environment", "heartbeat", "liveness", "membership", "notes", "output")
 }
+WITHOUT_TENSORFLOW |= {"distributed.preemption", "distributed.processes"}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

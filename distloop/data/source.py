@@ -97,13 +97,11 @@ class Source:
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
-        self.data = data
+        self.data, self.asked_for = data, asked_for
         self.batches_taken = 0
         self.skipped_batches: set[int] = set()
-        self.asked_for = asked_for
         self._strategy = strategy
-        self._repeat = repeat
-        self._steps_per_epoch = steps_per_epoch
+        self._repeat, self._steps_per_epoch = repeat, steps_per_epoch
         self._num_workers = workers.num_workers(strategy)
         opened = open_data(
             as_dataset(data, batch_size, shuffle_seed),

@@ -74,8 +74,9 @@ class Plan:
 
     def begin(self, step: int | None) -> "Plan":
         """Returns the plan once a membership went on from a step; None: it did not come so far."""
-        is_newer = step is not None and step > self.step
-        return dataclasses.replace(self, step=step, restarts=0) if is_newer else self
+        if step is None or step <= self.step:
+            return self
+        return dataclasses.replace(self, step=step, restarts=0)
 
     def crash(self) -> "Plan":
         """Returns the plan after a crash."""

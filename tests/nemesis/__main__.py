@@ -4,6 +4,7 @@
     python -m tests.nemesis --seed=1 --round=7              # one of them again
     python -m tests.nemesis --rounds=20 --seed=1 --plans    # only shows what would be done
     python -m tests.nemesis --report /tmp/nemesis-*         # of the rounds of several calls together
+    python -m tests.nemesis --rounds=20 --elastic           # workers fall and come back, and the launcher goes on
 
 Rounds whose invariants hold are deleted; of the others the directory is kept, with the log and all output. It takes a
 root user on Linux for all faults; those that a machine does not allow are left out and named.
@@ -28,6 +29,7 @@ def main():
     parser.add_argument("--round", type=int, help="the only one")
     parser.add_argument("--secs", type=float, default=float("inf"), help="how long rounds are begun")
     parser.add_argument("--jobs", type=int, default=1, help="rounds at a time")
+    parser.add_argument("--elastic", action="store_true", help="elastic runs alone")
     parser.add_argument("--plans", action="store_true", help="print what would be done")
     parser.add_argument("--directory", default=None, help="for logs; default: a new one")
     parser.add_argument("--report", nargs="+", help="directories of earlier calls, to report on together")
@@ -36,7 +38,8 @@ def main():
         print(*report.summarize([result for path in arguments.report for result in read_results(path)]), sep="\n")
         return
     numbers = [arguments.round] if arguments.round is not None else list(range(arguments.rounds))
-    plans = [schedule.draw_plan(arguments.seed, number) for number in numbers]
+    draw = schedule.draw_elastic_plan if arguments.elastic else schedule.draw_plan
+    plans = [draw(arguments.seed, number) for number in numbers]
     if arguments.plans:
         print(*map(describe, plans), sep="\n")
         return
@@ -68,10 +71,10 @@ def describe(plan):
 
 
 def make_references(plans, directory, pool):
-    """Returns the events of an undisturbed run for each number of workers."""
-    counts = sorted({plan.setting.workers for plan in plans})
-    paths = [os.path.join(directory, f"undisturbed-{count}") for count in counts]
-    return dict(zip(counts, pool.map(rounds.run_undisturbed, counts, paths), strict=True))
+    """Returns the events of the undisturbed run of each setting."""
+    settings = sorted({plan.setting.reference for plan in plans})
+    paths = [os.path.join(directory, f"undisturbed-{number}") for number in range(len(settings))]
+    return dict(zip(settings, pool.map(rounds.run_undisturbed, settings, paths), strict=True))
 
 
 def try_round(plan, references, directory, end):
@@ -84,7 +87,7 @@ def try_round(plan, references, directory, end):
     try:
         events = rounds.run_round(plan, path)
         outputs = read_outputs(path, len(plan.lives) + rounds.EXTRA_LIVES)
-        violations = checker.check(plan, events, outputs, references[plan.setting.workers])
+        violations = checker.check(plan, events, outputs, references[plan.setting.reference])
         of_round = violations, checker.losses(events)
     except Exception:
         of_round = [checker.Violation("harness", traceback.format_exc())], []

@@ -58,14 +58,14 @@ def is_finished(events):
 
 def check_history(events, reference):
     """Checks that the run ended, and that each step of it trained the batch and made the weights of the reference."""
-    expected = {(e["worker"], e["step"]): e for e in _named(reference, "step")}
+    expected = {(e["share"], e["step"]): e for e in _named(reference, "step")}
     violations = []
     for event in _named(events, "step"):
-        step = expected.get((event["worker"], event["step"]))
+        step = expected.get((event["share"], event["step"]))
         for name in ("ids", "digest"):
             if step is None or event[name] != step[name]:
                 violations.append(Violation("I1", f"{name} of {_place(event)} differs: {event[name]}"))
-    begins = {0: {}} | {step: {"digest": e["digest"]} for (worker, step), e in expected.items() if worker == 0}
+    begins = {0: {}} | {step: {"digest": e["digest"]} for (share, step), e in expected.items() if share == 0}
     for event in _of_chief(_named(events, "going on")):
         digest = begins.get(event["step"], {}).get("digest", event["digest"])
         if event["digest"] != digest:
@@ -232,7 +232,12 @@ def _check_life(plan, number, life, output):
 
 
 def _is_early(setting, life, deadly):
-    """Returns whether a fault came before every worker trained: some did not catch signals yet, or know the others."""
+    """Returns whether a fault came before every worker trained: some did not catch signals yet, or know the others.
+
+    Of an elastic run it may come during any later start.
+    """
+    if setting.placement == "elastic":
+        return True
     began = [event["time"] for event in _named(life, "going on")]
     return len(began) < setting.workers or deadly["time"] < max(began)
 
@@ -244,6 +249,8 @@ def _early(setting, outcome):
         codes[command] = set(allowed)
         if faults.SAVED in allowed:
             codes[command] |= {faults.TERMINATED, faults.FOLLOWED}
+        if setting.placement == "elastic":  # one may be killed while all leave
+            codes[command] |= {faults.KILLED}
         if setting.placement == "hosts" and allowed != {faults.KILLED}:
             codes[command] |= {1, faults.FOLLOWED}
     waits = faults.START_SECS if setting.placement == "hosts" else 0.0
@@ -266,8 +273,8 @@ class Loss(NamedTuple):
 
 
 def losses(events):
-    """Returns what each deadly fault cost, in order."""
-    result = []
+    """Returns what each deadly fault cost, and each fall of workers that made a new membership, in order."""
+    result = [loss for fall in _named(events, "fell") if (loss := _loss_of(fall, events)) is not None]
     for deadly in [event for event in _named(events, "strike") if event["is_deadly"]]:
         number = deadly["life"]
         life = [event for event in events if event.get("life") == number]
@@ -279,6 +286,18 @@ def losses(events):
         again = max(0, last - later[0]["step"]) if later and last else 0
         result.append(Loss(deadly["fault"], secs, None if has_flip else again))
     return result
+
+
+def _loss_of(fall, events):
+    """Returns what a fall cost: seconds to the next new step, and steps that were trained again; None: no restart."""
+    steps = [e for e in _of_chief(_named(events, "step")) if e["life"] == fall["life"]]
+    before = [event for event in steps if event["time"] <= fall["time"]]
+    later = [e for e in _of_chief(_named(events, "going on")) if e["life"] == fall["life"] and e["time"] > fall["time"]]
+    if not before or not later:
+        return None
+    last = max(e["step"] for e in steps if e["process"] == before[-1]["process"])
+    again = next((e for e in steps if e["time"] > later[0]["time"] and e["step"] > later[0]["step"]), None)
+    return again and Loss(fall["fault"], again["time"] - fall["time"], max(0, last - later[0]["step"]))
 
 
 def _named(events, name):

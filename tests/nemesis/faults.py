@@ -43,6 +43,7 @@ class Fault:
     """One fault; its fields say where and how long."""
 
     is_deadly: ClassVar[bool] = False
+    hangs: ClassVar[bool] = False  # a worker is stopped for ever
 
     @property
     def name(self):
@@ -169,6 +170,7 @@ class StopForEver(Fault):
 
     worker: int
     is_deadly: ClassVar[bool] = True
+    hangs: ClassVar[bool] = True
 
     @classmethod
     def fits(cls, setting):
@@ -371,6 +373,65 @@ class StaleName(Fault):
                 host.resolve(addresses)
         life.ended.wait(self.secs)
         life.network.resolve_rightly()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fall(Fault):
+    """A signal to some workers of an elastic run, which goes on with the others; `moment` says what they are doing."""
+
+    workers: tuple[int, ...]
+    number: int
+    moment: str  # "training"; "saving"; "meeting" or "tracing" again, after the first of them fell
+    secs: float  # after the moment began
+
+    @property
+    def hangs(self):
+        return self.number == signal.SIGSTOP
+
+    @property
+    def name(self):
+        what = {signal.SIGKILL: "Kill", signal.SIGTERM: "Leave", signal.SIGSTOP: "Freeze"}[self.number]
+        who = "Chief" if self.workers == (0,) else ["One", "Two", "AllButOne"][len(self.workers) - 1]
+        return f"{what}{who}{'' if self.moment == 'training' else f', {self.moment}'}"
+
+    @classmethod
+    def fits(cls, setting):
+        return setting.placement == "elastic"
+
+    @classmethod
+    def draw(cls, random, setting):
+        count = random.choice([1, 1, 1, 2, 3])
+        workers = tuple(random.sample(range(setting.workers), count)) if random.random() < 0.7 else (0,)
+        number = random.choice([signal.SIGKILL] * 6 + [signal.SIGTERM] * 3 + [signal.SIGSTOP])
+        moment = random.choice(["training", "training", "saving", "meeting", "tracing"])
+        return cls(workers, number, moment, random.uniform(0, 0.8))
+
+    def strike(self, life):
+        if self.moment == "saving":
+            self._wait_until_saving(life)
+        elif self.moment in ("meeting", "tracing"):
+            name = "began" if self.moment == "meeting" else "going on"
+            count = len(life.events(name, 0))
+            self._fall(life, self.workers[:1], signal.SIGKILL)
+            while len(life.events(name, 0)) <= count:
+                if life.ended.wait(0.02):
+                    return
+            life.ended.wait(self.secs)
+        self._fall(life, self.workers, self.number)
+
+    def _fall(self, life, workers, number):
+        for worker in workers:
+            if life.signal_newest(worker, number):
+                life.write("fell", fault=self.name, number=int(number), victim=worker)
+
+    @staticmethod
+    def _wait_until_saving(life):
+        directory = os.path.join(life.workdir, "checkpoints")
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and not life.ended.is_set():
+            if os.path.isdir(directory) and any(".tmp" in name for name in os.listdir(directory)):
+                return
+            time.sleep(0.0005)
 
 
 DEADLY = (KillWorker, KillChief, KillLauncher, Terminate, TerminateTwice, StopForEver)

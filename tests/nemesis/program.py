@@ -6,7 +6,8 @@ A line of the log is a JSON object: what happened (`event`), when (`time`, monot
 `process`, `worker`), and
 
     going on    step, digest    the checkpoint that this process restored, or step 0
-    step        step, ids, digest    rows of the global batch, in ascending order; digest of all that training changes
+    step        step, ids, digest, share    rows of the global batch, in ascending order; digest of all that training
+                                     changes; where this worker's part of the batch begins
     saved       step            the chief sees the name of a new checkpoint
     child       pid             of a process that was forked
     left        step            the run was saved and left, because something asked for it
@@ -76,7 +77,9 @@ class Record(distloop.Action):
         if not self._is_going_on:
             self._go_on(0)
         ids = [8 * k + i for k in range(8) for i in _digits(report.metrics[f"ids{k}"] * BATCH_SIZE)]
-        self._log.write("step", step=report.step, ids=ids, digest=digest(self._trainer))
+        workers = self._trainer.workers
+        share = workers.index / workers.count  # workers of one share have the same random state
+        self._log.write("step", step=report.step, ids=ids, digest=digest(self._trainer), share=share)
         for step in sorted(step for step, _ in self._look()):
             self._log.write("saved", step=step)
         if self._noise:

@@ -1,7 +1,7 @@
 """One round: starts the command of a plan, strikes it, and starts it again until the run is finished.
 
 events = run_round(plan, directory)         # the log, for `checker`
-reference = run_undisturbed(workers=2, directory=directory)
+reference = run_undisturbed(plan.setting.reference, directory)
 """
 
 import contextlib
@@ -18,23 +18,24 @@ from tests.nemesis.commands import Command, Output
 from tests.nemesis.log import Log
 from tests.nemesis.network import Network
 from tests.nemesis.schedule import Life, Plan
-from tests.nemesis.setting import Setting
 
 LIFE_SECS = 150.0  # after which a life that nothing is to end has failed
 EXTRA_LIVES = 3  # that may follow the plan's
 STEP_SECS = 0.06
+ELASTIC_STEP_SECS = 0.25  # so long that workers come back before the run ends
 DISK_BYTES = 16 * 2**20
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def run_undisturbed(workers, directory):
+def run_undisturbed(setting, directory):
     """Returns the log of a run without faults."""
-    setting = Setting("launcher" if workers > 1 else "alone", workers)
     return run_round(Plan(0, 0, setting, (Life(()),)), directory, step_secs=0.0)
 
 
-def run_round(plan, directory, *, step_secs=STEP_SECS):
+def run_round(plan, directory, *, step_secs=None):
     """Runs a round in a directory of its own and returns its events."""
+    if step_secs is None:
+        step_secs = ELASTIC_STEP_SECS if plan.setting.placement == "elastic" else STEP_SECS
     os.makedirs(directory)
     log = Log(os.path.join(directory, "log"))
     with contextlib.ExitStack() as stack:
@@ -159,7 +160,7 @@ class RunningLife:
 
     def _arguments(self, i):
         setting = self.setting
-        hangs = any(isinstance(strike.fault, faults.StopForEver) for strike in self.life.strikes)
+        hangs = any(strike.fault.hangs for strike in self.life.strikes)
         program = [
             "-m", "tests.nemesis.program",
             f"--workdir={self.workdir}",
@@ -167,11 +168,14 @@ class RunningLife:
             f"--keep_checkpoints={setting.keep}",
             f"--hang_timeout={faults.HANG_SECS if hangs else 120}",
             f"--start_timeout={faults.START_SECS}",
+            f"--virtual_replicas={setting.virtual_replicas}",
         ]  # fmt: skip
         launcher = ["-m", "tests.nemesis.forking_launch", "--cores_per_worker=0", "--grace_secs=5"]
         if setting.placement == "alone":
             return program
-        if setting.placement == "launcher":
+        if setting.placement == "elastic" and setting.least < setting.workers:
+            return [*launcher, f"--workers={setting.least}:{setting.workers}", "--max_restarts=20", *program]
+        if setting.placement in ("launcher", "elastic"):
             return [*launcher, f"--workers={setting.workers}", *program]
         return [
             *launcher,
@@ -193,8 +197,7 @@ class RunningLife:
     def _wait_for_steps(self, count):
         """Waits until the chief has done so many steps in this life, or its output stands still; False: it ended."""
         while not self.ended.wait(0.02):
-            steps = [e for e in self._events("step") if e["worker"] == 0]
-            if len(steps) >= count or (self._paused_at and time.monotonic() > self._paused_at + 3):
+            if len(self.events("step", 0)) >= count or (self._paused_at and time.monotonic() > self._paused_at + 3):
                 return True
         return False
 
@@ -223,14 +226,25 @@ class RunningLife:
 
     def signal_worker(self, worker, number):
         """Signals a worker as soon as it runs."""
-        while not (began := [e for e in self._events("began") if e["worker"] == worker]):
+        while not (began := self.events("began", worker)):
             if self.ended.wait(0.02):
                 return
-        self.signal(self.find(worker, began[0]["pid"]), number)
+        self.signal(self.find(worker, began[-1]["pid"]), number)  # the newest
+
+    def signal_newest(self, worker, number):
+        """Signals the newest process of a worker; returns whether it was there."""
+        began = self.events("began", worker)
+        pid = self.find(worker, began[-1]["pid"]) if began else None
+        self.signal(pid, number)
+        return pid is not None
 
     def find(self, worker, pid):
         """Returns the process that a worker, or its child, calls `pid`."""
         return self._commands[self.setting.command_of(worker)].find(pid)
+
+    def events(self, event, worker):
+        """Returns the events of a name of a worker in this life."""
+        return [e for e in self._events(event) if e["worker"] == worker]
 
     def wait_for(self, event):
         """Returns the first event of a name in this life; None if it ends before."""

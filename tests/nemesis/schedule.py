@@ -11,7 +11,7 @@ import random
 
 from tests.nemesis import faults, kernel
 from tests.nemesis.faults import Fault
-from tests.nemesis.setting import STEPS, Setting
+from tests.nemesis.setting import ELASTIC_REPLICAS, STEPS, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,32 @@ def draw_plan(seed, number):
     lives[i] = dataclasses.replace(lives[i], strikes=(*kept, strike))
     lives = [dataclasses.replace(life, strikes=_compatible(life.strikes)) for life in lives]
     return Plan(seed, number, setting, tuple(lives))
+
+
+def draw_elastic_plan(seed, number):
+    """Returns the plan of a round whose workers fall and come back while the launcher goes on."""
+    generator = random.Random(f"{seed}/{number}/elastic")
+    setting = Setting(
+        placement="elastic",
+        workers=ELASTIC_REPLICAS,
+        checkpoint_every=generator.choice([1, 3, 5, 5]),
+        keep=generator.choice([1, 2, 3]),
+        least=generator.choice([1, 1, 2]),
+    )
+    deadly = generator.choice([None, None, None, faults.KillLauncher(0), faults.Terminate(0, True)])
+    lives = [Life((*_draw_falls(generator, setting), Strike(deadly, after_steps=generator.randint(1, STEPS))))]
+    return Plan(seed, number, setting, (*(lives if deadly else []), Life(_draw_falls(generator, setting))))
+
+
+def _draw_falls(generator, setting):
+    falls = [faults.Fall.draw(generator, setting) for _ in range(generator.choice([1, 2, 3]))]
+    strikes = [Strike(fall, after_steps=generator.randint(1, STEPS)) for fall in falls]
+    if not any(fall.hangs for fall in falls) and generator.random() < 0.3:
+        suspend = dataclasses.replace(faults.Suspend.draw(generator, setting), is_command=False)
+        strikes.append(Strike(suspend, after_steps=generator.randint(1, STEPS)))
+    if generator.random() < 0.2:
+        strikes.append(Strike(faults.StartTwice(), after_steps=generator.randint(1, STEPS)))
+    return tuple(strikes)
 
 
 def _draw_setting(generator):

@@ -3,19 +3,22 @@
 from typing import NamedTuple
 
 STEPS, ROWS, BATCH_SIZE = 40, 64, 8
+ELASTIC_REPLICAS = 4  # so many workers an elastic run has at most
 
 
 class Setting(NamedTuple):
     """How the runs of a round are started.
 
     Attributes:
-        placement: "alone": one process; "launcher": workers on this machine; "hosts": a launcher and a worker on each.
-        workers: how many.
+        placement: "alone": one process; "launcher": workers on this machine; "hosts": a launcher and a worker on each;
+            "elastic": a launcher whose workers fall and come back.
+        workers: how many; the most of an elastic run.
         checkpoint_every: steps.
         keep: checkpoints.
         child_of: the worker that forks a child; -1: none.
         is_first_process: whether each command has the process number 1, as in containers.
         noise: bytes that each worker prints a step.
+        least: workers of an elastic run, below which it waits.
     """
 
     placement: str
@@ -25,6 +28,19 @@ class Setting(NamedTuple):
     child_of: int = -1
     is_first_process: bool = False
     noise: int = 0
+    least: int = 1
+
+    @property
+    def virtual_replicas(self):
+        """How many, so that the bits do not depend on the number of workers; 0: none."""
+        return ELASTIC_REPLICAS if self.placement == "elastic" else 0
+
+    @property
+    def reference(self):
+        """The setting of the undisturbed run with the same bits."""
+        if self.placement == "elastic":
+            return Setting("elastic", self.workers, least=self.workers)
+        return Setting("launcher" if self.workers > 1 else "alone", self.workers)
 
     @property
     def commands(self):

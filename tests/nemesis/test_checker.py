@@ -32,9 +32,8 @@ class Story:
     def train(self, first, last, **changes):
         for step in range(first, last + 1):
             begin = (step - 1) * BATCH_SIZE % ROWS
-            self.write(
-                "step", **{"step": step, "ids": list(range(begin, begin + BATCH_SIZE)), "digest": f"d{step}"} | changes
-            )
+            ids = list(range(begin, begin + BATCH_SIZE))
+            self.write("step", **{"step": step, "ids": ids, "digest": f"d{step}", "share": 0.0} | changes)
 
     def strike(self, fault):
         self.write("strike", fault=fault, is_deadly=fault not in [kind.__name__ for kind in faults.HARMLESS])

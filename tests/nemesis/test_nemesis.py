@@ -29,7 +29,7 @@ STEP_SECS = 0.2  # so long that a busy machine strikes before the run ends
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_run_loses_nothing(name, tmp_path):
     setting, lives = ROUNDS[name]
-    reference = rounds.run_undisturbed(setting.workers, str(tmp_path / "undisturbed"))
+    reference = rounds.run_undisturbed(setting.reference, str(tmp_path / "undisturbed"))
     plan = Plan(0, 0, setting, tuple(lives))
     events = rounds.run_round(plan, str(tmp_path / "round"), step_secs=STEP_SECS)
     outputs = read_outputs(str(tmp_path / "round"), len(lives) + rounds.EXTRA_LIVES)

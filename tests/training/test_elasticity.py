@@ -1,0 +1,88 @@
+"""What is said to the launcher and written of a change of workers, and which runs cannot go on after one."""
+
+import json
+
+import pytest
+
+import distloop
+from distloop.distributed import notes
+from tests import problems
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def launcher():
+    launcher = notes.Notes()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def enter(launcher, monkeypatch):
+    """Returns a function that lets this process be the only worker of a launcher."""
+
+    def enter(**changes):
+        membership = notes.Membership(1, "a", 1, 4, "", 0, launcher.pipe)._replace(**changes)
+        monkeypatch.setenv(*next(iter(membership.variables().items())))
+
+    return enter
+
+
+def data():
+    return distloop.make_dataset(problems.classification(32), 8)
+
+
+def sharded(context):
+    return data()
+
+
+def fit(data, **settings):
+    trainer = distloop.Trainer(problems.classifier(), problems.on(1, console="quiet", **settings))
+    trainer.fit(data, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_sharded", "sentence"),
+    [
+        ({"workdir": ""}, False, r"^workers=1:4 was given to the launcher with no workdir, but after a change of"),
+        ({"resume": False}, False, "with resume=False, but after a change of workers the run goes on from its newest"),
+        ({}, True, r"with data that is one worker's part \(a function of InputContext, .* cannot be cut anew"),
+        ({"replica_batch_size": 8, "batch_size": 0}, False, "with replica_batch_size=8, so that the batch would"),
+    ],
+)
+def test_what_cannot_go_on_with_other_workers_is_refused_before_the_first_step(
+    settings, is_sharded, sentence, enter, launcher, tmp_path
+):
+    enter()
+    settings, dataset = {"workdir": str(tmp_path), **settings}, sharded if is_sharded else data()
+    with pytest.raises(ValueError, match=sentence):
+        fit(dataset, **settings)
+    launcher.read()
+    assert launcher.step is None
+    enter(least=4)  # the number is fixed
+    fit(dataset, **settings)
+
+
+def test_the_launcher_is_told_when_the_run_can_be_asked_to_leave(enter, launcher, tmp_path):
+    enter()
+    fit(data(), workdir=str(tmp_path))
+    launcher.read()
+    assert (launcher.step, launcher.sizes, launcher.began_at) == (0, (1, 2, 3, 4), None)
+
+
+def test_virtual_replicas_and_a_strategy_limit_the_numbers_of_workers(enter, launcher, tmp_path):
+    enter()
+    fit(data(), workdir=str(tmp_path), virtual_replicas=4)
+    launcher.read()
+    assert launcher.sizes == (1, 2, 4)
+
+
+def test_a_change_of_workers_is_noted_with_its_cause(enter, launcher, tmp_path):
+    enter()
+    fit(data(), workdir=str(tmp_path))
+    enter(number=2, cause="worker 1 fell")
+    fit(data(), workdir=str(tmp_path))
+    (row,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())
+    assert row.pop("time") > 0
+    assert row == {"step": 2, "action": "membership", "membership": 2, "workers": 1, "reason": "worker 1 fell"}
