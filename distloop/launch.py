@@ -1,15 +1,19 @@
 """Launcher: starts one process a worker on this machine, shows their output and restarts them; without TensorFlow.
 
     python -m distloop.launch --workers=2 -m experiments.digits --steps=500
+    python -m distloop.launch --workers=1:4 -m experiments.digits --workdir=runs/digits     # goes on with those left
     python -m distloop.launch --workers=2 --devices_per_worker=2 path/to/script.py --flag=...
     python -m distloop.launch --hosts=a,b --host_index=0 -m experiments.digits      # on b: --host_index=1
 
 Everything from `-m` or the path on belongs to the program. Each worker gets its TF_CONFIG, and on one machine a random
 DISTLOOP_SECRET that signs messages between workers; its lines are shown behind `[worker 0]`. A worker that crashes
 stops the others, and within `--max_restarts` all start again from their last checkpoint, after a pause that grows from
-a second to a minute. The exit code is that of the worker that failed first (128 + n for signal n), else 75 if one saved
-and left, else 0. A worker that ends with 76 was not the first: another one failed or fell silent, maybe on another
-host. The first Ctrl-C or SIGTERM is passed on and the launcher waits; the second kills.
+a second to a minute. With MIN:MAX workers, those left go on at once from the newest checkpoint, and one that comes back
+is taken in; a worker that gets SIGTERM leaves, and no step is lost.
+
+The exit code is that of the worker that failed first (128 + n for signal n), else 75 if one saved and left, else 0. A
+worker that ends with 76 was not the first: another one failed or fell silent, maybe on another host. The first Ctrl-C
+or SIGTERM is passed on and the launcher waits; the second kills.
 
 On several hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of
 the other hosts, too, and workers wait for each other when they start.

@@ -22,7 +22,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
-LAUNCHER = {*launch._NUMBERS, "hosts"}
+LAUNCHER = {*launch._NUMBERS, "workers", "hosts"}
 OTHERS = LAUNCHER | {
     *plan._COSTS,
     "all",

@@ -621,6 +621,26 @@ def test_a_signal_ends_the_pause_before_a_restart(start, write, tmp_path):
     assert process.stderr.read() == "distloop.launch: SIGTERM, the workers do not start again.\n"
 
 
+def test_places_of_workers_that_fall_at_once_are_empty_and_the_one_left_goes_on(launch, write):
+    program = """
+        membership = json.loads(os.environ["DISTLOOP_MEMBERSHIP"])
+        print("membership", membership["number"], "of", len(config["cluster"]["worker"]), membership["cause"])
+        if membership["number"] == 1 and index == 0:
+            others = [wait_for(f"pid{i}") or int((here / f"pid{i}").read_text()) for i in (1, 2)]
+            os.kill(os.getppid(), signal.SIGSTOP)  # the launcher, until both have fallen
+            for other in others:
+                os.kill(other, signal.SIGKILL)
+            time.sleep(0.2)
+            os.kill(os.getppid(), signal.SIGCONT)
+        if membership["number"] == 1:
+            time.sleep(60)
+    """
+    code, out, err = launch("--workers=1:3", write(program), command=patched(_FIRST_PAUSE_SECS=60))
+    cause = "worker 1 failed first, by signal 9 (Killed)"
+    assert code == 0 and out[-1] == f"[worker 0] membership 2 of 1 {cause}"
+    assert err[-1] == f"distloop.launch: membership 2 has 1 of 3 workers: {cause}."
+
+
 def test_as_process_1_the_launcher_reaps_processes_that_lost_their_parent(start, write, tmp_path):
     program = """
         for i in range(2):
