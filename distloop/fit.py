@@ -351,6 +351,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     def report_trace(step: TrainStep) -> None:
         unread_entries.report([update.reads for update in step.updates], config.unread_entries, is_shown=is_shown)
         tables.report([update.tables for update in step.updates], state, is_shown=is_shown)
+        elasticity.note_traced(state, config)
 
     return TrainLoop(
         *(state, step),

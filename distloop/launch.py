@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start(
-    options: argparse.Namespace, guard: processes.Guard, number: int, count: int, cause: str, notes: Notes
+    options: argparse.Namespace, guard: processes.Guard, change: elastic.Change, count: int, notes: Notes
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
     least, most = options.least, options.workers
@@ -86,7 +86,9 @@ def _start(
     workers = []
     for i in range(count):
         index = options.first_index + i
-        told = Membership(number, options.launch, least, most, cause, index, notes.pipe)
+        told = Membership(
+            launch=options.launch, least=least, most=most, worker=index, pipe=notes.pipe, **change._asdict()
+        )
         variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | told.variables()
         process = processes.Process(
             index, _command(options), variables, cores=core_lists[i], guard=guard, descriptors=[notes.write_end]

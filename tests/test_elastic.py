@@ -34,7 +34,7 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
     with open(tmp_path / "elastic" / "disk" / "run" / "incidents.jsonl") as file:
         changes = [json.loads(line) for line in file]
     assert [change["membership"] for change in changes] == list(range(2, len(changes) + 2))
-    assert {change["workers"] for change in changes} == {1, 2}
+    assert {change["workers"] for change in changes} == {1, 2} and all(change["traced_secs"] > 0 for change in changes)
     reasons = [change["reason"] for change in changes]
     assert "worker 1 failed first, by signal 9 (Killed)" in reasons and "worker 0 was asked to leave" in reasons
 

@@ -1,13 +1,13 @@
 """Elastic runs: starts one membership after the other, each from the newest checkpoint, until the run ends.
 
     settings = Settings(least=1, most=3, max_restarts=3, grace_secs=10, wait_secs=600)
-    code = run(settings, start, processes.Signals())    # start(number, count, cause, notes) returns running processes
+    code = run(settings, start, processes.Signals())    # start(change, count, notes) returns running processes
 
 `membership` decides how many workers run next; this module waits, starts and prints. It does not know flags.
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,26 @@ from distloop.distributed.membership import Plan
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
-Start = Callable[[int, int, str, Notes], Sequence[processes.Process]]
+
+class Change(NamedTuple):
+    """Why and when the membership before ended.
+
+    Attributes:
+        number: of the membership that follows, from 1.
+        cause: why; "": there was none before.
+        fell_at: when its first worker ended; Unix, seconds.
+        ended_at: when its last one did.
+        started_at: when there were places for the next.
+    """
+
+    number: int
+    cause: str = ""
+    fell_at: float = 0.0
+    ended_at: float = 0.0
+    started_at: float = 0.0
+
+
+Start = Callable[[Change, int, Notes], Sequence[processes.Process]]
 
 
 class Settings(NamedTuple):
@@ -49,20 +68,23 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
 
     Args:
         settings: how the run is started again.
-        start: starts the workers of a membership, given its number, their count, why the last one ended, and notes.
+        start: starts so many workers after a change; they tell notes.
         signals: to the launcher.
     """
-    plan, cause = Plan(settings.least, settings.most), ""
-    for number in itertools.count(1):
+    plan, change = Plan(settings.least, settings.most), Change(1)
+    while True:
         code = _wait_for_places(plan, settings, signals)
         if code is not None:
             return code
         places = plan.there(time.monotonic())[: plan.size(time.monotonic())]
-        if number > 1 and settings.is_elastic:
+        if change.cause and settings.is_elastic:
             sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
-            processes.log(f"membership {number} has {len(places)} of {settings.most} workers{sizes}: {cause}.")
-        notes = Notes()
-        outcome = _run_membership(plan, settings, start(number, len(places), cause, notes), signals, notes)
+            processes.log(
+                f"membership {change.number} has {len(places)} of {settings.most} workers{sizes}: {change.cause}."
+            )
+        notes = Notes(functools.partial(_say_phases, change.number) if settings.is_elastic else None)
+        workers = start(change._replace(started_at=time.time()), len(places), notes)
+        outcome = _run_membership(plan, settings, workers, signals, notes)
         notes.close()
         plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step)
         if outcome.code == 0 or outcome.was_asked:
@@ -82,7 +104,9 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
         else:
             return outcome.code
         plan = plan.lose([places[i] for i in lost], time.monotonic())
-    raise AssertionError
+        if notes.step is None and change.cause:  # nobody has noted the change before
+            cause = f"{change.cause}; then {cause}"
+        change = Change(change.number + 1, cause, outcome.fell_at, time.time())
 
 
 def _run_membership(
@@ -99,6 +123,14 @@ def _run_membership(
         return max(grows_at, notes.began_at + (notes.began_at - started_at))
 
     return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
+
+
+def _say_phases(number: int, step: int, phases: dict[str, float]) -> None:
+    """Prints how long a run stood still for a change of workers, and where the time went."""
+    parts = ", ".join(f"{name} {secs:.1f}" for name, secs in phases.items())
+    processes.log(
+        f"membership {number} trains from step {step}, {sum(phases.values()):.1f} s after the change: {parts}."
+    )
 
 
 def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals) -> int | None:

@@ -10,9 +10,11 @@ It does not know what follows from a note (`membership`).
 """
 
 import contextlib
+import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _VARIABLE = "DISTLOOP_MEMBERSHIP"
@@ -28,6 +30,9 @@ class Membership(NamedTuple):
     cause: str  # why the membership before it ended; "": there was none
     worker: int  # the index of this worker
     pipe: tuple[int, int]  # descriptor and inode of the launcher's pipe
+    fell_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
+    ended_at: float = 0.0  # when the last one did
+    started_at: float = 0.0  # when there were places for this one
 
     @property
     def is_elastic(self) -> bool:
@@ -58,6 +63,23 @@ def tell(**values: Any) -> None:
         membership.tell(**values)
 
 
+_marks: dict[str, float] = {}  # when this process came to a point for the first time; Unix, seconds
+
+
+def mark(point: str) -> bool:
+    """Keeps the time at which this process comes to a point; returns whether it is the first time."""
+    is_first = point not in _marks
+    _marks.setdefault(point, time.time())
+    return is_first
+
+
+def phases(membership: Membership) -> dict[str, float]:
+    """Returns the seconds of each phase from the fall of the membership before to the last mark, in order."""
+    times = {"fell": membership.fell_at, "ended": membership.ended_at, "waited": membership.started_at, **_marks}
+    pairs = itertools.pairwise(times.items())
+    return {name: max(0.0, end - start) for (_, start), (name, end) in pairs}
+
+
 class Notes:
     """What the workers of one membership have told.
 
@@ -68,8 +90,13 @@ class Notes:
         leavers: indices of the workers that somebody asked to leave.
     """
 
-    def __init__(self) -> None:
-        """Opens the pipe, whose end for the workers is `write_end`."""
+    def __init__(self, on_traced: Callable[[int, dict[str, float]], None] | None = None) -> None:
+        """Opens the pipe, whose end for the workers is `write_end`.
+
+        Args:
+            on_traced: called with step and `phases` once the chief has traced a step.
+        """
+        self._on_traced = on_traced
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         self._rest = b""  # of a line
@@ -98,6 +125,8 @@ class Notes:
     def _take(self, note: dict[str, Any]) -> None:
         if "begins" in note:
             self.step, self.sizes, self.began_at = note["begins"], tuple(note["sizes"]), time.monotonic()
+        if "traced" in note and self._on_traced is not None:
+            self._on_traced(note["step"], note["traced"])
         if "ends" in note:
             self.began_at = None
         if "leaves" in note:

@@ -231,6 +231,7 @@ class Outcome(NamedTuple):
     fallen: Sequence[int] = ()  # indices of the workers that failed by themselves, and not because another one had
     cause: str = ""  # which worker failed first, and how
     has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are places for more
+    fell_at: float = 0.0  # when the first one ended; Unix, seconds
 
 
 class Group:
@@ -256,6 +257,7 @@ class Group:
         self._processes, self._signals, self._grace_secs = processes, signals, grace_secs
         self._notes, self._leaves_at = notes, leaves_at
         self._fallen: list[Process] = []
+        self._fell_at = 0.0
         self._was_asked = False  # by SIGINT or SIGTERM
         self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no exit is a crash
         self._has_left_for_more = False
@@ -284,6 +286,7 @@ class Group:
             fallen=[i for i, process in enumerate(self._processes) if process in self._fallen],
             cause=self._cause,
             has_left_for_more=self._has_left_for_more,
+            fell_at=self._fell_at,
         )
 
     def _running(self) -> list[Process]:
@@ -345,6 +348,7 @@ class Group:
     def _handle_end(self, process: Process) -> None:
         """Shows how a process ended, and stops the others if it failed."""
         others = self._running()
+        self._fell_at = self._fell_at or time.time()
         if process.code not in (0, SAVED_EXIT_CODE, FOLLOWER_EXIT_CODE) and not process.was_signalled:
             self._fallen.append(process)
         is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._failed is None

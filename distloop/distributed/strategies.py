@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import devices, environment, tensorflow_internals, workers
+from distloop.distributed import devices, environment, notes, tensorflow_internals, workers
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
@@ -277,6 +277,7 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
             "distloop.prepare(config) before the first tensor, dataset or model."
         ) from None
     workers.attach_heartbeat(strategy, heartbeat)
+    notes.mark("met")
     numbers = workers.gather(strategy, cluster.index + 1)
     if numbers.tolist() != list(range(1, len(cluster.addresses) + 1)):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Elasticity: whether a run can go on with other numbers of workers, and what its launcher is told of it.
 
     with announced(state, config, source):      # around training; without a launcher, it does nothing
-        ...
+        note_traced(state, config)              # once the step is traced
 
 A change of workers is noted in `incidents.jsonl`. It does not know how workers are started (`distributed.elastic`).
 """
@@ -9,11 +9,13 @@ A change of workers is noted in `incidents.jsonl`. It does not know how workers 
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from distloop.config import Config
 from distloop.data.source import Source
-from distloop.distributed import workers
-from distloop.distributed.notes import Membership, find_membership
+from distloop.distributed import notes, workers
+from distloop.distributed.notes import Membership
+from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.records import append_row
 from distloop.training.state import TrainState
 
@@ -25,13 +27,14 @@ def announced(state: TrainState, config: Config, source: Source) -> Iterator[Non
     Raises:
         ValueError: if the launcher may change the number of workers, and the run would not be the same.
     """
-    membership = find_membership()
+    membership = notes.find_membership()
     if membership is None:
         yield
         return
     if membership.is_elastic:
         _check(membership, config, source)
-    _note_change(membership, state, config)
+    if notes.mark("restored") and membership.cause and workers.is_chief(state.strategy):
+        _changes.append(_describe(membership, state, config))
     membership.tell(begins=int(state.step), sizes=_worker_counts(membership, state, config))
     try:
         yield
@@ -67,20 +70,30 @@ def _worker_counts(membership: Membership, state: TrainState, config: Config) ->
     return [count for count in counts if not turns or turns % (count * devices) == 0]
 
 
-def _note_change(membership: Membership, state: TrainState, config: Config) -> None:
-    """Notes why the workers were started again, once in a process."""
-    if membership.cause and config.workdir and workers.is_chief(state.strategy) and membership not in _noted:
-        _noted.append(membership)
-        row = {
-            "step": int(state.step),
-            "action": "membership",
-            "membership": membership.number,
-            "workers": workers.num_workers(state.strategy),
-            "reason": membership.cause,
-        }
+def note_traced(state: TrainState, config: Config) -> None:
+    """Writes what a change of workers cost, and tells the launcher, once the first step is traced after it."""
+    membership = notes.find_membership()
+    if membership is None or not notes.mark("traced") or not _changes:
+        return
+    row, phases = _changes.pop(), notes.phases(membership)
+    membership.tell(step=row["step"], traced=phases)
+    if config.workdir:
+        row |= {f"{phase}_secs": round(secs, 3) for phase, secs in phases.items()}
         with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train
-            os.makedirs(config.workdir, exist_ok=True)
             append_row(os.path.join(config.workdir, "incidents.jsonl"), row)
 
 
-_noted: list[Membership] = []  # of this process
+def _describe(membership: Membership, state: TrainState, config: Config) -> dict[str, Any]:
+    """Returns the row about a change of workers, before rows of steps that are trained again are cut off."""
+    last = last_row(os.path.join(config.workdir, "metrics.jsonl")) if config.workdir else None
+    return {
+        "step": int(state.step),
+        "action": "membership",
+        "membership": membership.number,
+        "workers": workers.num_workers(state.strategy),
+        "steps_again": max(0, last["step"] - int(state.step)) if last else 0,
+        "reason": membership.cause,
+    }
+
+
+_changes: list[dict[str, Any]] = []  # of this process, at most one, until it is written

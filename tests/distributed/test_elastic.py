@@ -27,6 +27,8 @@ class Clock:
     def monotonic(self):
         return self.now
 
+    time = monotonic
+
 
 class World:
     """Plays memberships: of each, its seconds, what the workers tell, and how they end."""
@@ -61,8 +63,8 @@ class World:
         assert not self.script
         return code
 
-    def start(self, number, count, cause, notes):
-        self.started.append((number, count, cause))
+    def start(self, change, count, notes):
+        self.started.append((change.number, count, change.cause))
         return [None] * count
 
 
@@ -139,6 +141,12 @@ def test_what_fails_before_the_first_step_is_not_tried_again_but_a_kill_is(world
     assert world.run([(5, {}, crash(0, code=1))]) == 1
     assert world.lines == ["the run ends, as it failed before it trained."]
     assert world.run([(5, {}, crash(0)), (5, {"step": 0}, DONE)]) == 0
+
+
+def test_the_cause_of_a_change_that_nobody_noted_is_told_again(world):
+    script = [(5, {"step": 0}, crash(0)), (5, {}, crash(1, cause="worker 0 failed first")), (5, {"step": 0}, DONE)]
+    world.run(script)
+    assert world.started[2] == (3, 2, "worker 1 failed first; then worker 0 failed first")
 
 
 def test_only_numbers_that_the_run_can_have_are_started(world):

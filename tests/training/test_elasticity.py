@@ -1,6 +1,8 @@
 """What is said to the launcher and written of a change of workers, and which runs cannot go on after one."""
 
 import json
+import shutil
+import time
 
 import pytest
 
@@ -37,9 +39,9 @@ def sharded(context):
     return data()
 
 
-def fit(data, **settings):
-    trainer = distloop.Trainer(problems.classifier(), problems.on(1, console="quiet", **settings))
-    trainer.fit(data, steps=2)
+def fit(data, steps=2, **settings):
+    trainer = distloop.Trainer(problems.classifier(), problems.on(1, **{"console": "quiet", **settings}))
+    trainer.fit(data, steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +80,28 @@ def test_virtual_replicas_and_a_strategy_limit_the_numbers_of_workers(enter, lau
     assert launcher.sizes == (1, 2, 4)
 
 
-def test_a_change_of_workers_is_noted_with_its_cause(enter, launcher, tmp_path):
+def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, launcher, monkeypatch, tmp_path):
+    settings = dict(workdir=str(tmp_path), log_every=1, checkpoint_every=1, keep_checkpoints=3)
     enter()
-    fit(data(), workdir=str(tmp_path))
-    enter(number=2, cause="worker 1 fell")
-    fit(data(), workdir=str(tmp_path))
+    fit(data(), steps=3, **settings)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    monkeypatch.setattr(notes, "_marks", {})  # as in a new process
+    now = time.time()
+    enter(number=2, cause="worker 1 fell", fell_at=now - 9, ended_at=now - 6, started_at=now - 5)
+    fit(data(), steps=3, **settings)
     (row,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())
-    assert row.pop("time") > 0
-    assert row == {"step": 2, "action": "membership", "membership": 2, "workers": 1, "reason": "worker 1 fell"}
+    secs = {name: row.pop(name) for name in list(row) if name.endswith("_secs")}
+    assert row.pop("time") >= now and row == {
+        "step": 2,
+        "action": "membership",
+        "membership": 2,
+        "workers": 1,
+        "steps_again": 1,
+        "reason": "worker 1 fell",
+    }
+    assert list(secs) == ["ended_secs", "waited_secs", "restored_secs", "traced_secs"]
+    assert abs(secs["ended_secs"] - 3) < 0.01 and abs(secs["waited_secs"] - 1) < 0.01 and secs["restored_secs"] >= 5
+    told = []
+    launcher._on_traced = lambda step, phases: told.append((step, [*phases]))
+    launcher.read()
+    assert told == [(2, ["ended", "waited", "restored", "traced"])]
