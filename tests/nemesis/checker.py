@@ -290,14 +290,16 @@ def losses(events):
 
 def _loss_of(fall, events):
     """Returns what a fall cost: seconds to the next new step, and steps that were trained again; None: no restart."""
-    steps = [e for e in _of_chief(_named(events, "step")) if e["life"] == fall["life"]]
-    before = [event for event in steps if event["time"] <= fall["time"]]
-    later = [e for e in _of_chief(_named(events, "going on")) if e["life"] == fall["life"] and e["time"] > fall["time"]]
-    if not before or not later:
+    of_life = [event for event in _of_chief(events) if event.get("life") == fall["life"]]
+    begun = [event for event in _named(of_life, "going on") if event["time"] <= fall["time"]]
+    later = [event for event in _named(of_life, "going on") if event["time"] > fall["time"]]
+    if not begun or not later:
         return None
-    last = max(e["step"] for e in steps if e["process"] == before[-1]["process"])
-    again = next((e for e in steps if e["time"] > later[0]["time"] and e["step"] > later[0]["step"]), None)
-    return again and Loss(fall["fault"], again["time"] - fall["time"], max(0, last - later[0]["step"]))
+    steps = _named(of_life, "step")
+    done = [event["step"] for event in steps if begun[-1]["time"] < event["time"] < later[0]["time"]]
+    again = next((event for event in steps if event["time"] > later[0]["time"]), None)
+    lost = max(done, default=begun[-1]["step"]) - later[0]["step"]
+    return again and Loss(fall["fault"], again["time"] - fall["time"], max(0, lost))
 
 
 def _named(events, name):

@@ -412,17 +412,19 @@ class Fall(Fault):
         elif self.moment in ("meeting", "tracing"):
             name = "began" if self.moment == "meeting" else "going on"
             count = len(life.events(name, 0))
-            self._fall(life, self.workers[:1], signal.SIGKILL)
+            dataclasses.replace(self, workers=self.workers[:1], number=signal.SIGKILL, moment="training").strike(life)
             while len(life.events(name, 0)) <= count:
                 if life.ended.wait(0.02):
                     return
             life.ended.wait(self.secs)
-        self._fall(life, self.workers, self.number)
-
-    def _fall(self, life, workers, number):
-        for worker in workers:
-            if life.signal_newest(worker, number):
-                life.write("fell", fault=self.name, number=int(number), victim=worker)
+        victims = [worker for worker in self.workers if life.find_newest(worker)]
+        if self.hangs and all(
+            worker in victims or not life.find_newest(worker) for worker in range(life.setting.workers)
+        ):
+            victims = victims[1:]  # somebody has to notice
+        for worker in victims:
+            life.signal(life.find_newest(worker), self.number)
+            life.write("fell", fault=self.name, victim=worker)
 
     @staticmethod
     def _wait_until_saving(life):

@@ -9,6 +9,7 @@ the events of the program; those of the harness are
 
     start       life, command                       a command was started
     strike      life, fault, is_deadly              a fault begins; a deadly one, its first signal is sent
+    fell        life, fault, victim                 a worker of an elastic run was signalled
     end         life, command, code, at, gone_at, leftovers     it and all its processes have ended; code None: killed
     second      life, code, secs, output            how the same command ended that was started beside it
     child ended     life, is_gone                   whether a child that got SIGTERM has ended

@@ -231,12 +231,10 @@ class RunningLife:
                 return
         self.signal(self.find(worker, began[-1]["pid"]), number)  # the newest
 
-    def signal_newest(self, worker, number):
-        """Signals the newest process of a worker; returns whether it was there."""
+    def find_newest(self, worker):
+        """Returns the newest process of a worker; None if it has ended."""
         began = self.events("began", worker)
-        pid = self.find(worker, began[-1]["pid"]) if began else None
-        self.signal(pid, number)
-        return pid is not None
+        return self.find(worker, began[-1]["pid"]) if began else None
 
     def find(self, worker, pid):
         """Returns the process that a worker, or its child, calls `pid`."""
