@@ -76,7 +76,8 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
         code = _wait_for_places(plan, settings, signals)
         if code is not None:
             return code
-        places = plan.there(time.monotonic())[: plan.size(time.monotonic())]
+        now = time.monotonic()
+        places = plan.there(now)[: plan.size(now)]
         if change.cause and settings.is_elastic:
             sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
             processes.log(
@@ -87,7 +88,7 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
         outcome = _run_membership(plan, settings, workers, signals, notes)
         notes.close()
         plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step)
-        if outcome.code == 0 or outcome.was_asked:
+        if outcome.code == 0 or outcome.is_last:
             return outcome.code
         if outcome.is_crash:
             plan, cause = plan.crash(), outcome.cause

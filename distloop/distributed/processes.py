@@ -227,7 +227,7 @@ class Outcome(NamedTuple):
 
     code: int  # of the worker that failed first, else 75 or 76 if one ended so, else 0; 128 + n if killed for signal n
     is_crash: bool  # a worker failed, and nobody asked it to end
-    was_asked: bool = False  # somebody asked the launcher to end
+    is_last: bool = False  # the launcher got a signal to end
     fallen: Sequence[int] = ()  # indices of the workers that failed by themselves, and not because another one had
     cause: str = ""  # which worker failed first, and how
     has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are places for more
@@ -259,6 +259,7 @@ class Group:
         self._fallen: list[Process] = []
         self._fell_at = 0.0
         self._was_asked = False  # by SIGINT or SIGTERM
+        self._is_last = False  # by any signal
         self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no exit is a crash
         self._has_left_for_more = False
         self._second_signal = 0
@@ -282,7 +283,7 @@ class Group:
         return Outcome(
             128 + self._second_signal if self._second_signal else code or 0,
             is_crash=bool(self._failed) and not self._is_leaving,
-            was_asked=self._was_asked,
+            is_last=self._is_last,
             fallen=[i for i, process in enumerate(self._processes) if process in self._fallen],
             cause=self._cause,
             has_left_for_more=self._has_left_for_more,
@@ -340,7 +341,7 @@ class Group:
                 for process in self._running():
                     process.kill()
             elif number in _STOP_SIGNALS or (number in _LOST_SIGNALS and not self._is_leaving):
-                self._was_asked, self._is_leaving = number in _STOP_SIGNALS, True
+                self._was_asked, self._is_leaving, self._is_last = number in _STOP_SIGNALS, True, True
                 log(f"{number.name}, the workers are asked to end; again to kill them.")
                 for process in self._running():
                     process.signal_once(number if number in _STOP_SIGNALS else signal.SIGTERM)

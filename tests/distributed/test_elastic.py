@@ -103,7 +103,7 @@ def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
 
 def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
     assert world.run([(9, {"step": 0}, SAVED)]) == 75
-    assert world.run([(9, {"step": 0, "leavers": {0, 1}}, Outcome(75, is_crash=False, was_asked=True))]) == 75
+    assert world.run([(9, {"step": 0, "leavers": {0, 1}}, Outcome(75, is_crash=False, is_last=True))]) == 75
     assert world.run([(9, {"leavers": {0}}, SAVED)], least=3) == 75  # the number is fixed
 
 

@@ -295,6 +295,19 @@ def test_a_closed_terminal_is_a_sigterm_for_the_workers(start, write, tmp_path):
     assert process.returncode == 75 and out == "[worker 0] saved after SIGTERM\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_an_elastic_run(number, start, write, tmp_path):
+    tells = "sys.path.insert(0, os.environ['PYTHONPATH']); from distloop.distributed import notes"
+    program = CATCHES.replace('print("saved', f'{tells}; notes.tell(leaves=True); print("saved').replace("\n    ", "\n")
+    heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    process = start("--workers=1:2", write(program), preexec_fn=heard)
+    for i in range(2):
+        read(tmp_path, f"ready{i}")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=SECS)
+    assert process.returncode == 75 and "membership" not in err
+
+
 def test_workers_are_asked_to_end_when_the_output_is_closed(start, write, tmp_path):
     program = """
         signal.signal(signal.SIGTERM, lambda *_: (note("asked", 1), sys.exit(75)))
