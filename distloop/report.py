@@ -212,7 +212,7 @@ def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> Table:
 
 
 def _incidents(runs: Sequence[Run]) -> Table:
-    """Returns the table of rollbacks, failures and early stops."""
+    """Returns the table of rollbacks, failures, changes of workers and early stops."""
     rows = []
     for run in runs:
         for row in run.incidents:
