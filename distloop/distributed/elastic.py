@@ -71,9 +71,9 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
         start: starts so many workers after a change; they tell notes.
         signals: to the launcher.
     """
-    plan, change = Plan(settings.least, settings.most), Change(1)
+    plan, change, now = Plan(settings.least, settings.most), Change(1), time.monotonic()
     while True:
-        code = _wait_for_places(plan, settings, signals)
+        code = _wait_for_places(plan, settings, signals, now)
         if code is not None:
             return code
         now = time.monotonic()
@@ -104,7 +104,8 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
             cause, lost = f"{_name(notes.leavers)} asked to leave", sorted({*notes.leavers, *outcome.fallen})
         else:
             return outcome.code
-        plan = plan.lose([places[i] for i in lost], time.monotonic())
+        now = time.monotonic()
+        plan = plan.lose([places[i] for i in lost], now)
         if notes.step is None and change.cause:  # nobody has noted the change before
             cause = f"{change.cause}; then {cause}"
         change = Change(change.number + 1, cause, outcome.fell_at, time.time())
@@ -134,14 +135,14 @@ def _say_phases(number: int, step: int, phases: dict[str, float]) -> None:
     )
 
 
-def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals) -> int | None:
+def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals, now: float) -> int | None:
     """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
-    began_at = time.monotonic()
-    while (secs := plan.grows_at(0) - time.monotonic()) > 0:
-        left_secs = began_at + settings.wait_secs - time.monotonic() if settings.is_elastic else math.inf
+    ends_at = now + settings.wait_secs if settings.is_elastic else math.inf
+    while (secs := plan.grows_at(0) - now) > 0:
+        left_secs = ends_at - now
         if left_secs <= 0:
             processes.log(
-                f"for {settings.wait_secs:g} s there were places for {len(plan.there(time.monotonic()))} workers, and "
+                f"for {settings.wait_secs:g} s there were places for {len(plan.there(now))} workers, and "
                 f"{plan.allowed[0]} are needed: the run ends, and the same command goes on from its newest checkpoint."
             )
             return SAVED_EXIT_CODE
@@ -150,6 +151,7 @@ def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals)
         if number := signals.wait(min(secs, left_secs)):
             processes.log(f"{number.name}, the workers do not start again.")
             return 128 + number
+        now = time.monotonic()
     return None
 
 
