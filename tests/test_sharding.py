@@ -193,11 +193,6 @@ def test_what_cannot_be_sharded_is_told_in_a_sentence():
     )
 
 
-def test_workers_of_one_device_have_nothing_to_share_out(monkeypatch):
-    monkeypatch.setattr("distloop.distributed.workers.num_local_replicas", lambda strategy: 1)
-    refused(lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)), "2 replicas", "several devices")
-
-
 @pytest.mark.slow
 def test_the_console_says_where_slots_are(half_precision):
     trainer = half_precision[1]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 OF_BITS = [worker_scenarios.bits, worker_scenarios.bits_of_float16]  # two workers go on with runs of one process
-ON_THREE_WORKERS = ["replicas", "evaluation", "shards", "position"]
+ON_THREE_WORKERS = ["replicas", "sharded", "evaluation", "shards", "position"]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,16 @@ def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(o
 
     found = worker_scenarios.run(further, 2, on_workers[1])
     assert_same_bits([found], worker_scenarios.run(further, 1, tmp_path))
+
+
+def test_each_worker_has_its_part_of_slots_and_averages(on_workers, on_three_workers):
+    for results in (on_workers[0]["sharded"], on_three_workers["sharded"]):
+        sizes = [result["local/bytes"] - (8 + 4) for result in results]  # the count of steps, and the learning rate
+        total = sum(size.sum() for size in sizes)
+        assert total == 4 * 3 * (100 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10)
+        assert max(size.sum() for size in sizes) <= (1 / len(sizes) + 0.01) * total
+    devices = [f"0.2 MB on CPU:{device} of worker {worker}" for worker in range(2) for device in range(2)]
+    assert f"slots and averages {', '.join(devices)}" in on_workers[0]["sharded"][0]["local/lines"]
 
 
 def of_kind(kind, result):

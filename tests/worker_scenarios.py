@@ -18,8 +18,11 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import workers
 from distloop.monitoring.records import OF_THE_MACHINE
-from distloop.optimizers import gradients, sparse_gradients
-from tests import many_rows, test_bits
+from distloop.optimizers import gradients, parts, sparse_gradients
+from distloop.training import overview
+from distloop.training.random_streams import SEED_STRIDE
+from distloop.training.saved_state import SavedState
+from tests import many_rows, test_bits, test_sharding
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
 from tests.training import test_tables
 
@@ -44,13 +47,42 @@ def replicas(make, workdir):
 
 
 def sharded(make, workdir):
-    """Slots and averages on one device of each worker; in one process of one device, on that."""
-    trainer = make(classifier(l2=0.1), clip_norm=0.1, average_decay=0.9, shard_optimizer=True)
-    assert (trainer.state.sharding is None) == (workers.num_workers(trainer.strategy) == 1)
-    trainer.fit(batches(), steps=6)
+    """Slots and averages on one device of all workers; a step is skipped. Each worker tells the bytes that it has."""
+    rows = classification(ROWS)
+    rows["x"][33] = np.inf
+    with (
+        unittest.mock.patch.object(parts, "_SMALLEST_ROW", 48),  # one variable is cut between rows
+        unittest.mock.patch.object(parts, "_FEWEST_ROWS", 8),
+        unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 200),
+    ):
+        trainer = make(
+            test_sharding.decaying,
+            workdir=os.path.join(workdir, "sharded"),
+            on_nonfinite="skip",
+            microbatches=2,
+            average_decay=0.9,
+            check_replicas_every=4,
+            clip_variable_norm=0.05,
+            shard_optimizer=True,
+        )
+        assert (trainer.state.sharding is None) == (workers.num_workers(trainer.strategy) == 1)
+        trainer.fit(distloop.make_dataset(rows, 16), steps=9)
     with trainer.state.averaged():
         averages = {f"average/{path}": value for path, value in weights(trainer).items()}
-    return weights(trainer) | averages
+    scores = trainer.evaluate(distloop.make_dataset(classification(20), 20))
+    large = make(test_sharding.large, average_decay=0.9, shard_optimizer=True)
+    sizes = test_sharding.shared(large).values()
+    results = {"skipped": np.array(int(trainer.state.skipped_steps)), "local/bytes": np.array(list(sizes))}
+    results["local/lines"] = np.array(overview.console_lines(large.state, large.config, trainer._train_source))
+    return values_of_checkpoint(trainer) | weights(trainer) | averages | numbers(scores) | results
+
+
+def values_of_checkpoint(trainer):
+    """Returns what a checkpoint holds of variables, random streams as those of the first replica."""
+    snapshot = {n: v for n, v in SavedState(trainer.state).snapshot().items() if v.dtype != tf.string}
+    values = {n: v.numpy() for n, v in snapshot.items() if n.startswith(("model/", "optimizer/", "average/"))}
+    first = workers.first_replica(trainer.strategy) * trainer.state.turns * SEED_STRIDE
+    return values | {n: v - np.array([first, 0], v.dtype) for n, v in values.items() if "seeds/" in n}
 
 
 def synchronized_norm(make, workdir):
@@ -410,7 +442,10 @@ def differences(make, workdir):
 
 
 def bits(make, workdir, steps=12):
-    """Virtual replicas; goes on from a checkpoint of one process if there is one in the workdir."""
+    """Virtual replicas; goes on from a checkpoint of one process if there is one in the workdir.
+
+    On two workers slots and averages are sharded.
+    """
     case = test_bits.CASES["convolution, statistics, dropout"]
     return bits_of(case, make, workdir, steps, average_decay=0.9, checkpoint_every=5)
 
@@ -424,10 +459,12 @@ def bits_of(case, make, workdir, steps, **settings):
     path = os.path.join(workdir, f"bits {name}")
     keras.utils.clear_session(free_memory=False)  # layers without a name get the same ones again
     try:
+        cluster = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+        settings |= dict(shard_optimizer=len(cluster.get("worker", [])) == 2, check_replicas_every=4)
         trainer = make(case.model_fn, workdir=path, virtual_replicas=test_bits.V, log_every=4, **settings)
         test = distloop.make_dataset(case.rows, 9)
         trainer.fit(case.data(), steps=steps, evals={"test": distloop.Evaluation(test, every=4)})
-        found = test_bits.state_of(trainer)
+        found = values_of_checkpoint(trainer)
         if np.isfinite(case.rows.get("x", 0.0)).all():
             found |= {**numbers(trainer.evaluate(test)), "predictions": trainer.predict(test)}
         trainer.workers.barrier()  # until the chief has written its rows

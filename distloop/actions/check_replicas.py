@@ -3,7 +3,7 @@
     CheckReplicas(every=1_000)      # Config(check_replicas_every=1_000): ValueError at the first difference
 
 A checksum of each variable is computed where the variable is, and only checksums travel. Random streams, which each
-replica has of its own, are left out. It does not know what made replicas differ.
+replica has of its own, and what is on one device alone are left out. It does not know what made replicas differ.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.distributed import workers
 from distloop.graph_functions import graph_function
+from distloop.optimizers.parts import JoinedVariable
 from distloop.variables import tensorflow_variable
 
 _INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
@@ -37,7 +38,8 @@ class CheckReplicas(Action):
         """
         state, strategy = report.state, report.state.strategy
         own = {id(v) for v in (*state.seeds, *state.recurrent_states)}
-        shared = {name: v for name, v in state.all_variables().items() if id(v) not in own}
+        variables = state.all_variables()
+        shared = {n: v for n, v in variables.items() if id(v) not in own and not isinstance(v, JoinedVariable)}
         if self._checksums is None:  # traced once
             parts = [strategy.experimental_local_results(tensorflow_variable(v)) for v in shared.values()]
             self._checksums = graph_function(lambda: [[checksum(p) for p in of] for of in parts])

@@ -1,4 +1,4 @@
-"""Sharded updates: each part of the trained variables has its slots on one device, which updates it for all.
+"""Sharded updates: each part of the trained variables has its slots on one device of a run, which updates it for all.
 
     sharding = Sharding(strategy)
     sharding.build(optimizer, variables)          # slots on one device each
@@ -6,10 +6,12 @@
     sharding.slots(optimizer, variables, names)   # {"momentum/dense/kernel": variable, ...}, as if nothing was cut
 
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) and Xu et al. 2020 (arXiv:2004.13336). The optimizer works on the
-weights of the replica on its device, or on a copy of the part, if the variable is cut. It does not know how a step
-goes.
+weights of the replica on its device, or on a copy of the part, if the variable is cut. With several workers, each has
+variables without elements for the parts of the others, so that all have the same names in the same order. It does not
+know how a step goes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals, workers
+from distloop.distributed.devices import HOST
+from distloop.graph_functions import graph_function
 from distloop.optimizers import gradients, keras_hooks, row_updates
 from distloop.optimizers.parts import JoinedVariable, Part, Slice, has_rows, plan, unit
 from distloop.variables import slot_names, tensorflow_variable
@@ -45,16 +49,20 @@ class Sharding:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        """Starts without a variable; each worker of `strategy` has several replicas."""
-        self.sums_apart = workers.num_workers(strategy) == 1
+        """Starts without a variable; `strategy` has several replicas."""
         self.devices = list(strategy.extended.worker_devices)
+        self._worker, self._num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
+        self.sums_apart = self._num_workers == 1
         self._strategy = strategy
         self._parts: dict[int, list[Part]] = {}  # by the variable's `id`
         self._joined: dict[tuple[int, ...], Any] = {}  # by the `id` of the parts: the same object each time
+        self._slot_shapes: dict[int, list[tuple[int, ...]]] = {}  # by the slot's `id`: its shape on each worker
         self._has_gpus = strategies.has_gpus(strategy)
+        with tensorflow_internals.outside_strategies(), tf.device(HOST):
+            self._num_exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def parts(self, variables: Sequence[Any]) -> list[Part]:
-        """Returns the parts of variables, in order."""
+        """Returns the parts of variables, in order, those on other workers included."""
         return [part for variable in variables for part in self._parts[id(variable)]]
 
     @property
@@ -63,40 +71,45 @@ class Sharding:
         return [part.view for parts in self._parts.values() for part in parts if part.view is not part.replica]
 
     def add(self, variables: Sequence[Any], *, are_whole: bool) -> None:
-        """Shares out variables to the devices, but for those that are shared out already.
+        """Shares out variables to the devices of all workers, but for those that are shared out already.
 
         Args:
             variables: of the model, made in the strategy's scope.
             are_whole: whether none may be cut.
         """
         new = [v for v in variables if id(v) not in self._parts]
-        taken = [0] * len(self.devices)
+        taken = [0] * self._strategy.num_replicas_in_sync
         for part in self.parts([v for v in variables if id(v) in self._parts]):
-            taken[self.devices.index(part.device)] += part.size
+            taken[part.worker * len(self.devices) + self.devices.index(part.device)] += part.size
         sizes = [int(tf.TensorShape(v.shape).num_elements()) for v in new]
         units = [
             size if are_whole or getattr(v, "constraint", None) is not None else unit(tuple(v.shape))
             for size, v in zip(sizes, new, strict=True)
         ]
-        for variable, slices in zip(new, plan(sizes, units, len(self.devices), taken), strict=True):
+        for variable, slices in zip(new, plan(sizes, units, len(taken), taken), strict=True):
             self._parts[id(variable)] = [self._make(variable, i, slices) for i in range(len(slices))]
 
     def _make(self, variable: Any, number: int, slices: Sequence[Slice]) -> Part:
         """Makes a part of a variable and its view."""
         start, size, device = slices[number]
-        is_all = len(slices) == 1
+        worker, device = divmod(device, len(self.devices))
+        is_all, is_here = len(slices) == 1, worker == self._worker
         replica, place = self._replicas(variable)[device], self.devices[device]
+        shape = tuple(variable.shape)
+        if not is_all:
+            shape = (size // math.prod(shape[1:]), *shape[1:]) if has_rows(shape) else (size,)
         name = variable.name if isinstance(variable, keras.Variable) else variable.name.split(":")[0].replace("/", "_")
         path = getattr(variable, "path", name)
         with tensorflow_internals.outside_strategies(), tf.device(place):
-            if is_all:
+            if not is_here:
+                view = tf.Variable(tf.zeros([0, *shape[1:]], replica.dtype))
+            elif is_all:
                 view = replica
             else:
-                shape = [-1, *variable.shape[1:]] if has_rows(tuple(variable.shape)) else [-1]
                 view = tf.Variable(tf.reshape(tf.reshape(replica, [-1])[start : start + size], shape))
             trained = keras_hooks.keras_variable(view, name, path if is_all else f"{path}/{number}")
         trained.constraint = getattr(variable, "constraint", None)
-        return Part(variable, replica, start, size, place, view, trained)
+        return Part(variable, replica, start, size, shape, place, worker, view, trained)
 
     def build(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Makes an optimizer's slots, each on the device of its part; in the strategy's scope.
@@ -125,6 +138,10 @@ class Sharding:
         with tensorflow_internals.outside_strategies():
             optimizer._distribution_strategy = tf.distribute.get_strategy()
             optimizer.build([part.trained for part in parts])
+        slots = optimizer.variables
+        of_workers = workers.Workers(self._strategy).gather([list(slot.shape) for slot in slots])
+        for slot, shapes in zip(slots, zip(*of_workers, strict=True), strict=True):
+            self._slot_shapes[id(slot)] = [tuple(shape) for shape in shapes]
 
     def whole_sizes(self, variables: Sequence[Any]) -> list[tuple[tf.Variable, int]]:
         """Returns the view of each part of variables, with the elements of the whole variable."""
@@ -149,10 +166,20 @@ class Sharding:
 
     def join(self, name: str, variable: Any, stored: Sequence[Any]) -> Any:
         """Returns what is stored for the parts of a variable as one variable of its shape."""
-        if len(stored) == 1:
+        if len(stored) == 1 and self._num_workers == 1:
             return stored[0]
         key = tuple(id(part) for part in stored)
-        return self._joined.setdefault(key, JoinedVariable(name, stored, tuple(variable.shape)))
+        if key not in self._joined:
+            parts = self._parts[id(variable)]
+            shapes = [
+                self._slot_shapes[id(one)][part.worker] if id(one) in self._slot_shapes else part.shape
+                for part, one in zip(parts, stored, strict=True)
+            ]
+            variables = [tensorflow_variable(one) for one in stored]
+            read = graph_function(lambda: self._of_all(parts, variables, shapes)) if self._num_workers > 1 else None
+            shape = shapes[0] if len(stored) == 1 else tuple(variable.shape)
+            self._joined[key] = JoinedVariable(name, variables, shape, shapes, read)
+        return self._joined[key]
 
     def apply(self, optimizer: Any, variables: Sequence[Any], of_parts: Sequence[tf.Tensor]) -> None:
         """Updates each part on its device, and sends the weights round; outside of replicas.
@@ -162,25 +189,50 @@ class Sharding:
             variables: those that have a gradient.
             of_parts: the gradient of each of their parts, on its device.
         """
-        parts = self.parts(variables)
-        for part in parts:
-            self._set_view(part)
+        pairs = [(part, gradient) for part, gradient in zip(self.parts(variables), of_parts, strict=True)]
         shaped = []
-        for gradient, part in zip(of_parts, parts, strict=True):
+        pairs = [pair for pair in pairs if pair[0].is_here] or pairs[:1]  # without any, Keras would not count the step
+        for part, gradient in pairs:
+            self._set_view(part)
             with tf.device(part.device):
                 shaped.append(tf.reshape(gradient, part.view.shape))
         with tensorflow_internals.outside_strategies():
-            gradients.apply(optimizer, shaped, [part.trained for part in parts])
-        for variable in variables:
-            self.send(variable, [part.view for part in self._parts[id(variable)]])
+            gradients.apply(optimizer, shaped, [part.trained for part, _ in pairs])
+        self.send([(variable, [part.view for part in self._parts[id(variable)]]) for variable in variables])
 
-    def send(self, variable: Any, stored: Sequence[tf.Variable]) -> None:
-        """Assigns values that are stored in parts, one each, to a variable of the model on all replicas."""
-        parts = self._parts[id(variable)]
-        values = []
-        for part, value in zip(parts, stored, strict=True):
+    def send(self, pairs: Sequence[tuple[Any, Sequence[tf.Variable]]]) -> None:
+        """Assigns values to variables of the model on all replicas; all workers call it, outside of replicas.
+
+        Args:
+            pairs: each a variable, and the variables where the value of each of its parts is stored.
+        """
+        parts, stored = self.parts([variable for variable, _ in pairs]), [one for _, of in pairs for one in of]
+        values = self._of_all(parts, stored, [part.shape for part in parts])
+        for variable, of_variable in pairs:
+            self._assign(variable, of_variable, values[: len(of_variable)])
+            values = values[len(of_variable) :]
+
+    def _of_all(
+        self, parts: Sequence[Part], stored: Sequence[tf.Variable], shapes: Sequence[Sequence[int]]
+    ) -> list[tf.Tensor]:
+        """Returns what is stored for each of some parts, from its worker on all, whose shapes are there `shapes`."""
+        values: list[Any] = []
+        for part, variable, shape in zip(parts, stored, shapes, strict=True):
             with tf.device(part.device):
-                values.append(tf.identity(value))
+                is_here = part.worker == self._worker
+                values.append(tf.identity(variable) if is_here else tf.TensorSpec(shape, variable.dtype))
+        if self._num_workers == 1:
+            return values
+        received = _broadcast(self._strategy, values, [part.worker for part in parts])
+        with tf.control_dependencies(received):
+            self._num_exchanges.assign_add(
+                1
+            )  # TensorFlow leaves out a send that nothing waits for; an assignment never
+        return received
+
+    def _assign(self, variable: Any, stored: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+        """Assigns the values of its parts to a variable of the model on all replicas of this worker."""
+        parts = self._parts[id(variable)]
         others = [replica for replica in self._replicas(variable) if replica is not stored[0]]
         if not self._has_gpus and has_rows(tuple(variable.shape)):
             for replica in others:
@@ -205,7 +257,7 @@ class Sharding:
             part.view.assign(part.value())
 
     def cut(self, variable: Any, of_replicas: Any) -> list[tf.Tensor]:
-        """Returns a value of the variable's shape for each of its parts, from the replica that is on its device.
+        """Returns the elements of each part of a value of the variable's shape, from the replica that is on its device.
 
         Args:
             variable: of the model.
@@ -217,3 +269,32 @@ class Sharding:
     def _replicas(self, variable: Any) -> tuple[tf.Variable, ...]:
         replicas: tuple[tf.Variable, ...] = self._strategy.experimental_local_results(tensorflow_variable(variable))
         return replicas
+
+
+def _broadcast(
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor | tf.TensorSpec], senders: Sequence[int]
+) -> list[tf.Tensor]:
+    """Returns tensors of several workers on every worker; the small ones of a worker travel together.
+
+    Args:
+        strategy: of several workers.
+        values: of static shapes; what another worker sends is given as its spec.
+        senders: the worker that sends each.
+    """
+    groups: dict[Any, list[int]] = {}  # which values travel together
+    for i, (value, sender) in enumerate(zip(values, senders, strict=True)):
+        is_large = value.shape.num_elements() * value.dtype.size > gradients.LARGEST_PACKED_BYTES
+        groups.setdefault((sender, value.dtype, i if is_large else None), []).append(i)
+    received: dict[int, tf.Tensor] = {}
+    before: list[tf.Tensor] = []  # one after the other: all workers in one order, and little memory
+    for (sender, dtype, _), numbers in groups.items():
+        of_group = [values[i] for i in numbers]
+        sizes = [value.shape.num_elements() for value in of_group]
+        is_here = isinstance(of_group[0], tf.Tensor)
+        flat = tf.concat([tf.reshape(v, [-1]) for v in of_group], 0) if is_here else tf.TensorSpec([sum(sizes)], dtype)
+        with tf.control_dependencies(before):
+            flat = tensorflow_internals.broadcast(strategy, sender, flat)
+        before = [flat]
+        pieces = tf.split(flat, sizes) if len(sizes) > 1 else [flat]
+        received |= {i: tf.reshape(piece, values[i].shape) for i, piece in zip(numbers, pieces, strict=True)}
+    return [received[i] for i in range(len(values))]

@@ -116,7 +116,7 @@ def virtual_replicas_each(strategy: tf.distribute.Strategy, count: int) -> int:
 
 
 def can_shard(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a worker has several replicas, to share out an optimizer's slots to.
+    """Returns whether there are several replicas, to share out an optimizer's slots to.
 
     Raises:
         ValueError: if there are several replicas, and distloop cannot do so.
@@ -127,11 +127,6 @@ def can_shard(strategy: tf.distribute.Strategy) -> bool:
         raise ValueError(
             f"shard_optimizer=True was given with a {type(strategy).__name__}; slots are shared out to the devices of "
             "a MirroredStrategy: use strategy=mirrored, or leave shard_optimizer out."
-        )
-    if workers.num_local_replicas(strategy) == 1:
-        raise ValueError(
-            f"shard_optimizer=True was given on {describe(strategy)}; slots are shared out to the devices of a worker: "
-            "give each worker several devices, or leave shard_optimizer out."
         )
     return True
 

@@ -118,6 +118,28 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
 
+def broadcast(strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
+    """Returns a tensor of one worker on every worker, bit for bit. All must call it, in a `tf.function`.
+
+    It is called outside of replicas; the first device of each worker takes part, as when a variable is made.
+
+    Args:
+        strategy: of several workers.
+        sender: the index of the worker.
+        value: the tensor on that worker, of static shape; its spec on the others.
+    """
+    device, (worker, count) = strategy.extended.worker_devices[0], place_in_cluster(strategy)
+    keys = strategy.extended._collective_keys
+    group = keys.get_group_key([device])
+    place = {"group_size": count, "group_key": group, "instance_key": keys.get_instance_key(group, device)}
+    sent = {2: tf.float16, 4: tf.float32, 8: tf.float64}[value.dtype.size]  # collectives know few types
+    with tf.device(device):
+        if worker == sender:
+            return tf.bitcast(tf.raw_ops.CollectiveBcastSendV2(input=tf.bitcast(value, sent), **place), value.dtype)
+        received = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=value.shape.as_list(), **place)
+        return tf.ensure_shape(tf.bitcast(received, value.dtype), value.shape)
+
+
 @contextlib.contextmanager
 def all_reduce_without_graph_walks() -> Iterator[None]:
     """Traces each all-reduce of a replica function in constant time.

@@ -26,8 +26,8 @@ class Sharding(Protocol):
     def join(self, name: str, variable: Any, stored: Sequence[Any]) -> Any:
         """Returns what is stored for the parts of a variable as one."""
 
-    def send(self, variable: Any, stored: Sequence[tf.Variable]) -> None:
-        """Assigns values that are stored in parts to a variable on all replicas."""
+    def send(self, pairs: Sequence[tuple[Any, Sequence[tf.Variable]]]) -> None:
+        """Assigns values that are stored in parts to variables on all replicas."""
 
 
 class MovingAverage(tf.Module):
@@ -153,12 +153,11 @@ class ShardedAverage(MovingAverage):
 
         @graph_function
         def swap() -> None:
-            for variable in self._variables:
-                stored = self._stored[id(variable)]
-                weights = [tf.identity(part.value()) for part, _ in stored]
-                sharding.send(variable, [average for _, average in stored])
-                for (_, average), weight in zip(stored, weights, strict=True):
-                    average.assign(weight)
+            stored = [pair for variable in self._variables for pair in self._stored[id(variable)]]
+            weights = [tf.identity(part.value()) for part, _ in stored]
+            sharding.send([(v, [average for _, average in self._stored[id(v)]]) for v in self._variables])
+            for (_, average), weight in zip(stored, weights, strict=True):
+                average.assign(weight)
 
         self._swap = swap
 

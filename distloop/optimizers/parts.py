@@ -8,7 +8,7 @@ It does not know optimizers, or who asks for parts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,9 +79,11 @@ class Part:
         variable: the variable of the model.
         replica: the variable of the replica on that device.
         start, size: the part's elements in the flat variable.
+        shape: of its values, `[rows, ...]` or `[size]`; that of the variable if the part is all of it.
         device: its name.
-        view: `replica` if the part is all of it; else a variable on that device, `[rows, ...]` or `[size]`, which has
-            the part's values while the update runs.
+        worker: the index of the worker that has this device.
+        view: `replica` if the part is all of it; else a variable on that device, which has the part's values while the
+            update runs. Of a part on another worker, a variable without elements.
         trained: the Keras variable around the view, for the optimizer.
     """
 
@@ -89,47 +91,73 @@ class Part:
     replica: tf.Variable
     start: int
     size: int
+    shape: tuple[int, ...]
     device: str
+    worker: int
     view: tf.Variable
     trained: Any
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a device of this worker updates the part."""
+        return tuple(self.view.shape) == self.shape
 
     @property
     def rows(self) -> tf.Tensor:
         """The numbers of the part's rows, if it consists of rows."""
         first = self.start * self.replica.shape[0] // self.replica.shape.num_elements()
-        return tf.range(first, first + self.view.shape[0])
+        return tf.range(first, first + self.shape[0])
 
     def value(self) -> tf.Tensor:
         """Returns the weights of the part, in the shape of the view; without a copy."""
-        with tf.device(self.device):
-            return tf.reshape(self.take(tf.identity(self.replica)), self.view.shape)
+        return self.take(tf.identity(self.replica))
 
     def take(self, whole: tf.Tensor) -> tf.Tensor:
-        """Returns the elements of the part out of a tensor of the variable's size, `[size]`."""
+        """Returns the elements of the part out of a tensor of the variable's size, in the shape of the view."""
         with tf.device(self.device):
-            return tf.slice(tf.reshape(whole, [-1]), [self.start], [self.size])
+            flat = tf.slice(tf.reshape(whole, [-1]), [self.start], [self.view.shape.num_elements()])
+            return tf.reshape(flat, self.view.shape)
 
 
 class JoinedVariable:
     """Variables on several devices as one, of which each has some elements.
 
+    All workers convert it to a tensor, or none, if some parts are on others: each waits until all are there.
+
     Attributes:
         name: of the whole.
-        parts: the TensorFlow variables, in the order of their elements.
+        parts: the TensorFlow variables, in the order of their elements; those of other workers have no value here.
         shape, dtype: of the whole.
     """
 
-    def __init__(self, name: str, parts: Sequence[Any], shape: Sequence[int]):
-        """Stores the parts."""
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Any],
+        shape: Sequence[int],
+        shapes: Sequence[Sequence[int]] | None = None,
+        read: Callable[[], Sequence[tf.Tensor]] | None = None,
+    ):
+        """Stores the parts.
+
+        Args:
+            name: of the whole.
+            parts: its variables.
+            shape: of the whole.
+            shapes: of the parts, each on the worker that has it; None: all are here.
+            read: returns the values of all parts, on every worker; None: all are here.
+        """
         self.name = name
         self.parts = tuple(tensorflow_variable(part) for part in parts)
         self.shape = tf.TensorShape(shape)
         self.dtype = self.parts[0].dtype
         self.trainable = False
+        self._shapes = [tuple(shape) for shape in shapes or [part.shape for part in self.parts]]
+        self._read = read or (lambda: self.parts)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Returns the value, on the device of the caller."""
-        flat = tf.concat([tf.reshape(part, [-1]) for part in self.parts], 0)
+        flat = tf.concat([tf.reshape(part, [-1]) for part in self._read()], 0)
         value = tf.reshape(flat, self.shape)
         return value if dtype is None else tf.cast(value, dtype)
 
@@ -137,10 +165,11 @@ class JoinedVariable:
         """Sets the parts to those of a value."""
         flat = tf.reshape(tf.cast(value, self.dtype), [-1])
         start = 0
-        for part in self.parts:
-            size = part.shape.num_elements()
-            with tf.device(part.device):
-                part.assign(tf.reshape(flat[start : start + size], part.shape))
+        for part, shape in zip(self.parts, self._shapes, strict=True):
+            size = math.prod(shape)
+            if tuple(part.shape) == shape:  # it is here
+                with tf.device(part.device):
+                    part.assign(tf.reshape(flat[start : start + size], shape))
             start += size
 
     def numpy(self) -> Any:

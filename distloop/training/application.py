@@ -136,9 +136,10 @@ class ShardedApplication(Application):
 
     def _apart(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the variables that each replica has, and the others."""
-        has_one = [len(self._state.replica_variables(v)) == 1 for v in variables]
-        pairs = list(zip(variables, has_one, strict=True))
-        return [v for v, is_one in pairs if not is_one], [tensorflow_variable(v) for v, is_one in pairs if is_one]
+        plain = [tensorflow_variable(v) for v in variables]
+        are_mirrored = [isinstance(v, tf.distribute.DistributedValues) for v in plain]
+        mirrored = [v for v, is_mirrored in zip(variables, are_mirrored, strict=True) if is_mirrored]
+        return mirrored, [v for v, is_mirrored in zip(plain, are_mirrored, strict=True) if not is_mirrored]
 
     def sum_apart(self, update: ForwardBackward, look: Look) -> Look:
         """Returns a look whose gradients are summed on the devices that use them; all else is the first replica's."""

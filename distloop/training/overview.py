@@ -349,10 +349,15 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
 
 
 def _describe_sharding(state: TrainState) -> str:
-    """Returns where slots and averages are, measured from the variables, as in `slots 1.2 MB: 0.6 MB on CPU:0, ...`."""
+    """Returns where slots and averages are, measured from the variables, as in `slots 0.6 MB on CPU:0, ...`."""
     if state.sharding is None:
         return "slots are on the only replica: shard_optimizer changes nothing"
     shared = ("optimizer slots", "averages of weights")
     sizes = {d: sum(held.get(name, 0) for name in shared) for d, held in held_by_device(state).items()}
-    by_device = ", ".join(f"{size / 1e6:,.1f} MB on {device}" for device, size in sizes.items())
+    of_workers = workers.Workers(state.strategy).gather(sizes)
+    by_device = ", ".join(
+        f"{size / 1e6:,.1f} MB on {device}" + (f" of worker {worker}" if len(of_workers) > 1 else "")
+        for worker, sizes in enumerate(of_workers)
+        for device, size in sizes.items()
+    )
     return f"slots {'and averages ' if state.average is not None else ''}{by_device}"

@@ -47,3 +47,11 @@ def test_a_joined_variable_is_used_as_one():
     assert parts[0].numpy().tolist() == [0, 1, 2, 3] and parts[1].numpy().tolist() == [4, 5]
     assert tf.identity(joined).numpy().tolist() == joined.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert (joined.shape, joined.dtype) == ((2, 3), tf.float32)
+
+
+def test_of_a_joined_variable_a_worker_has_some_parts():
+    parts = [tf.Variable(tf.zeros([0])), tf.Variable(tf.zeros([2]))]
+    joined = JoinedVariable("momentum", parts, (2, 3), [(4,), (2,)], lambda: [tf.range(4.0), parts[1]])
+    joined.assign(np.arange(6).reshape(2, 3))
+    assert parts[0].shape == [0] and parts[1].numpy().tolist() == [4, 5]
+    assert joined.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
