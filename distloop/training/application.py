@@ -115,9 +115,18 @@ class ShardedApplication(Application):
             of_variables = [[next(flat) for _ in self._sharding.parts([v])] for v in update.variables]
             pairs = zip(of_variables, update.trace.reached, strict=True)
             return [gradient for of_parts, is_reached in pairs if is_reached for gradient in of_parts]
-        on_replicas = self._strategy.run(functools.partial(self._gradients, update), args=(segments, scale))
-        pairs = zip(_reached(update), on_replicas, strict=True)
-        return [gradient for variable, of in pairs for gradient in self._sharding.cut(variable, of)]
+        if update.update.gradient_fn is not None:
+            on_replicas = self._strategy.run(functools.partial(self._gradients, update), args=(segments, scale))
+            pairs = zip(_reached(update), on_replicas, strict=True)
+            return [gradient for variable, of in pairs for gradient in self._sharding.cut(variable, of)]
+        on_replicas = self._strategy.run(update.packing.unpack, args=(segments,))
+        (scale, *_) = self._strategy.experimental_local_results(scale)
+        scaled = []
+        for variable, of, is_reached in zip(update.variables, on_replicas, update.trace.reached, strict=True):
+            for part in self._sharding.cut(variable, of) if is_reached else ():
+                with tf.device(part.device):
+                    scaled += gradients.scaled([part], scale)  # of the part alone
+        return scaled
 
     def read_all(self, variables: Sequence[Any]) -> Any:
         """Returns the values of variables: per replica, and those that are on one device."""
