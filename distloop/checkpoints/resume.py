@@ -201,7 +201,7 @@ class RunCheckpoints:
             raise ValueError("save needs a place: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
-        step, values, notes = self._content(report)
+        step, values, notes = self._content(report, is_needed=self._is_chief)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
                 self.lock.verify()
@@ -213,14 +213,14 @@ class RunCheckpoints:
         if report.step < report.until:
             self._copies.save(*self._content(report))
 
-    def _content(self, report: Report | None) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
-        """Returns step, values and notes of a checkpoint of now."""
+    def _content(self, report: Report | None, **needs: bool) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
+        """Returns step, values and notes of a checkpoint of now; `needs` is for `SavedState.snapshot`."""
         assert self._source is not None and self._loop is not None
         workers.report_phase(self._state.strategy, "saving")
-        notes = _notes(self._source, self._loop, self._actions, self._run, report)
-        if self._saved is not None:  # restored since: the parts get their state from it at the next fit
-            notes = self._saved.notes
-        return int(self._state.step), self._saved_state.snapshot(), notes | _circumstances(self._state, self._config)
+        saved = self._saved  # restored since: the parts get their state from it at the next fit
+        notes = saved.notes if saved else _notes(self._source, self._loop, self._actions, self._run, report)
+        values = self._saved_state.snapshot(**needs)
+        return int(self._state.step), values, notes | _circumstances(self._state, self._config)
 
     def wait(self) -> None:
         """Waits until the last save has ended.

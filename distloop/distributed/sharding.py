@@ -11,6 +11,7 @@ variables without elements for the parts of the others, so that all have the sam
 know how a step goes.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,6 @@ import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
-from distloop.graph_functions import graph_function
 from distloop.optimizers import gradients, keras_hooks, row_updates
 from distloop.optimizers.parts import JoinedVariable, Part, Slice, has_rows, plan, unit
 from distloop.variables import slot_names, tensorflow_variable
@@ -176,7 +176,7 @@ class Sharding:
                 for part, one in zip(parts, stored, strict=True)
             ]
             variables = [tensorflow_variable(one) for one in stored]
-            read = graph_function(lambda: self._of_all(parts, variables, shapes)) if self._num_workers > 1 else None
+            read = functools.partial(self._of_all, parts, variables, shapes) if self._num_workers > 1 else None
             shape = shapes[0] if len(stored) == 1 else tuple(variable.shape)
             self._joined[key] = JoinedVariable(name, variables, shape, shapes, read)
         return self._joined[key]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from distloop.graph_functions import graph_function
 from distloop.variables import tensorflow_variable
 
 # TensorFlow takes slices that begin at 64 bytes without a copy: 16 elements of float32.
@@ -128,6 +129,7 @@ class JoinedVariable:
         name: of the whole.
         parts: the TensorFlow variables, in the order of their elements; those of other workers have no value here.
         shape, dtype: of the whole.
+        is_here: whether this worker has all parts.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class JoinedVariable:
             parts: its variables.
             shape: of the whole.
             shapes: of the parts, each on the worker that has it; None: all are here.
-            read: returns the values of all parts, on every worker; None: all are here.
+            read: returns the values of all parts, on every worker, in a `tf.function`; None: all are here.
         """
         self.name = name
         self.parts = tuple(tensorflow_variable(part) for part in parts)
@@ -153,11 +155,14 @@ class JoinedVariable:
         self.dtype = self.parts[0].dtype
         self.trainable = False
         self._shapes = [tuple(shape) for shape in shapes or [part.shape for part in self.parts]]
+        self.is_here = read is None
         self._read = read or (lambda: self.parts)
+        self._read_eagerly = graph_function(self._read) if read else self._read
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Returns the value, on the device of the caller."""
-        flat = tf.concat([tf.reshape(part, [-1]) for part in self._read()], 0)
+        parts = self._read_eagerly() if tf.executing_eagerly() else self._read()
+        flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
         value = tf.reshape(flat, self.shape)
         return value if dtype is None else tf.cast(value, dtype)
 

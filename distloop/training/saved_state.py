@@ -16,7 +16,9 @@ import tensorflow as tf
 
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
+from distloop.graph_functions import graph_function
 from distloop.log import log
+from distloop.optimizers.parts import JoinedVariable
 from distloop.optimizers.table_average import TableAverage
 from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState, optimizer_prefix
@@ -41,9 +43,13 @@ class SavedState:
         """
         self._state = state
         self._strategy = state.strategy
+        self._readers: dict[bool, Any] = {}  # of what other workers have, for `_read_far`
 
-    def snapshot(self) -> dict[str, tf.Tensor]:
-        """Returns a copy of everything that training changes.
+    def snapshot(self, *, is_needed: bool = True) -> dict[str, tf.Tensor]:
+        """Returns a copy of everything that training changes. All workers call it: some values come from others.
+
+        Args:
+            is_needed: whether this worker needs the values; else those of which others have parts are left out.
 
         Returns:
             The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them,
@@ -53,11 +59,26 @@ class SavedState:
         """
         state = self._state
         with tf.device(HOST):
-            values = {name: tf.identity(tensorflow_variable(v)) for name, v in state.all_variables().items()}
+            variables = {name: tensorflow_variable(v) for name, v in state.all_variables().items()}
+            far = {name: v for name, v in variables.items() if isinstance(v, JoinedVariable) and not v.is_here}
+            values = {name: tf.identity(v) for name, v in variables.items() if name not in far}
+            values |= self._read_far(far, is_needed=is_needed) if far else {}
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
             for name, average in self._table_averages().items():
                 values |= {f"{_AVERAGES}{name}/{part}": value for part, value in average.raw().items()}
             return values | self._optimizer_facts()
+
+    def _read_far(self, variables: Mapping[str, JoinedVariable], *, is_needed: bool) -> dict[str, tf.Tensor]:
+        """Returns the values of variables of which other workers have parts, if they are needed here."""
+
+        def read() -> dict[str, tf.Tensor]:
+            values = {name: tf.identity(v) for name, v in variables.items()}
+            return values if is_needed else {}
+
+        if is_needed not in self._readers:  # traced once
+            self._readers[is_needed] = graph_function(read)
+        values: dict[str, tf.Tensor] = self._readers[is_needed]()
+        return values
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
         """Returns how a snapshot differs from the state: a missing or unknown name, or another shape, dtype or class.
