@@ -79,7 +79,10 @@ def sharded(make, workdir):
 
 def values_of_checkpoint(trainer):
     """Returns what a checkpoint holds of variables, random streams as those of the first replica."""
-    snapshot = {n: v for n, v in SavedState(trainer.state).snapshot().items() if v.dtype != tf.string}
+    state = SavedState(trainer.state)
+    snapshot = {n: v for n, v in state.snapshot().items() if v.dtype != tf.string}
+    of_chief = state.snapshot(is_needed=trainer.workers.is_chief)  # workers that differ do not wait for each other
+    assert len(of_chief) == len(state.snapshot()) or not trainer.workers.is_chief
     values = {n: v.numpy() for n, v in snapshot.items() if n.startswith(("model/", "optimizer/", "average/"))}
     first = workers.first_replica(trainer.strategy) * trainer.state.turns * SEED_STRIDE
     return values | {n: v - np.array([first, 0], v.dtype) for n, v in values.items() if "seeds/" in n}

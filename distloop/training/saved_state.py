@@ -43,7 +43,7 @@ class SavedState:
         """
         self._state = state
         self._strategy = state.strategy
-        self._readers: dict[bool, Any] = {}  # of what other workers have, for `_read_far`
+        self._far_reader: Any = None  # for `_read_far`
 
     def snapshot(self, *, is_needed: bool = True) -> dict[str, tf.Tensor]:
         """Returns a copy of everything that training changes. All workers call it: some values come from others.
@@ -71,14 +71,15 @@ class SavedState:
     def _read_far(self, variables: Mapping[str, JoinedVariable], *, is_needed: bool) -> dict[str, tf.Tensor]:
         """Returns the values of variables of which other workers have parts, if they are needed here."""
 
-        def read() -> dict[str, tf.Tensor]:
+        def read(is_needed: tf.Tensor) -> dict[str, tf.Tensor]:
             values = {name: tf.identity(v) for name, v in variables.items()}
-            return values if is_needed else {}
+            empty = {name: tf.zeros([0], v.dtype) for name, v in variables.items()}
+            return {n: tf.cond(is_needed, lambda n=n: values[n], lambda n=n: empty[n]) for n in values}
 
-        if is_needed not in self._readers:  # traced once
-            self._readers[is_needed] = graph_function(read)
-        values: dict[str, tf.Tensor] = self._readers[is_needed]()
-        return values
+        if self._far_reader is None:  # traced once and alike on all workers, whether they need the values or not
+            self._far_reader = graph_function(read)
+        values: dict[str, tf.Tensor] = self._far_reader(tf.constant(is_needed))
+        return values if is_needed else {}
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
         """Returns how a snapshot differs from the state: a missing or unknown name, or another shape, dtype or class.
