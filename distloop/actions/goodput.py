@@ -1,0 +1,54 @@
+"""`Goodput`: the action that notes how far a run is, and reports what share of its time went to steps that count."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distloop.actions.action import Action, Report
+from distloop.monitoring import ledger, run_starts
+
+_NOTE_SECS = 1.0  # the least time between two notes
+
+
+class Goodput(Action):
+    """Writes `progress.json`, and reports the goodput over all starts of the run."""
+
+    every = None
+    phase = "logging"
+    only_writes = True
+    chief_only = True
+
+    def __init__(self, workdir: str, seconds: Callable[[], Mapping[str, float]], verify: Callable[[], None]):
+        """Stores where to read and write.
+
+        Args:
+            workdir: of the run.
+            seconds: returns the seconds of this start by phase, as `Clock.seconds`.
+            verify: called before a note; raises if this process may no longer write.
+        """
+        self._workdir, self._seconds, self._verify = workdir, seconds, verify
+        self._starts: list[dict[str, Any]] = []
+        self._noted_at = -math.inf
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the goodput."""
+        self._starts = self._starts or run_starts.read_starts(self._workdir)
+        if not self._starts:  # the disk is full
+            return {}
+        progress = {"time": time.time(), "step": report.step, "secs": self._seconds()}
+        if progress["time"] > self._noted_at + _NOTE_SECS:
+            self._note(progress)
+        return {"goodput": ledger.goodput(ledger.account(self._starts, progress))}
+
+    def on_end(self, report: Report) -> None:
+        """Notes the end."""
+        if self._starts:
+            self._note({"time": time.time(), "step": report.step, "secs": self._seconds()})
+
+    def _note(self, progress: Mapping[str, Any]) -> None:
+        self._verify()
+        with contextlib.suppress(OSError):  # of a full disk, on which a run may train
+            ledger.note_progress(self._workdir, **progress)
+            self._noted_at = progress["time"]

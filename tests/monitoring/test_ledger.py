@@ -1,0 +1,73 @@
+"""The ledger of a run's time: each second is accounted for once, whatever was noted."""
+
+import math
+
+import pytest
+
+from distloop.monitoring import ledger
+
+
+def start(time, step, **facts):
+    return {"time": time, "step": step, "devices": 1, **facts}
+
+
+def progress(time, reached, **secs):
+    return {"time": time, "step": reached, "secs": {"start-up": 2.0, **secs}}
+
+
+# Process from 90, training from 100, 40 steps noted at 150, killed at 153; all have ended at 156; a new process begins
+# at 158, meets for 1 s, restores step 30 in 2 s and trains from 165 to step 50, noted at 205.
+STARTS = [
+    start(100.0, 0, process_secs=10.0),
+    start(
+        165.0,
+        30,
+        process_secs=7.0,
+        restore_secs=2.0,
+        meet_secs=1.0,
+        fell_at=153.0,
+        ended_at=156.0,
+        progress=progress(150.0, 40, step=40.0, saving=4.0),
+    ),
+]
+NOW = progress(205.0, 50, step=30.0, saving=3.0, other=1.0)
+
+
+def test_each_second_of_a_run_that_fell_is_accounted_for_once():
+    seconds = ledger.account(STARTS, NOW)
+    assert seconds == pytest.approx(
+        {
+            "starting": 10.0 + 4.0,
+            "restoring": 2.0,
+            "meeting": 1.0,
+            "tracing": 6.0 + 6.0,
+            "steps": 30.0 + 30.0,
+            "steps done twice": 10.0 + 3.0,
+            "saving": 4.0 + 3.0,
+            "noticing": 3.0,
+            "waiting": 2.0,
+            "other": 1.0,
+        }
+    )
+    assert sum(seconds.values()) == pytest.approx(205.0 - 90.0)
+    assert ledger.goodput(seconds) == pytest.approx(60 / 115)
+
+
+def test_a_fall_that_nobody_saw_is_time_of_waiting_and_a_start_without_a_log_has_no_steps():
+    starts = [STARTS[0], start(165.0, 0, process_secs=7.0)]
+    seconds = ledger.account(starts, NOW)
+    assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
+
+
+def test_starts_of_an_earlier_version_and_no_starts_at_all_are_read():
+    assert ledger.account([], None) == {} and math.isnan(ledger.goodput({}))
+    seconds = ledger.account([{"time": 100.0, "step": 0}], progress(110.0, 5, step=8.0))
+    assert seconds == {"tracing": 2.0, "steps": 8.0}
+
+
+def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
+    assert ledger.read_progress(str(tmp_path)) is None
+    ledger.note_progress(str(tmp_path), time=1.0, step=2, secs={"step": 3.0})
+    assert ledger.read_progress(str(tmp_path)) == {"time": 1.0, "step": 2, "secs": {"step": 3.0}}
+    (tmp_path / ledger.FILE).write_text("[1")
+    assert ledger.read_progress(str(tmp_path)) is None
