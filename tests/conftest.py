@@ -45,7 +45,7 @@ def end(thread):
 OPTIMIZED = ["test_laws", "test_bits", "test_virtual_replicas", "test_step", "test_pipeline", "test_workers"]
 OPTIMIZED += ["test_gathering", "test_testing", "test_supervised", "test_gradient_step", "test_compiled_loop"]
 OPTIMIZED += ["test_documents", "test_public_models", "test_keras_fuzz", "test_mirrored_loop", "test_wgan", "test_vae"]
-OPTIMIZED += ["test_audit", "test_profiler", "test_tensorboard_server", "test_smoke", "test_sidecar"]
+OPTIMIZED += ["test_audit", "test_profiler", "test_tensorboard_server", "test_smoke", "test_sidecar", "test_failures"]
 
 
 @pytest.fixture(autouse=True, scope="module")
