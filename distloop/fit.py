@@ -22,6 +22,7 @@ from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
 from distloop.actions.data_seen import DataSeen
 from distloop.actions.evaluate import Evaluate, earlier_rows
+from distloop.actions.goodput import Goodput
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory_use import MemoryUse
 from distloop.actions.pipeline_usage import PipelineUsage
@@ -100,6 +101,7 @@ class Fit:
     def __post_init__(self) -> None:
         are_used = self._is_chief and not self.config.fast_dev_run
         self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
+        self._notes = _make_notes(self.config.workdir, self.clock, self._is_chief, self.checkpoints.lock.verify)
         self._plan = Plan(self.units, is_chief=self._is_chief)
         self._plan.check(
             [
@@ -171,8 +173,7 @@ class Fit:
             return self._say_why_over()
         self._announce()
         self._prepare()
-        notes = [MemoryUse(self.config.workdir, held_by_device)] if self.config.workdir else []
-        with started([*notes, *self.actions], self._report, is_chief=self._is_chief):
+        with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):
             while True:
                 try:
                     self._train()
@@ -255,7 +256,7 @@ class Fit:
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
-        actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile)]
+        actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile), *self._notes]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if self.actions and workers.num_workers(self.state.strategy) > 1:
@@ -318,6 +319,11 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
     """Checks what `fit` was given as actions and writers, as `check_actions` and `check_writers`."""
     check_actions(actions)
     check_writers(writers)
+
+
+def _make_notes(workdir: str, clock: Clock, is_chief: bool, verify: Callable[[], None]) -> list[Action]:
+    """Returns the actions that write files about a run, for its report; none without a workdir."""
+    return [MemoryUse(workdir, held_by_device), Goodput(workdir, clock.seconds, is_chief, verify)] if workdir else []
 
 
 def _begin_in(workdir: str, state: TrainState, restore_secs: float | None) -> None:

@@ -14,6 +14,10 @@ starts (with tracing, evaluations and saves); for each metric the last value,
 the best and its step, the least and largest, and a curve; incidents; settings
 that differ.
 
+Goodput is the share of the time, from the first process of a run to its last
+log, that went to steps that count: not to steps that a later start did again,
+nor to saving, starting, meeting, restoring, tracing, or waiting for a start.
+
 It also shows, by device, the memory of weights, optimizer slots and averages as
 they are placed, of activations and gradients if `--memory` estimated them in
 this workdir ("-": it did not); and what the run took at most: of a GPU, or on
@@ -48,12 +52,13 @@ from typing import Any, NoReturn
 
 from rich.cells import cell_len
 
-from distloop.monitoring import memory_file, run_exports, run_files, text_tables
+from distloop.monitoring import ledger, memory_file, run_exports, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
+from distloop.monitoring.timing import largest_shares, show_secs, show_share
 
 _STYLES = {
     ("status", "complete"): "green",
@@ -86,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = text_tables.make_console()
     width = console.width if text_tables.is_terminal(console) else math.inf
     metrics = _metrics(runs, width, console.options.ascii_only)
-    for table in (_runs(runs), metrics, _incidents(runs), _memory(runs), _settings(runs)):
+    for table in (_runs(runs), metrics, _incidents(runs), _time(runs), _memory(runs), _settings(runs)):
         if table.rows:
             text_tables.show(table, console)
     return 0
@@ -221,6 +226,19 @@ def _incidents(runs: Sequence[Run]) -> Table:
         if run.stop_reason is not None:
             rows.append([run.name, str(run.step), "stop", "-", "-", "-", run.stop_reason])
     return Table("Incidents", ["run", "step", "what", "batch", "back to", "left out", "why"], rows)
+
+
+def _time(runs: Sequence[Run]) -> Table:
+    """Returns the table of where the time of all starts went, the largest share of any run first, and the goodput."""
+    shares = {run.name: largest_shares(run.time_spent) for run in runs if run.time_spent}
+    largest = {name: max(of.get(name, 0.0) for of in shares.values()) for of in shares.values() for name in of}
+    names = sorted(largest, key=lambda name: -largest[name])
+    rows = []
+    for run in (run for run in runs if run.name in shares):
+        parts = [show_share(shares[run.name].get(name, 0.0)) for name in names]
+        times = [show_secs(sum(run.time_spent.values())), show_share(ledger.goodput(run.time_spent))]
+        rows.append([run.name, *times, *parts])
+    return Table("Where the time went, over all starts", ["run", "time", "goodput", *names], rows)
 
 
 def _memory(runs: Sequence[Run]) -> Table:

@@ -18,17 +18,19 @@ class Goodput(Action):
     every = None
     phase = "logging"
     only_writes = True
-    chief_only = True
 
-    def __init__(self, workdir: str, seconds: Callable[[], Mapping[str, float]], verify: Callable[[], None]):
+    def __init__(
+        self, workdir: str, seconds: Callable[[], Mapping[str, float]], is_chief: bool, verify: Callable[[], None]
+    ):
         """Stores where to read and write.
 
         Args:
             workdir: of the run.
             seconds: returns the seconds of this start by phase, as `Clock.seconds`.
+            is_chief: whether this worker writes.
             verify: called before a note; raises if this process may no longer write.
         """
-        self._workdir, self._seconds, self._verify = workdir, seconds, verify
+        self._workdir, self._seconds, self._is_chief, self._verify = workdir, seconds, is_chief, verify
         self._starts: list[dict[str, Any]] = []
         self._noted_at = -math.inf
 
@@ -37,18 +39,22 @@ class Goodput(Action):
         self._starts = self._starts or run_starts.read_starts(self._workdir)
         if not self._starts:  # the disk is full
             return {}
-        progress = {"time": time.time(), "step": report.step, "secs": self._seconds()}
-        if progress["time"] > self._noted_at + _NOTE_SECS:
+        progress = self._progress(report)
+        if time.time() > self._noted_at + _NOTE_SECS:
             self._note(progress)
         return {"goodput": ledger.goodput(ledger.account(self._starts, progress))}
 
     def on_end(self, report: Report) -> None:
         """Notes the end."""
         if self._starts:
-            self._note({"time": time.time(), "step": report.step, "secs": self._seconds()})
+            self._note(self._progress(report))
+
+    def _progress(self, report: Report) -> dict[str, Any]:
+        return {"time": time.time(), "step": report.step, "secs": self._seconds()}
 
     def _note(self, progress: Mapping[str, Any]) -> None:
-        self._verify()
-        with contextlib.suppress(OSError):  # of a full disk, on which a run may train
-            ledger.note_progress(self._workdir, **progress)
-            self._noted_at = progress["time"]
+        if self._is_chief:
+            self._verify()
+            with contextlib.suppress(OSError):  # of a full disk, on which a run may train
+                ledger.note_progress(self._workdir, **progress)
+                self._noted_at = time.time()

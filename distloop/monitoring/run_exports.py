@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from distloop.monitoring import run_files
+from distloop.monitoring import ledger, run_files
 from distloop.monitoring.run_files import Run, Series
 
 
@@ -42,6 +42,8 @@ def as_json(runs: Sequence[Run]) -> Any:
             "device_hours": known(run.device_hours),
             "seen": {name: known(value) for name, value in run.seen.items()},
             "starts": run.starts,
+            "time_spent": run.time_spent,
+            "goodput": known(ledger.goodput(run.time_spent)),
             "memory": None if run.memory is None else run.memory._asdict(),
             "metrics": {name: of_metric(series) for name, series in run.series.items()},
             "incidents": run.incidents,

@@ -13,11 +13,11 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from distloop.monitoring import memory_file, records, run_starts, tags
+from distloop.monitoring import ledger, memory_file, records, run_starts, tags
 from distloop.monitoring.memory_file import Memory
 
 # A run counts as running if its last row is at most this old,
@@ -95,6 +95,7 @@ class Run:
         silent_secs: age of the last row.
         starts: the rows of `starts.jsonl`.
         memory: the content of `memory.json`; None: there is none.
+        time_spent: the seconds of all starts together by what they went to, as `ledger.account` returns them.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Run:
     silent_secs: float
     starts: list[dict[str, Any]]
     memory: Memory | None = None
+    time_spent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -293,7 +295,8 @@ def _load(path: str, name: str) -> Run:
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(file)
     silent_secs = max(0.0, time.time() - since)
     starts, memory = run_starts.read_starts(path), memory_file.read(path)
-    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory)
+    time_spent = ledger.account(starts, ledger.read_progress(path))
+    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory, time_spent)
 
 
 def _read_end(directory: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distloop.atomic_files import start_time
-from distloop.monitoring import records
+from distloop.monitoring import ledger, records
 from distloop.monitoring.json_writer import last_row
 
 FILE = "starts.jsonl"
@@ -22,9 +22,10 @@ _noted: set[int] = set()  # processes: a fork is another one
 
 
 def note_start(workdir: str, restore_secs: float | None = None, *, step: int, devices: int, kind: str) -> None:
-    """Adds a row: time, step, devices, the age of the process, and the time of the last row of `metrics.jsonl`.
+    """Adds a row: time, step, devices, the age of the process, and what the start before it has noted last.
 
-    That time is null if there is no row; the age, if it is unknown or the process has noted a start before.
+    That is the time of the last row of `metrics.jsonl`, and `ledger.read_progress`; null if there is none. So is the
+    age, if it is unknown or the process has noted a start before.
 
     Args:
         workdir: of the run.
@@ -39,6 +40,7 @@ def note_start(workdir: str, restore_secs: float | None = None, *, step: int, de
     row = last_row(os.path.join(workdir, "metrics.jsonl"))
     facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
     facts |= {"process_secs": _age_at_first_start(), "restore_secs": restore_secs}
+    facts["progress"] = ledger.read_progress(workdir)
     records.append_row(os.path.join(workdir, FILE), facts)
 
 

@@ -39,6 +39,7 @@ GROUPS = {
         "examples_per_sec": "Training examples a second, of all replicas together.",
         "tokens_per_sec": "Trained tokens a second, of all replicas together: the sum of the loss's weights.",
         "input_wait": "The fraction of the loop's time that went to waiting for data.",
+        "goodput": "The fraction of the time since the run's first process that went to steps that count.",
         "host_share": "The fraction of all time between two loops: evaluations, actions, checkpoints, logging.",
         "copy_pause_secs": "How long the last copy in memory held training up, in seconds.",
         "save_pause_secs": "How long the last save held training up, in seconds.",
