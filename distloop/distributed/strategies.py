@@ -62,6 +62,7 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     Raises:
         ValueError: if more devices are asked for than there are, or as for `prepare`.
     """
+    notes.mark("imported")
     name = _strategy_name(config)
     if name == "multi_worker":
         return _make_multi_worker(environment.find_cluster(), config)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distloop.atomic_files import start_time
+from distloop.distributed import notes
 from distloop.monitoring import ledger, records
 from distloop.monitoring.json_writer import last_row
 
@@ -25,7 +26,7 @@ def note_start(workdir: str, restore_secs: float | None = None, *, step: int, de
     """Adds a row: time, step, devices, the age of the process, and what the start before it has noted last.
 
     That is the time of the last row of `metrics.jsonl`, and `ledger.read_progress`; null if there is none. So is the
-    age, if it is unknown or the process has noted a start before.
+    age, if it is unknown or the process has noted a start before. A launcher adds `notes.change`.
 
     Args:
         workdir: of the run.
@@ -39,8 +40,9 @@ def note_start(workdir: str, restore_secs: float | None = None, *, step: int, de
     """
     row = last_row(os.path.join(workdir, "metrics.jsonl"))
     facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
-    facts |= {"process_secs": _age_at_first_start(), "restore_secs": restore_secs}
-    facts["progress"] = ledger.read_progress(workdir)
+    facts |= {"restore_secs": restore_secs, "progress": ledger.read_progress(workdir)}
+    facts["process_secs"] = age = _age_at_first_start()
+    facts |= notes.change() if age is not None else {}
     records.append_row(os.path.join(workdir, FILE), facts)
 
 
