@@ -1,4 +1,4 @@
-"""Import of TensorFlow: holds back two lines that it prints on a machine without a GPU, which no setting of it stops.
+"""Import of TensorFlow: holds back three lines that it prints on CPUs, which no setting of it stops.
 
     hold_back_known_lines()     # before TensorFlow is imported, by whomever
 
@@ -18,7 +18,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_KNOWN = r"^WARNING: All log messages before absl::InitializeLog|cudart_stub\.cc.* Could not find cuda drivers"
+_KNOWN = (
+    r"^WARNING: All log messages before absl::InitializeLog|cudart_stub\.cc.* Could not find cuda drivers"
+    r"|port\.cc.* oneDNN custom operations are on"
+)
 _WAIT_SECS = 1.0  # for the end of `grep`, which a process that the import has started may delay
 
 
