@@ -218,13 +218,13 @@ def test_other_names_are_no_leftovers(tmp_path):
 def test_a_process_that_began_after_the_leftover_is_not_its_writer(tmp_path, monkeypatch):
     write(tmp_path / f"model.{os.getppid()}.old", "old")
     assert put_back(str(tmp_path)) == []  # that process runs, and may be replacing it
-    monkeypatch.setattr(atomic_files, "_start_time", lambda process: time.time() + 60)
+    monkeypatch.setattr(atomic_files, "start_time", lambda process: time.time() + 60)
     assert put_back(str(tmp_path)) == [str(tmp_path / "model")]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/uptime"), reason="needs Linux")
 def test_the_start_of_a_process_is_known():
-    assert time.time() - 86_400 < atomic_files._start_time(os.getpid()) <= time.time()
+    assert time.time() - 86_400 < atomic_files.start_time(os.getpid()) <= time.time()
 
 
 def test_a_directory_is_deleted_under_another_name(tmp_path, monkeypatch):

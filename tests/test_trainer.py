@@ -275,7 +275,8 @@ def test_a_run_leaves_its_files(tmp_path):
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
-    files = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "starts.jsonl", "test", "train"]
+    files = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "progress.json", "starts.jsonl"]
+    files += ["test", "train"]
     assert sorted(name for name in os.listdir(tmp_path / "run") if not name.startswith("events.")) == files
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
@@ -415,7 +416,7 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
     assert lines[:7] == [
         "distloop: devices 3 replicas (CPU:0, CPU:1, CPU:2)",
         "distloop: precision float32",
-        "distloop: parameters 276, of which 244 train = hidden 144 + norm 64 + logits 68",
+        "distloop: parameters 260, of which 228 train = hidden 128 + norm 64 + logits 68",
         "distloop: global batch 16 (5 + 5 + 6)",
         "distloop: microbatches 2",
         f"distloop: workdir {workdir}",

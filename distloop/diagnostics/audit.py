@@ -71,9 +71,11 @@ def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | Unchecked]
             results += check(probe)
         except Exception as error:
             log.info("The audit's check %s stopped.", check.__name__, exc_info=True)
-            if isinstance(error, tf.errors.ResourceExhaustedError):
+            if has_ended := isinstance(error, tf.errors.ResourceExhaustedError):
                 error = explain_pass(error, probe.state, "auditing", int(shards.batch_size(probe.rows)))
             results.append(failure(error))
+            if has_ended:  # so would the other checks, after ten seconds each in which TensorFlow waits for memory
+                break
     return results
 
 

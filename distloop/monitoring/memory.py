@@ -33,9 +33,11 @@ def device_peak_gb(device: str) -> float:
 
 def describe_use(device: str) -> str:
     """Returns the memory in use on a GPU or TPU for a sentence: ` (70.1 GB in use, 78.9 at most)`; empty for others."""
+    if "CPU:" in device:  # they keep no account, or one of zeros
+        return ""
     try:
         info = tf.config.experimental.get_memory_info(device)
-    except (ValueError, tf.errors.OpError):  # CPUs keep no account
+    except (ValueError, tf.errors.OpError):
         return ""
     return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
 

@@ -97,7 +97,7 @@ def after_six_steps(tmp_path_factory):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (dict(model_fn=classifier(metrics=True)), "model/net/norm/gamma is unknown"),
+        (dict(model_fn=classifier(metrics=True)), "model/net/hidden/bias is missing"),
         (dict(average_decay=0.0), "average/"),
         (dict(precision="mixed_float16"), "optimizer/loss_scale is missing"),
         (
