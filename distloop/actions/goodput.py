@@ -47,7 +47,7 @@ class Goodput(Action):
     def on_end(self, report: Report) -> None:
         """Notes the end."""
         if self._starts:
-            self._note(self._progress(report))
+            self._note({**self._progress(report), "is_end": True})
 
     def _progress(self, report: Report) -> dict[str, Any]:
         return {"time": time.time(), "step": report.step, "secs": self._seconds()}

@@ -23,7 +23,7 @@ FILE = "progress.json"
 STEPS, STEPS_TWICE = "steps", "steps done twice"
 
 
-def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float]) -> None:
+def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float], is_end: bool = False) -> None:
     """Writes how far this start of a run has come, in place of what was written before.
 
     Args:
@@ -31,12 +31,13 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
         time: Unix, seconds.
         step: the global step.
         secs: the seconds of this start until now by phase, as `Clock.seconds`.
+        is_end: whether it trains no more.
 
     Raises:
         OSError: if it cannot be written.
     """
     with open(temporary := os.path.join(workdir, f".{FILE}"), "w", encoding="utf-8") as file:
-        json.dump({"time": time, "step": step, "secs": dict(secs)}, file)
+        json.dump({"time": time, "step": step, "secs": dict(secs), "is_end": is_end}, file)
     os.replace(temporary, os.path.join(workdir, FILE))  # without waiting for the disk: it is no state of the run
 
 
@@ -58,8 +59,8 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
 
     Returns:
         `steps`; `steps done twice`, which a later start did again, or which were done after the last log before a fall;
-        `starting`, `meeting`, `restoring` and `tracing` of new processes; `noticing` that one fell, until all had
-        ended; `waiting` for new ones; the phases of `Clock`.
+        `starting`, `meeting`, `restoring` and `tracing` of new processes; `stopping` of those that save and leave;
+        `noticing` that one fell, until all had ended; `waiting` for new ones; the phases of `Clock`.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     if not starts:
@@ -75,7 +76,8 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
             last_time = as_number(end.get("time"))
             _add_work(seconds, start, end, following)
         if following is not None:
-            _add_gap(seconds, last_time, following, STEPS_TWICE if end is not None else "tracing")
+            unseen = "tracing" if end is None else "stopping" if end.get("is_end") else STEPS_TWICE
+            _add_gap(seconds, last_time, following, unseen)
     return {name: secs for name, secs in seconds.items() if secs > 0}
 
 

@@ -53,6 +53,13 @@ def test_each_second_of_a_run_that_fell_is_accounted_for_once():
     assert ledger.goodput(seconds) == pytest.approx(60 / 115)
 
 
+def test_a_start_that_saved_and_left_has_done_no_step_twice():
+    end = {**STARTS[1]["progress"], "is_end": True}
+    starts = [STARTS[0], {**STARTS[1], "step": 40, "progress": end}]
+    seconds = ledger.account(starts, {**NOW, "step": 60})
+    assert seconds["stopping"] == 3.0 and "steps done twice" not in seconds
+
+
 def test_a_fall_that_nobody_saw_is_time_of_waiting_and_a_start_without_a_log_has_no_steps():
     starts = [STARTS[0], start(165.0, 0, process_secs=7.0)]
     seconds = ledger.account(starts, NOW)
@@ -68,6 +75,11 @@ def test_starts_of_an_earlier_version_and_no_starts_at_all_are_read():
 def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
     assert ledger.read_progress(str(tmp_path)) is None
     ledger.note_progress(str(tmp_path), time=1.0, step=2, secs={"step": 3.0})
-    assert ledger.read_progress(str(tmp_path)) == {"time": 1.0, "step": 2, "secs": {"step": 3.0}}
+    assert ledger.read_progress(str(tmp_path)) == {
+        "time": 1.0,
+        "step": 2,
+        "secs": {"step": 3.0},
+        "is_end": False,
+    }
     (tmp_path / ledger.FILE).write_text("[1")
     assert ledger.read_progress(str(tmp_path)) is None
