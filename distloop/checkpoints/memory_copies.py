@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.atomic_files import delete, make_directory, remove, replacing
-from distloop.checkpoints.checkpoint import DamagedError, load
+from distloop.checkpoints.checkpoint import DamagedError, first_line, load
 from distloop.checkpoints.store import Checkpoints
 from distloop.distributed import workers
 from distloop.log import log
@@ -129,5 +129,5 @@ class MemoryCopies:
                     shutil.copytree(copy, temporary)
                 say(f"step {step} was kept in the memory of {socket.gethostname()}; it is now in {path}")
             except (DamagedError, OSError) as error:
-                log.error("%s The newest checkpoint is used.", error)
+                log.error("%s. So the run goes on from the newest checkpoint, not from its copy.", first_line(error))
         workers.gather(self._strategy, 0.0)

@@ -92,7 +92,8 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
             return outcome.code
         if outcome.is_crash:
             plan, cause = plan.crash(), outcome.cause
-            is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128  # as by a flag, which is said once
+            # An error before any step, such as a wrong flag, would come again.
+            is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128
             if is_wrong or plan.restarts > settings.max_restarts:
                 if settings.is_elastic:
                     processes.log(_explain_end(plan))

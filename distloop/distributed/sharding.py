@@ -224,10 +224,9 @@ class Sharding:
         if self._num_workers == 1:
             return values
         received = _broadcast(self._strategy, values, [part.worker for part in parts])
+        # TensorFlow leaves out a send that nothing waits for, and receivers hang; an assignment it never leaves out.
         with tf.control_dependencies(received):
-            self._num_exchanges.assign_add(
-                1
-            )  # TensorFlow leaves out a send that nothing waits for; an assignment never
+            self._num_exchanges.assign_add(1)
         return received
 
     def _assign(self, variable: Any, stored: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
