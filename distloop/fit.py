@@ -51,7 +51,7 @@ from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed
 from distloop.optimizers import learning_rates
-from distloop.optimizers.gradients import Clipping
+from distloop.optimizers.clipping import Clipping
 from distloop.training import elasticity, overview, run_length, tables, unread_entries
 from distloop.training.agreement import require_same_run
 from distloop.training.held_memory import held_by_device

@@ -141,6 +141,13 @@ def test_each_worker_has_its_part_of_slots_and_averages(on_workers, on_three_wor
     assert f"slots and averages {', '.join(devices)}" in on_workers[0]["sharded"][0]["local/lines"]
 
 
+def test_each_worker_names_gradients_that_are_not_finite_wherever_they_are_summed(on_workers, on_three_workers, alone):
+    expected = str(alone("sharded")["local/error"])
+    assert "the gradient of net/hidden/kernel, net/hidden/bias, net/logits/kernel and 1 more is not finite" in expected
+    for result in [*on_workers[0]["sharded"], *on_three_workers["sharded"]]:
+        assert str(result["local/error"]) == expected
+
+
 def of_kind(kind, result):
     values = {name: value for name, value in result.items() if name.startswith(f"local/{kind}/")}
     assert values

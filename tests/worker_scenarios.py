@@ -13,6 +13,7 @@ import unittest.mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import distloop
@@ -62,7 +63,7 @@ def sharded(make, workdir):
             microbatches=2,
             average_decay=0.9,
             check_replicas_every=4,
-            clip_variable_norm=0.05,
+            clip_norm=0.05,
             shard_optimizer=True,
         )
         assert (trainer.state.sharding is None) == (workers.num_workers(trainer.strategy) == 1)
@@ -72,7 +73,12 @@ def sharded(make, workdir):
     scores = trainer.evaluate(distloop.make_dataset(classification(20), 20))
     large = make(test_sharding.large, average_decay=0.9, shard_optimizer=True)
     sizes = test_sharding.shared(large).values()
+    failing = make(test_sharding.decaying, clip_value=0.01, shard_optimizer=True)
+    with pytest.raises(FloatingPointError) as error:
+        failing.fit(distloop.make_dataset(rows, 16), steps=9)
     results = {"skipped": np.array(int(trainer.state.skipped_steps)), "local/bytes": np.array(list(sizes))}
+    results |= {f"clipped/{name}": value for name, value in weights(failing).items()}
+    results["local/error"] = np.array(str(error.value))
     results["local/lines"] = np.array(overview.console_lines(large.state, large.config, trainer._train_source))
     return values_of_checkpoint(trainer) | weights(trainer) | averages | numbers(scores) | results
 

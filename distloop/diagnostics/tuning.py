@@ -26,7 +26,7 @@ from distloop.monitoring import memory
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
-from distloop.optimizers.gradients import Clipping
+from distloop.optimizers.clipping import Clipping
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState

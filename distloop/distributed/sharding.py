@@ -45,14 +45,14 @@ class Sharding:
 
     Attributes:
         devices: of the replicas of this worker, in order.
-        sums_apart: whether gradients are summed where they are used; those of several workers are on every replica.
+        num_workers: that share.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
         """Starts without a variable; `strategy` has several replicas."""
         self.devices = list(strategy.extended.worker_devices)
-        self._worker, self._num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
-        self.sums_apart = self._num_workers == 1
+        self._worker, self.num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
+        tensorflow_internals.make_pairs(strategy)
         self._strategy = strategy
         self._parts: dict[int, list[Part]] = {}  # by the variable's `id`
         self._joined: dict[tuple[int, ...], Any] = {}  # by the `id` of the parts: the same object each time
@@ -166,7 +166,7 @@ class Sharding:
 
     def join(self, name: str, variable: Any, stored: Sequence[Any]) -> Any:
         """Returns what is stored for the parts of a variable as one variable of its shape."""
-        if len(stored) == 1 and self._num_workers == 1:
+        if len(stored) == 1 and self.num_workers == 1:
             return stored[0]
         key = tuple(id(part) for part in stored)
         if key not in self._joined:
@@ -176,7 +176,7 @@ class Sharding:
                 for part, one in zip(parts, stored, strict=True)
             ]
             variables = [tensorflow_variable(one) for one in stored]
-            read = functools.partial(self._of_all, parts, variables, shapes) if self._num_workers > 1 else None
+            read = functools.partial(self._of_all, parts, variables, shapes) if self.num_workers > 1 else None
             shape = shapes[0] if len(stored) == 1 else tuple(variable.shape)
             self._joined[key] = JoinedVariable(name, variables, shape, shapes, read)
         return self._joined[key]
@@ -212,6 +212,46 @@ class Sharding:
             self._assign(variable, of_variable, values[: len(of_variable)])
             values = values[len(of_variable) :]
 
+    def collect(self, tensors: Sequence[tf.Tensor], owners: Sequence[int]) -> list[tf.Tensor]:
+        """Returns sums of tensors over the workers, each on one worker alone; all call it, outside of replicas.
+
+        Each worker sends its tensor as soon as it is computed: the last layers', while the backward pass goes on.
+
+        Args:
+            tensors: of this worker, flat.
+            owners: the worker that gets each sum.
+
+        Returns:
+            The sums that this worker gets, each on the device of its tensor, and empty tensors for the others.
+        """
+        sums, sent = [], list[tf.Tensor]()
+
+        def pass_on(sender: int, receiver: int, value: Any) -> tf.Tensor:
+            # NCCL waits for ever if two workers begin with different ones; in one order, none does.
+            with tf.control_dependencies(sent[-1:] if self._has_gpus else []):
+                sent.append(tensorflow_internals.send(self._strategy, sender, receiver, value))
+            return sent[-1]
+
+        for tensor, owner in reversed(list(zip(tensors, owners, strict=True))):
+            if owner != self._worker:
+                pass_on(self._worker, owner, tensor)
+                sums.append(tf.zeros([0], tensor.dtype))
+                continue
+            spec = tf.TensorSpec(tensor.shape, tensor.dtype)
+            of_workers = [tensor if w == owner else pass_on(w, owner, spec) for w in range(self.num_workers)]
+            with tf.device(tensor.device):
+                sums.append(tf.add_n(of_workers))
+        self._count_exchange(sent)
+        return sums[::-1]
+
+    def _count_exchange(self, values: Sequence[tf.Tensor]) -> None:
+        """Waits for values that were sent, or received.
+
+        TensorFlow leaves out a send that nothing waits for, and receivers hang; an assignment it never leaves out.
+        """
+        with tf.control_dependencies(values):
+            self._num_exchanges.assign_add(1)
+
     def _of_all(
         self, parts: Sequence[Part], stored: Sequence[tf.Variable], shapes: Sequence[Sequence[int]]
     ) -> list[tf.Tensor]:
@@ -221,12 +261,10 @@ class Sharding:
             with tf.device(part.device):
                 is_here = part.worker == self._worker
                 values.append(tf.identity(variable) if is_here else tf.TensorSpec(shape, variable.dtype))
-        if self._num_workers == 1:
+        if self.num_workers == 1:
             return values
         received = _broadcast(self._strategy, values, [part.worker for part in parts])
-        # TensorFlow leaves out a send that nothing waits for, and receivers hang; an assignment it never leaves out.
-        with tf.control_dependencies(received):
-            self._num_exchanges.assign_add(1)
+        self._count_exchange(received)
         return received
 
     def _assign(self, variable: Any, stored: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:

@@ -6,6 +6,7 @@ A new version of TensorFlow is checked here first. It does not know distloop's s
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -128,13 +129,46 @@ def broadcast(strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | 
         sender: the index of the worker.
         value: the tensor on that worker, of static shape; its spec on the others.
     """
-    device, (worker, count) = strategy.extended.worker_devices[0], place_in_cluster(strategy)
+    return _broadcast(strategy, sender, value, strategy.extended.worker_devices[0], place_in_cluster(strategy)[1])
+
+
+def make_pairs(strategy: tf.distribute.Strategy) -> None:
+    """Numbers the pairs of workers, for `send`. All workers must call it, so that they number alike."""
+    for pair in itertools.combinations(range(place_in_cluster(strategy)[1]), 2):
+        strategy.extended._collective_keys.get_group_key([_name(pair)])
+
+
+def send(strategy: tf.distribute.Strategy, sender: int, receiver: int, value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
+    """Sends a tensor from one worker to another, bit for bit. Both must call it, in a `tf.function`.
+
+    It is called outside of replicas, after `make_pairs`; the first device of each of the two workers takes part.
+
+    Args:
+        strategy: of several workers.
+        sender: the index of the worker that has the tensor.
+        receiver: the index of the other one.
+        value: the tensor on the sender, of static shape; its spec on the receiver.
+
+    Returns:
+        The tensor, on both.
+    """
+    return _broadcast(strategy, sender, value, _name(sorted([sender, receiver])), 2)
+
+
+def _name(pair: Sequence[int]) -> str:
+    return f"workers {pair[0]} and {pair[1]}"
+
+
+def _broadcast(
+    strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | tf.TensorSpec, group: str, size: int
+) -> tf.Tensor:
+    """Returns a tensor of one worker on each of a group of workers, named as to `CollectiveKeys`."""
     keys = strategy.extended._collective_keys
-    group = keys.get_group_key([device])
-    place = {"group_size": count, "group_key": group, "instance_key": keys.get_instance_key(group, device)}
+    key = keys.get_group_key([group])
+    place = {"group_size": size, "group_key": key, "instance_key": keys.get_instance_key(key, group)}
     sent = {2: tf.float16, 4: tf.float32, 8: tf.float64}[value.dtype.size]  # collectives know few types
-    with tf.device(device):
-        if worker == sender:
+    with tf.device(strategy.extended.worker_devices[0]):
+        if place_in_cluster(strategy)[0] == sender:
             return tf.bitcast(tf.raw_ops.CollectiveBcastSendV2(input=tf.bitcast(value, sent), **place), value.dtype)
         received = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=value.shape.as_list(), **place)
         return tf.ensure_shape(tf.bitcast(received, value.dtype), value.shape)

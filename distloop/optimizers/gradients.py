@@ -1,11 +1,10 @@
-"""Gradients from their sums to an update: pack, reduce once, clip, apply. This is where a gradient is clipped.
+"""Gradients from their sums to an update: pack, reduce once, apply.
 
-All functions run in replica context. They do not know how gradients are computed.
+All functions run in replica context. They do not know how gradients are computed, or clipped.
 
     segments = packing.pack(gradients)                               # few vectors instead of many small tensors
     segments, sums = packing.all_reduce(segments, {"tallies": t})    # the one reduction of the step
     _, norm, scale = norm_and_scale(segments, weight)                # norm is finite only if every gradient is
-    segments, scale, is_clipped = Clipping(norm=1.0).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
     apply(optimizer, packing.unpack(segments, scale), variables)
 
 A segment is a flat vector, or the rows of a large table that a sparse gradient consists of: `sparse_gradients.py`.
@@ -13,7 +12,6 @@ A segment is a flat vector, or the rows of a large table that a sparse gradient 
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -39,6 +37,14 @@ class _Piece(NamedTuple):
     size: int
 
 
+class _Place(NamedTuple):
+    """Where a piece is updated."""
+
+    device: str  # "": on any
+    worker: int = 0  # if all update it, 0
+    is_here: bool = True  # on this worker
+
+
 class Packing:
     """The layout of some variables' gradients in a few tensors, called segments.
 
@@ -48,6 +54,7 @@ class Packing:
     Attributes:
         dtypes: of each segment.
         devices: on which each segment is updated; empty if no device is prescribed.
+        owners: the worker that updates each segment; 0 if all do.
         sparse: the segments that were `Rows` when a loop over microbatches was traced last.
     """
 
@@ -71,24 +78,27 @@ class Packing:
         self._shapes = [tuple(v.shape) for v in variables]
         self._pieces: list[_Piece] = []
         self._groups: list[list[int]] = []  # positions of the pieces in each segment
-        vectors: dict[tuple[tf.DType, str], list[int]] = {}
-        of_pieces: list[str] = []
+        vectors: dict[tuple[tf.DType, _Place], list[int]] = {}
+        of_pieces: list[_Place] = []
         self._of_variables = list(devices or [""] * len(variables))
         for i, variable in enumerate(variables):
             dtype = tf.as_dtype(variable.dtype)
-            slices = [(0, self._size(i), self._of_variables[i])]
+            slices = [(0, self._size(i), _Place(self._of_variables[i]))]
             if parts is not None:
-                slices = [(part.start, part.size, part.device) for part in parts[i]]
-            for start, size, device in slices:
+                slices = [(p.start, p.size, _Place(p.device, p.worker, p.is_here)) for p in parts[i]]
+            for start, size, place in slices:
                 number = len(self._pieces)
                 self._pieces.append(_Piece(i, start, size))
-                of_pieces.append(device)
+                of_pieces.append(place)
                 if size * dtype.size > LARGEST_PACKED_BYTES:
                     self._groups.append([number])
                 else:
-                    vectors.setdefault((dtype, device), []).append(number)
+                    vectors.setdefault((dtype, place), []).append(number)
         self._groups.extend(vectors.values())
-        self.devices = [of_pieces[group[0]] for group in self._groups]
+        places = [of_pieces[group[0]] for group in self._groups]
+        self.devices = [place.device for place in places]
+        self.owners = [place.worker for place in places]
+        self._are_here = [place.is_here for place in places]
         self._devices = self.devices if parts is None else [""] * len(self._groups)  # on which replicas pack and add
         self._keeps_sparse = keeps_sparse
         self.sparse: set[int] = set()
@@ -148,12 +158,15 @@ class Packing:
         return gradients
 
     def unpack_parts(self, segments: Sequence[Segment], scale: tf.Tensor | None = None) -> list[Segment]:
-        """Returns the flat gradient of each part of each variable, times `scale` as in `scaled`."""
+        """Returns the flat gradient of each part of each variable, times `scale` as in `scaled`.
+
+        Of the parts that another worker updates, it is empty.
+        """
         flats: list[Any] = [None] * len(self._pieces)
-        for group, segment, device in zip(self._groups, segments, self.devices, strict=True):
+        for group, segment, device, is_here in zip(self._groups, segments, self.devices, self._are_here, strict=True):
             with tf.device(device):
                 (segment,) = [segment] if scale is None else scaled([segment], scale)
-                pieces = tf.split(segment, self._sizes(group)) if len(group) > 1 else [segment]
+                pieces = tf.split(segment, self._sizes(group)) if len(group) > 1 and is_here else [segment] * len(group)
                 for number, piece in zip(group, pieces, strict=True):
                     flats[number] = piece
         return flats
@@ -198,10 +211,14 @@ class Packing:
             squares: the squared norm of each segment.
 
         Returns:
-            `[diagnosis_size]`, float32, for `find_nonfinite`.
+            `[diagnosis_size]`, float32, for `find_nonfinite`; 0 for small gradients that another worker has.
         """
-        groups = zip(self._groups, segments, squares, strict=True)
-        parts = [segment if len(group) > 1 else square[tf.newaxis] for group, segment, square in groups]
+        parts: list[tf.Tensor] = []
+        for group, segment, square, is_here in zip(self._groups, segments, squares, self._are_here, strict=True):
+            if len(group) == 1:
+                parts.append(square[tf.newaxis])
+            else:
+                parts.append(segment if is_here else tf.zeros([sum(self._sizes(group))]))
         return tf.concat([tf.cast(part, tf.float32) for part in parts], 0)
 
     @property
@@ -282,13 +299,16 @@ class Packing:
         return reduced, vector
 
 
-def norm_and_scale(segments: Sequence[Segment], weight: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+def norm_and_scale(
+    segments: Sequence[Segment], weight: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor] | None = None
+) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
     """Computes the global norm of gradients, and the factor that divides them.
 
     Args:
         segments: packed gradients, summed over all replicas, workers and microbatches of the step.
         weight: the divisor, a scalar: the sum of the weights, times the loss scale if there is one; if it is 0, the
             gradients count as 0.
+        add: returns the sum of a tensor over the workers, if each has some of the segments, and empty ones for others.
 
     Returns:
         The squared norm of each segment, the norm of all gradients after the division, and the factor: float32 scalars.
@@ -299,77 +319,10 @@ def norm_and_scale(segments: Sequence[Segment], weight: tf.Tensor) -> tuple[list
         values = values_of(segment)
         with tf.device(values.device):  # a number is cheaper to move than a gradient
             squares.append(2.0 * tf.nn.l2_loss(tf.cast(values, tf.float32)))
+    if add is not None:
+        squares = tf.unstack(add(tf.stack(squares)))
     scale = tf.math.divide_no_nan(1.0, weight)
     return squares, tf.sqrt(tf.add_n(squares)) * scale, scale
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """The limit of an update's gradients; one of the three at most is not 0.
-
-    Attributes:
-        norm: the largest norm over all variables (Pascanu et al. 2013, arXiv:1211.5063).
-        variable_norm: the largest norm of each variable's gradient.
-        value: the largest absolute value of each element.
-    """
-
-    norm: float = 0.0
-    variable_norm: float = 0.0
-    value: float = 0.0
-
-    @classmethod
-    def from_settings(cls, settings: Any) -> "Clipping":
-        """Returns the limit that the settings of a run give."""
-        return cls(settings.clip_norm, settings.clip_variable_norm, settings.clip_value)
-
-    def __bool__(self) -> bool:
-        """Returns whether there is a limit."""
-        return bool(self.norm or self.variable_norm or self.value)
-
-    def clip(
-        self, packing: Packing, segments: Sequence[Segment], norm: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor
-    ) -> tuple[list[Segment], tf.Tensor, tf.Tensor]:
-        """Clips gradients.
-
-        Args:
-            packing: their layout.
-            segments: the packed gradients, summed.
-            norm: of all after the division, a scalar.
-            scale: the factor that divides them, a scalar.
-            finite: whether they are finite, a scalar; those that are not stay, so that they can be found.
-
-        Returns:
-            Segments, the factor that is left to multiply them by, and whether any gradient was clipped.
-        """
-        if self.norm:
-            return list(segments), scale * (self.norm / tf.maximum(norm, self.norm)), norm > self.norm
-        if self.value:
-            pairs = [self._clip_values(segment, scale, finite) for segment in segments]
-            are_clipped = [size > self.value for _, size in pairs]
-            return [segment for segment, _ in pairs], tf.ones_like(scale), tf.reduce_any(are_clipped)
-        if self.variable_norm:
-            parts = packing.unpack(segments, scale, keeps_sparse=True)
-            norms = [tf.norm(tf.cast(values_of(part), tf.float32)) for part in parts]
-            factors = [self.variable_norm / tf.maximum(size, self.variable_norm) for size in norms]
-            clipped = packing.pack([_times(part, factor) for part, factor in zip(parts, factors, strict=True)])
-            kept = [
-                map_values(lambda new, old: tf.where(finite, new, old), *pair)
-                for pair in zip(clipped, segments, strict=True)
-            ]
-            return kept, tf.ones_like(scale), tf.reduce_any([size > self.variable_norm for size in norms])
-        return list(segments), scale, tf.constant(False)
-
-    def _clip_values(self, segment: Segment, scale: tf.Tensor, finite: tf.Tensor) -> tuple[Segment, tf.Tensor]:
-        """Returns a segment, scaled and clipped where it is, if it is finite; and its largest absolute value before."""
-        with tf.device(values_of(segment).device):
-            (whole,) = scaled([segment], scale)
-
-            def clip(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-                limits = tf.unstack(tf.cast([-self.value, self.value], new.dtype))
-                return tf.where(finite, tf.clip_by_value(new, *limits), old)
-
-            largest = tf.reduce_max(tf.abs(values_of(whole)))
-            return map_values(clip, whole, segment), tf.cast(largest, tf.float32)
 
 
 def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
@@ -383,10 +336,6 @@ def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
 
 def _merged(segment: Segment) -> Segment:
     return sparse_gradients.merge(segment) if isinstance(segment, Rows) else segment
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

@@ -9,11 +9,12 @@ All is called outside of replicas. It does not know when an update is skipped or
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from distloop.distributed import workers
 from distloop.optimizers import gradients
 from distloop.training import gradient_step, variable_writes
 from distloop.training.forward_backward import ForwardBackward
@@ -60,6 +61,10 @@ class Application:
     def sum_apart(self, update: ForwardBackward, look: Look) -> Look:
         """Returns a look whose gradients are summed over the replicas."""
         return look
+
+    def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""
+        return None
 
     def _apply_on_replica(
         self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor, new_values: list[tf.Tensor]
@@ -162,6 +167,8 @@ class ShardedApplication(Application):
         for of_replicas, device in zip(look.segments, update.packing.devices, strict=True):
             with tf.device(device):
                 segments.append(tf.add_n(self._strategy.experimental_local_results(of_replicas)))
+        if self._sharding.num_workers > 1:
+            segments = self._sharding.collect(segments, update.packing.owners)
         return look._replace(
             segments=segments,
             weight=first(look.weight),
@@ -169,6 +176,11 @@ class ShardedApplication(Application):
             new_values=first(look.new_values),
             secs=None if look.secs is None else first(look.secs),
         )
+
+    def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""
+        is_shared = update.is_summed_apart and self._sharding.num_workers > 1
+        return functools.partial(workers.sum_over_workers, self._strategy) if is_shared else None
 
 
 def make_application(state: TrainState) -> Application:

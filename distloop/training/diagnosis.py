@@ -76,7 +76,7 @@ def explain(train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple
         diagnosis: its `Outcome.diagnosis`.
         last: its batch, to run the step again; None: the cause is guessed.
     """
-    reports = _read(train_step, diagnosis)
+    reports = _read(train_step, _of_all_workers(train_step, diagnosis))
     is_watched = train_step.loss_jump is not None
     for report in reports:
         if report.is_to_blame(skip_nonfinite=train_step.skip_nonfinite, is_loss_watched=is_watched):
@@ -84,6 +84,14 @@ def explain(train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple
             return explain_nonfinite(step, report, cause)
     statistics = train_step.state.loss_watch.statistics.numpy()
     return explain_jump(step, reports, statistics, train_step.loss_jump or 0.0)
+
+
+def _of_all_workers(train_step: TrainStep, diagnosis: np.ndarray) -> np.ndarray:
+    """Returns an `Outcome.diagnosis` with NaN where that of another worker is not finite; all workers call it."""
+    if all(train_step.application.sum_over_owners(update) is None for update in train_step.updates):
+        return diagnosis  # each worker has all gradients
+    is_finite = np.isfinite(workers.gather(train_step.state.strategy, diagnosis.tolist())).all(0)
+    return np.where(~is_finite & np.isfinite(diagnosis), np.nan, diagnosis)
 
 
 def _read(train_step: TrainStep, diagnosis: np.ndarray) -> list[UpdateReport]:

@@ -61,7 +61,15 @@ class ForwardBackward:
         reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
     """
 
-    def __init__(self, state: TrainState, update: Update, *, microbatches: int = 1, jit_compile: bool = False):
+    def __init__(
+        self,
+        state: TrainState,
+        update: Update,
+        *,
+        microbatches: int = 1,
+        jit_compile: bool = False,
+        needs_whole_gradients: bool = False,
+    ):
         """Prepares; nothing is traced yet.
 
         Args:
@@ -69,13 +77,14 @@ class ForwardBackward:
             update: one of its updates.
             microbatches: the number of parts that each replica's shard is cut into.
             jit_compile: whether XLA compiles the pass.
+            needs_whole_gradients: whether every worker needs all gradients.
         """
         self.update = update
         variables = state.variables_of_update[update.name]
         self.overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
-        self.is_summed_apart = _is_summed_apart(state, update)
+        self.is_summed_apart = _is_summed_apart(state, update, needs_whole_gradients)
         self.packing = _make_packing(state, self.variables, is_in_parts=self.is_summed_apart)
         self.tables = Tables(state, update, self.variables, self.packing)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
@@ -289,10 +298,11 @@ class ForwardBackward:
         return self.trace.written
 
 
-def _is_summed_apart(state: TrainState, update: Update) -> bool:
+def _is_summed_apart(state: TrainState, update: Update, needs_whole_gradients: bool) -> bool:
     """Returns whether each part of the gradients is needed on one device alone."""
-    is_whole = state.virtual_replicas or update.gradient_fn or update.step_fn
-    return state.sharding is not None and state.sharding.sums_apart and not is_whole
+    if state.sharding is None or state.virtual_replicas or update.gradient_fn or update.step_fn:
+        return False
+    return state.sharding.num_workers == 1 or not needs_whole_gradients
 
 
 def _make_packing(state: TrainState, variables: Sequence[Any], *, is_in_parts: bool) -> Packing:

@@ -29,7 +29,7 @@ from distloop.monitoring import flops, records
 from distloop.monitoring.console import show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.optimizers.gradients import Clipping
+from distloop.optimizers.clipping import Clipping
 from distloop.training.held_memory import held_by_device
 from distloop.training.state import TrainState
 from distloop.variables import count_parameters, named_variables

@@ -27,7 +27,8 @@ from distloop.data.shards import Batch, Layout
 from distloop.distributed import gathering, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients
-from distloop.optimizers.gradients import Clipping, Packing
+from distloop.optimizers.clipping import Clipping
+from distloop.optimizers.gradients import Packing
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training import gradient_step, metrics, variable_writes
 from distloop.training.application import make_application
@@ -130,6 +131,7 @@ class TrainStep:
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
         self.application = make_application(state)
+        self._needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None
         self.set_microbatches(microbatches)
         self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
         self._strategy = state.strategy
@@ -142,7 +144,13 @@ class TrainStep:
         """Sets the number of parts that each replica's shard is cut into; the step has to be traced again."""
         self.microbatches = microbatches
         self.updates = [
-            ForwardBackward(self.state, update, microbatches=microbatches, jit_compile=self.jit_compile)
+            ForwardBackward(
+                self.state,
+                update,
+                microbatches=microbatches,
+                jit_compile=self.jit_compile,
+                needs_whole_gradients=self._needs_whole_gradients,
+            )
             for update in self.state.spec.updates
         ]
 
@@ -206,12 +214,15 @@ class TrainStep:
 
     def _judge(self, update: ForwardBackward, look: Look) -> _Forward:
         """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
-        squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight)
+        add = self.application.sum_over_owners(update)
+        squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight, add)
         finite = tf.math.is_finite(norm + look.tallies[0])
         for condition in (*look.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in look.new_values)):
             finite &= condition
         segments, scale, is_clipped = self._clipping.clip(update.packing, look.segments, norm, scale, finite)
         own_tallies = [norm, 1.0]
+        if self._clipping.value and add is not None:
+            is_clipped = add(tf.cast(is_clipped, tf.float32)) > 0
         if self._clipping:
             own_tallies += [tf.cast(is_clipped, tf.float32), 1.0]
         return _Forward(

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.optimizers import gradients, sparse_gradients
+from distloop.optimizers.clipping import Clipping
 from distloop.optimizers.sparse_gradients import Rows
 from tests.problems import mirrored
 
@@ -93,7 +94,7 @@ def test_a_reduction_adds_rows_of_all_replicas_once(replicas):
 )
 @pytest.mark.parametrize("bad", [0.0, np.inf])
 def test_norms_clipping_and_the_diagnosis_are_those_of_the_dense_gradient(clipping, bad):
-    clipping, results = gradients.Clipping(**clipping), []
+    clipping, results = Clipping(**clipping), []
     values = [[1.0, -2.0], [3.0, 4.0], [0.5, bad]]
     for layout in (packing(), packing(keeps_sparse=False)):
         segments, _ = layout.all_reduce(layout.pack([slices([4, 1, 4], values), tf.ones([3])]), {})
