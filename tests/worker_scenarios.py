@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed import workers
+from distloop.distributed import tensorflow_internals, workers
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import gradients, parts, sparse_gradients
 from distloop.training import overview
@@ -38,10 +38,16 @@ def is_worker(trainer, index):
     return workers.worker_index(trainer.strategy) == min(index, workers.num_workers(trainer.strategy) - 1)
 
 
+def in_small_messages():
+    """Lets workers send the gradients and weights of these models in several messages."""
+    return unittest.mock.patch.object(tensorflow_internals, "LARGEST_MESSAGE_BYTES", 256)
+
+
 def replicas(make, workdir):
     """Weights, L2 terms, clipping, averages, an odd last batch that is smaller than the number of replicas."""
     trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, average_decay=0.9)
-    metrics = trainer.fit(batches(), steps=12)
+    with in_small_messages():
+        metrics = trainer.fit(batches(), steps=12)
     with trainer.state.averaged():
         averages = {f"average/{path}": value for path, value in weights(trainer).items()}
     return weights(trainer) | averages | numbers(metrics)
@@ -52,6 +58,7 @@ def sharded(make, workdir):
     rows = classification(ROWS)
     rows["x"][33] = np.inf
     with (
+        in_small_messages(),
         unittest.mock.patch.object(parts, "_SMALLEST_ROW", 48),  # one variable is cut between rows
         unittest.mock.patch.object(parts, "_FEWEST_ROWS", 8),
         unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 200),

@@ -18,6 +18,10 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
 from tensorflow.python.ops import custom_gradient, resource_variable_ops
 
+# gRPC holds a message several times, in new memory each time, which costs more than a copy: with 80 MB in one message,
+# the step of a model of 41 million parameters took half as long again, and 0.5 GB more, than with messages like these.
+LARGEST_MESSAGE_BYTES = 4 * 2**20
+
 
 def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """Returns the index of this worker and the number of workers; (0, 1) if the strategy has only this process."""
@@ -115,8 +119,22 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     `ReplicaContext.all_reduce` registers a gradient function, which TensorFlow keeps, with the whole graph, as long as
     the process lives: 8 MB for each `fit` of a small model.
     """
-    extended = tf.distribute.get_strategy().extended
-    return list(extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+    strategy = tf.distribute.get_strategy()
+    reduce = functools.partial(strategy.extended._replica_ctx_all_reduce, tf.distribute.ReduceOp.SUM)
+    if place_in_cluster(strategy)[1] == 1:
+        return list(reduce(list(tensors)))
+    pieces = [_pieces(tensor) for tensor in tensors]
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=LARGEST_MESSAGE_BYTES - 1)
+    sums = iter(reduce([piece for of_tensor in pieces for piece in of_tensor], options))
+    return [tf.concat([next(sums) for _ in of_tensor], 0) if len(of_tensor) > 1 else next(sums) for of_tensor in pieces]
+
+
+def _pieces(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns a flat tensor in pieces of `LARGEST_MESSAGE_BYTES`; one of another rank, or smaller, as it is."""
+    most = LARGEST_MESSAGE_BYTES // tensor.dtype.size
+    if tensor.shape.rank != 1 or tensor.shape[0] is None or tensor.shape[0] <= most:
+        return [tensor]
+    return [tensor[start : start + most] for start in range(0, tensor.shape[0], most)]
 
 
 def broadcast(strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
@@ -162,16 +180,28 @@ def _name(pair: Sequence[int]) -> str:
 def _broadcast(
     strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | tf.TensorSpec, group: str, size: int
 ) -> tf.Tensor:
-    """Returns a tensor of one worker on each of a group of workers, named as to `CollectiveKeys`."""
-    keys = strategy.extended._collective_keys
+    """Returns a tensor of one worker on each of a group of workers, named as to `CollectiveKeys`; in some messages."""
+    keys, messages = strategy.extended._collective_keys, list[tf.Tensor]()
     key = keys.get_group_key([group])
-    place = {"group_size": size, "group_key": key, "instance_key": keys.get_instance_key(key, group)}
     sent = {2: tf.float16, 4: tf.float32, 8: tf.float64}[value.dtype.size]  # collectives know few types
+    most, count = LARGEST_MESSAGE_BYTES // value.dtype.size, value.shape.num_elements()
+    is_sender = place_in_cluster(strategy)[0] == sender
     with tf.device(strategy.extended.worker_devices[0]):
-        if place_in_cluster(strategy)[0] == sender:
-            return tf.bitcast(tf.raw_ops.CollectiveBcastSendV2(input=tf.bitcast(value, sent), **place), value.dtype)
-        received = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=value.shape.as_list(), **place)
-        return tf.ensure_shape(tf.bitcast(received, value.dtype), value.shape)
+        flat = tf.bitcast(tf.reshape(value, [-1]), sent) if is_sender else None
+        for start in range(0, max(count, 1), most):
+            place = {"group_size": size, "group_key": key, "instance_key": keys.get_instance_key(key, group)}
+            shape = [min(most, count - start)]
+            with tf.control_dependencies(messages[-1:]):
+                if flat is not None:
+                    message = tf.raw_ops.CollectiveBcastSendV2(input=tf.slice(flat, [start], shape), **place)
+                else:
+                    message = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=shape, **place)
+            messages.append(message)
+        if is_sender:
+            with tf.control_dependencies(messages):
+                return tf.identity(value)
+        whole = tf.concat(messages, 0) if len(messages) > 1 else messages[0]
+        return tf.reshape(tf.bitcast(whole, value.dtype), value.shape)
 
 
 @contextlib.contextmanager
