@@ -18,7 +18,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Python compiles a module once; without its files, each process of tests compiles all tests anew, in 4 CPU seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check lint matrix docs bench
+.PHONY: train test check lint matrix docs dist bench
 
 # Train the digits on two virtual CPUs: make train WORKDIR=/tmp/digits FLAGS="--steps=500".
 train: $(READY)
@@ -40,9 +40,21 @@ lint: $(READY)
 matrix:
 	.ci/matrix $(ROWS)
 
-# Write docs/settings.md from the help texts of the settings.
+# Write docs/settings.md from the help texts of the settings, and build the site: docs/_build/html/index.html.
 docs: $(READY)
 	$(BIN)/python docs/settings.py
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/sphinx-build -qnW --keep-going -c docs . docs/_build/html
+
+# Build dist/*.whl and dist/*.tar.gz, and try the wheel where nothing else is installed: its types, and the smoke test.
+dist: $(READY)
+	rm -rf dist build/empty
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd build && ../$(BIN)/mypy --config-file= --python-executable=empty/bin/python -c "import distloop; distloop.Config(steps=1)"
+	cd build && empty/bin/python -m distloop.smoke --device=cpu --num_devices=2
 
 # Measure it next to others: make bench FLAGS="--workloads=tiny --replicas=2 --only=training".
 bench: $(READY)
@@ -51,5 +63,5 @@ bench: $(READY)
 # Written last, so a set-up that was cut short starts again.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,experiments]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs,test,experiments]"
 	touch $@

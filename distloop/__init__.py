@@ -74,6 +74,8 @@ _MODULES = {
     "weighted": "training.metrics",
 }
 
+__version__ = "0.2.0"
+
 __all__ = sorted(_MODULES)
 
 versions.require_supported()

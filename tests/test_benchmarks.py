@@ -1,11 +1,12 @@
 """The benchmark: its smallest part, and the page that it writes of made-up numbers."""
 
 import os
+import re
 
 import pytest
 
 from distloop.distributed import cores
-from experiments.benchmarks import cell, goals, input_speed, page, processes, turns, workloads
+from experiments.benchmarks import cell, goals, input_speed, page, pictures, processes, turns, workloads
 from tests import forked
 
 
@@ -143,3 +144,23 @@ def test_inputs_are_compared_with_the_pipeline_of_tf_data():
         "| tf.data, read again | 200 | 1.00 | 10.00 | 0.50 s | 8.00 s |",
         "| kept | | | | 1.00 s | 1.00 s |",
     ]
+
+
+def test_the_pictures_are_those_of_the_page():
+    drawn = pictures.draw_all(pictures.PAGE.read_text(encoding="utf-8"))
+    assert len(drawn) == 3
+    for name, svg in drawn.items():
+        assert pictures.PAGE.with_name(name).read_text(encoding="utf-8") == svg, (
+            "python -m experiments.benchmarks.pictures"
+        )
+
+
+def test_a_picture_has_a_mark_where_each_figure_of_its_table_is():
+    cells = [a_cell(bare=[2.0], handloop=[2.0], keras=[8.0], orbit=[4.0], distloop=[1.0])]
+    (svg,) = pictures.draw_all(page.render({"about": "", "training": cells})).values()
+    places = {name: float(x) for x, name in re.findall(r"translate\(([\d.]+),\d+\)\"><title>(.+?)</title>", svg)}
+    assert sorted(places, key=places.get) == ["distloop: 0.5", "Orbit: 2", "Keras: 4"]
+    octave = places["Keras: 4"] - places["Orbit: 2"]  # the axis is logarithmic
+    assert places["Orbit: 2"] - places["distloop: 0.5"] == pytest.approx(2 * octave, abs=0.2)
+    one = float(re.search(r'class="one" x1="([\d.]+)"', svg)[1])
+    assert places["Orbit: 2"] - one == pytest.approx(octave, abs=0.2)

@@ -3,9 +3,11 @@
 import ast
 import functools
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -13,12 +15,16 @@ import venv
 
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 
-from distloop import config, launch, plan
+import distloop
+from distloop import config, launch, plan, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
+from tests.monitoring.test_trackers import mlflow, wandb  # noqa: F401 - fixtures
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+DOCS = [*sorted((ROOT / "docs").glob("*.md")), *REFERENCE]
 BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
@@ -40,7 +46,15 @@ OTHERS = LAUNCHER | {
     "config",
 }
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "durability", "state", "elastic"]
+LAWS += ["evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding", "sparse"]
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def blocks(page, language):
@@ -87,17 +101,20 @@ def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_wi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.usefixtures("wandb", "mlflow")
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=name_of)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = "\n".join(blocks(page, "python"))
-    exec(compile(shortened(program), page.name, "exec"), {"__name__": page.stem})
+    with flagsaver.flagsaver():
+        exec(compile(shortened(program), page.name, "exec"), {"__name__": page.stem})
+    flags.FLAGS.unparse_flags()
 
 
 @each_page
 def test_blocks_that_do_not_run_say_why(page):
     for head in re.findall(r"^```(\S.*)$", page.read_text(encoding="utf-8"), re.M):
-        assert head in ("python", "sh") or re.fullmatch(r"python no-run: \S.{10,}", head), head
+        assert re.fullmatch(r"python|sh|\{eval-rst\}|\{program-output\} .+|python no-run: \S.{10,}", head), head
 
 
 @each_page
@@ -160,7 +177,38 @@ def test_tests_that_a_page_names_exist():
 
 def test_the_index_lists_every_page():
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert [page.name for page in DOCS if page.name != "index.md" and f"({page.name})" not in text] == []
+    paths = [os.path.relpath(page, ROOT / "docs") for page in PAGES if page != README]
+    assert [path for path in paths if path != "index.md" and f"({path}) |" not in text] == []
+
+
+def test_every_public_name_is_in_the_reference_once_with_an_example_that_runs():
+    text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE)
+    programs = "".join("".join(blocks(page, "python")) for page in REFERENCE)
+    of_testing = [name for name, value in vars(testing).items() if inspect.isfunction(value) and name[0] != "_"]
+    of_testing = [name for name in of_testing if vars(testing)[name].__module__ == testing.__name__ and name != "main"]
+    names = [f"distloop.{name}" for name in distloop.__all__] + [f"distloop.testing.{name}" for name in of_testing]
+    assert sorted(re.findall(r"^\.\. auto(?:class|function|exception):: (distloop\.[\w.]+)", text, re.M)) == sorted(
+        names
+    )
+    examples = {name: name.replace("distloop.testing", "testing") for name in names}
+    assert [name for name, used in examples.items() if not re.search(rf"\b{used}\b", programs)] == []
+
+
+@pytest.mark.parametrize("command", ["launch", "report", "plan", "smoke"])
+def test_the_reference_shows_the_flags_of_a_command_with_an_example(command):
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert f"{{program-output}} python -m distloop.{command} --help\n" in text
+    assert re.search(rf"^python -m distloop\.{command} \S", text, re.M)
+
+
+def test_every_law_is_there_with_tests_that_exist_in_the_files_that_are_linked():
+    text = (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z ]+) \| (.+) \| (\[.+) \|$", text, re.M)
+    assert [law for law, _, _ in rows] == LAWS
+    for _, _, tests in rows:
+        for name, path in re.findall(r"\[`(\w+)`\]\(\.\./([\w/.]+)\)", tests):
+            assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), name
+        assert tests.count("test_") >= tests.count(", ") + 1
 
 
 def test_the_settings_page_is_what_its_program_writes():
@@ -198,3 +246,15 @@ def test_the_map_names_every_module_once():
 
 def test_the_workspace_page_is_short():
     assert len((ROOT / "WORKSPACE.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_the_examples_of_report_and_plan_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = "\n".join(blocks(ROOT / "docs" / "reference" / "watching.md", "python")[:1])
+    exec(compile(shortened(program), "watching.md", "exec"), names := {"__name__": "watching"})
+    names["trainer"].fit(names["rows"])
+    examples = "".join(blocks(ROOT / "docs" / "reference" / "commands.md", "sh"))
+    for module in (report, plan):
+        lines = re.findall(rf"^python -m {module.__name__} (.+)$", examples, re.M)
+        assert lines and all(module.main(shlex.split(line)) == 0 for line in lines)

@@ -170,7 +170,7 @@ def open_records(
     record. Later ones read that, and the headers of files whose size or time differs.
 
     Args:
-        files: a path, a pattern such as "data/train-*.tfrecord", or several of them; URLs such as "gs://..." take
+        files: a path, a pattern such as `data/train-*.tfrecord`, or several of them; URLs such as "gs://..." take
             fsspec. The records of files are numbered in the order given, those of a pattern in alphabetical order.
         index_dir: where to keep the index, a path or a URL; empty: beside the first file.
         on_corrupt: "raise": an error names the file and the byte. "skip": the next intact record of the file takes the

@@ -17,7 +17,7 @@ import time
 
 from absl import app, flags
 
-from experiments.benchmarks import goals, page, processes, with_orbit
+from experiments.benchmarks import goals, page, pictures, processes, with_orbit
 
 WORKLOADS = list(dict.fromkeys(name for name, _ in goals.STEPS))
 SYSTEMS = list(page.TITLES)
@@ -167,6 +167,7 @@ def main(_):
     print("\n" + text)
     if _WRITE.value or not any(flag.present for flag in (_WORKLOADS, _REPLICAS, _ONLY, _SYSTEMS)):
         PAGE.write_text(text, encoding="utf-8")
+        pictures.write(PAGE)
 
 
 if __name__ == "__main__":

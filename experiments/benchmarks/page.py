@@ -187,6 +187,8 @@ metrics.jsonl and console. Each figure is the time of a step over that of *bare*
 median over the rounds; below 1 is faster. *bare* is a compiled loop over constant data, *handloop* the usual compiled
 loop over `experimental_distribute_dataset`; both are written by hand, with loss and accuracy. Two workers have one
 core each. A global batch has 64 examples, 16 in lm; mlp41m has 64 for each replica, scaled down from 2,048.
+
+![The time of a step of each system over that of a handloop](training_step.svg)
 """
 SCALING = """\
 The speed of each of two workers over that of one alone, with one core and a whole batch (64; lm: 16) each: 1.0 is
@@ -201,9 +203,13 @@ every 100 steps; *histograms*: that, and histograms of weights and gradients eve
 """
 EVALUATE = """\
 Examples per second of a whole call: 2,000 examples in batches of 32. `times` is how many times faster distloop is.
+
+![Examples per second of evaluate](evaluate.svg)
 """
 PREDICT = """\
 The same for predictions, all in order.
+
+![Examples per second of predict](predict.svg)
 """
 BEYOND = """\
 Overhead in milliseconds, from the second call on. distloop's `fit` writes all files, including a checkpoint at the end;
