@@ -21,6 +21,7 @@ _MODULES = {
     "Audio": "monitoring.media",
     "BatchTest": "diagnostics.tuning",
     "Config": "config",
+    "CsvWriter": "monitoring.csv_writer",
     "ConfusionMatrix": "monitoring.media",
     "Export": "actions.exports",
     "GradientStep": "training.gradient_step",
@@ -47,7 +48,7 @@ _MODULES = {
     "Trainer": "trainer",
     "Update": "training.spec",
     "WandbWriter": "monitoring.trackers",
-    "Writer": "monitoring.deliveries",
+    "Writer": "monitoring.writers",
     "WorstExamples": "actions.worst_examples",
     "autotune_batch": "diagnostics.tuning",
     "define_flags": "flags",
@@ -118,7 +119,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
-    from distloop.monitoring.deliveries import Writer as Writer
+    from distloop.monitoring.csv_writer import CsvWriter as CsvWriter
     from distloop.monitoring.history import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
@@ -129,6 +130,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.trackers import MLflowWriter as MLflowWriter
     from distloop.monitoring.trackers import WandbWriter as WandbWriter
+    from distloop.monitoring.writers import Writer as Writer
     from distloop.notebook import notebook_launch as notebook_launch
     from distloop.optimizers.lazy import LazyAdam as LazyAdam
     from distloop.optimizers.lazy import LazyAdamW as LazyAdamW

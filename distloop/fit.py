@@ -31,6 +31,7 @@ from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
+from distloop.checkpoints.best import left_files
 from distloop.checkpoints.reading_again import read_again
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
@@ -44,12 +45,13 @@ from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
 from distloop.monitoring import notebook, run_starts
 from distloop.monitoring.console import Console, say
-from distloop.monitoring.deliveries import Deliveries, Writer, check_writers
+from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed
+from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
 from distloop.training import elasticity, overview, run_length, tables, unread_entries
@@ -103,12 +105,8 @@ class Fit:
         self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
         self._notes = _make_notes(self.config.workdir, self.clock, self._is_chief, self.checkpoints.lock.verify)
         self._plan = Plan(self.units, is_chief=self._is_chief)
-        self._plan.check(
-            [
-                *(getattr(self.config, name) for name in _PERIODS),
-                *(action.every for action in [*self.evaluations, *self.actions]),
-            ]
-        )
+        periods = [getattr(self.config, name) for name in _PERIODS]
+        self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
@@ -132,7 +130,7 @@ class Fit:
 
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
-        return self._deliveries.open(self._step, flags.shown_settings(self.config), is_over=self.is_over)
+        return self._deliveries.open(self._step, flags.run_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -180,16 +178,17 @@ class Fit:
                     break
                 except Diverged as diverged:
                     self._go_back(diverged)
-            self._restore_best()
+            self._finish()
 
     def _say_why_over(self) -> None:
         """Prints why nothing is done, of a run that is over."""
         why = run_length.why_over(self.units.run, self._step, self._loop.secs, self._stop_reason)
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
-        self._restore_best()
+        self._finish()
 
-    def _restore_best(self) -> None:
-        """Restores the best checkpoint, if an action asks for it when the run has ended."""
+    def _finish(self) -> None:
+        """Hands what the run has left to writers, and restores the best checkpoint if an action asks for it."""
+        self._deliveries.write_files(functools.partial(left_files, self.config.workdir, self.actions))
         for metric in metrics_to_restore(self.actions):
             self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 

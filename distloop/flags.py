@@ -117,6 +117,11 @@ def shown_settings(config: Config) -> dict[str, Any]:
     return {name: HIDDEN if _is_secret(name) else value for name, value in dataclasses.asdict(config).items()}
 
 
+def run_settings(config: Config) -> dict[str, Any]:
+    """Returns all settings and the program's own flags by name, as JSON holds them: `***` for secret ones."""
+    return shown_settings(config) | _own_values(config)
+
+
 def secret_names() -> set[str]:
     """Returns the names of secret flags as `facts` has them, such as `--token`."""
     return {f"--{prefix}{name}" for name in flags.FLAGS if _is_secret(name) for prefix in ("", "no")}
@@ -170,7 +175,7 @@ def write(config: Config, workdir: str) -> None:
 
 def as_json(config: Config) -> str:
     """Returns the content of `config.json`: every setting and the program's own flags, by name."""
-    return json.dumps(shown_settings(config) | _own_values(config), indent=2) + "\n"
+    return json.dumps(run_settings(config), indent=2) + "\n"
 
 
 def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:

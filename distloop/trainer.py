@@ -37,9 +37,9 @@ from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.monitoring import dated_workdir
 from distloop.monitoring.console import say
-from distloop.monitoring.deliveries import Writer
 from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
+from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale
 from distloop.training import run_length
 from distloop.training.evaluation import EvalLoop

@@ -20,7 +20,6 @@ from absl.testing import flagsaver
 import distloop
 from distloop import config, launch, plan, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
-from tests.monitoring.test_trackers import mlflow, wandb  # noqa: F401 - fixtures
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -101,7 +100,6 @@ def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_wi
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("wandb", "mlflow")
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=name_of)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -77,14 +78,52 @@ def test_the_recommender_learns_from_a_file_of_ratings(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_each_combination_and_compares_them(tmp_path):
+def test_a_grid_runs_each_combination_and_compares_them(tmp_path):
     tried = ["--try=hidden=2,4", "--try=learning_rate=1e-3", "--parallel=2"]
     program = ["-m", "experiments.regression", "--device=cpu", "--steps=3", "--log_every=3", "--eval_every=0"]
-    out = run("-m", "experiments.sweep", f"--workdir={tmp_path}", *tried, "--", *program)
+    out = run("-m", "experiments.grid", f"--workdir={tmp_path}", *tried, "--", *program)
     runs = ["hidden=2,learning_rate=1e-3", "hidden=4,learning_rate=1e-3"]
     assert sorted(os.listdir(tmp_path)) == runs
     assert all(f"{name}: done" in out and (tmp_path / name / "train").is_dir() for name in runs)
     assert "test/loss" in out
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes_what_is_worse_than_most(tmp_path):
+    optuna = pytest.importorskip("optuna", reason='needs Optuna: pip install "distloop[sweep]"')
+
+    def sweep(name, trials):
+        settings = ["--steps=8", "--eval_every=2", "--checkpoint_every=2", "--limit_eval_batches=1"]
+        return forked.Program(
+            [
+                "-m",
+                "experiments.sweep",
+                f"--workdir={tmp_path / name}",
+                f"--trials={trials}",
+                "--device=cpu",
+                *settings,
+            ],
+            **{stream: tmp_path / f"{name}.{stream}" for stream in ("stdout", "stderr")},
+            env=os.environ,
+        )
+
+    def trials_of(name):
+        journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / name / "study.log"))
+        study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(journal))
+        return [(t.number, t.params, t.state.name, t.value, t.intermediate_values) for t in study.get_trials()]
+
+    assert sweep("whole", 8).wait(300) == 0
+    killed = sweep("killed", 8)
+    rows = tmp_path / "killed" / "1" / "metrics.jsonl"
+    while killed.poll() is None and not (rows.exists() and rows.stat().st_size):
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait(10) == -9 and trials_of("killed")[-1][2] == "RUNNING"
+    assert sweep("killed", 8).wait(300) == 0
+    assert trials_of("killed") == trials_of("whole")
+    ends = [state for _, _, state, *_ in trials_of("whole")]
+    assert set(ends) == {"COMPLETE", "PRUNED"} and ends[:5] == ["COMPLETE"] * 5
+    assert "best trial" in (tmp_path / "killed.stdout").read_text()
 
 
 @pytest.mark.slow

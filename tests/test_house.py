@@ -74,6 +74,7 @@ WITHOUT_TENSORFLOW = {
     "versions",
 }
 WITHOUT_TENSORFLOW |= {"actions.schedule", "diagnostics.goodput_model"}
+WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("delivery", "writers", "csv_writer", "wandb_files")}
 WITHOUT_TENSORFLOW |= {
     f"monitoring.{name}"
     for name in "records run_files run_starts run_costs run_lock console text_tables curves timing deliveries".split()

@@ -178,6 +178,10 @@ class Action(Protocol):
         """Ends a boundary for an action that was due, after all others were called; here `SaveBest` saves."""
         return None
 
+    def run_files(self) -> Sequence[tuple[str, str, int]]:
+        """Returns name, path and step of files that writers get when the run is over, such as exports."""
+        return ()
+
     def get_state(self) -> Any:
         """Returns the action's state for a checkpoint; None: there is nothing to save.
 

@@ -132,6 +132,11 @@ class Export(Action):
                 "correct the model, and call trainer.export."
             ) from failure
 
+    def run_files(self) -> list[tuple[str, str, int]]:
+        """Returns the exports that are kept, for writers."""
+        name = os.path.basename(os.path.normpath(self.directory)) + self._suffix
+        return [(name, self._path(step), step) for step in self._steps()[-self.keep :]]
+
     def _is_better(self, report: Report) -> bool:
         """Returns whether the metric is better than at all exports before."""
         report.require(self.metric, "Export", was_seen=self.best is not None)

@@ -7,13 +7,16 @@ It changes no variable.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from distloop.actions.action import Action, member
 from distloop.checkpoints.checkpoint import Saved
-from distloop.checkpoints.store import Checkpoints
+from distloop.checkpoints.store import Checkpoints, in_workdir
+from distloop.monitoring.writers import RunFile
 
 BEST = "best"  # stands for the best checkpoint where `restore` takes a path
+_NAMES = "best/"  # of the files that writers get; the metric follows
 
 
 def load_best(checkpoints: Checkpoints | None, metric: str, gather: Callable[[float], Any]) -> Saved:
@@ -45,9 +48,8 @@ def best_step(checkpoints: Checkpoints, metric: str = "") -> int:
     Raises:
         ValueError: if there is no such checkpoint, or metrics were best at different steps and none is named.
     """
-    whole = set(checkpoints.steps)
-    best = {name: [step for step in steps if step in whole][:1] for name, steps in checkpoints.best_steps.items()}
-    steps = {name: kept[0] for name, kept in best.items() if kept and metric in ("", name)}
+    steps = {file.name.removeprefix(_NAMES): file.step for file in _best_files(checkpoints)}
+    steps = {name: step for name, step in steps.items() if metric in ("", name)}
     if not steps:
         raise ValueError(
             f"No best checkpoint{f' of {metric!r}' if metric else ''} is kept in {checkpoints.directory!r}: give fit "
@@ -59,3 +61,24 @@ def best_step(checkpoints: Checkpoints, metric: str = "") -> int:
             f'restore("best") was called, and metrics were best at different steps: give the path, {", ".join(paths)}.'
         )
     return next(iter(steps.values()))
+
+
+def left_files(workdir: str, actions: Sequence[Action]) -> list[RunFile]:
+    """Returns the best checkpoints of a run, and what its actions have left, for writers.
+
+    Raises:
+        OSError: if the checkpoints cannot be read.
+    """
+    best = _best_files(in_workdir(workdir)) if workdir else []
+    return best + [RunFile(*file) for action in actions for file in member(action, "run_files")()]
+
+
+def _best_files(checkpoints: Checkpoints) -> list[RunFile]:
+    """Returns the whole checkpoint where each metric was best."""
+    whole = set(checkpoints.steps)
+    best = {metric: [step for step in steps if step in whole][:1] for metric, steps in checkpoints.best_steps.items()}
+    return [
+        RunFile(f"{_NAMES}{metric}", os.path.join(checkpoints.directory, str(step)), step)
+        for metric, steps in best.items()
+        for step in steps
+    ]

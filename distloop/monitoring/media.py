@@ -8,6 +8,7 @@ It needs no TensorFlow, and does not know files.
 
 import abc
 import io
+import json
 import math
 import wave
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,9 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.image import metadata as images
 from tensorboard.plugins.pr_curve import metadata as pr_curves
 from tensorboard.plugins.text import metadata as text
-from tensorboard.util.tensor_util import make_tensor_proto
+from tensorboard.util.tensor_util import make_ndarray, make_tensor_proto
+
+from distloop.monitoring.writers import MediaFile
 
 Encoded = tuple[TensorProto, SummaryMetadata]
 
@@ -37,6 +40,8 @@ _BUCKETS = 30
 _GAP = 2  # pixels between the images of a grid
 _MIN_SIDE, _CAPTION_WIDTH = 64, 140  # pixels; what small images of a grid are enlarged to, without and with captions
 _LINE = 24  # pixels
+# Suffix of the file of a kind of media, and its place in the tensor.
+_FILES = {images.PLUGIN_NAME: (".png", 2), audio.PLUGIN_NAME: (".wav", 0), text.PLUGIN_NAME: (".md", 0)}
 _THRESHOLDS = 201  # points of a precision-recall curve, TensorBoard's default
 
 
@@ -46,6 +51,16 @@ class Media(abc.ABC):
     @abc.abstractmethod
     def encode(self) -> Encoded:
         """Returns the tensor and the metadata for TensorBoard's plugin of this kind."""
+
+    def as_file(self) -> MediaFile | None:
+        """Returns the media as the content of a file; None if its kind has none, such as a precision-recall curve."""
+        tensor, metadata = self.encode()
+        kind = metadata.plugin_data.plugin_name
+        if kind == histograms.PLUGIN_NAME:
+            left, right, counts = make_ndarray(tensor).T.tolist()
+            return MediaFile(".json", json.dumps({"edges": [*left, right[-1]], "counts": counts}).encode())
+        suffix, place = _FILES.get(kind, ("", 0))
+        return MediaFile(suffix, tensor.string_val[place]) if suffix else None
 
 
 @dataclass(frozen=True, eq=False)

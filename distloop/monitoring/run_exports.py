@@ -4,13 +4,14 @@ json.dumps(as_json(runs), allow_nan=False)
 write_csv(runs, "runs.csv")
 """
 
-import csv
 import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from distloop.atomic_files import replacing
 from distloop.monitoring import ledger, run_files
+from distloop.monitoring.csv_writer import write_table
 from distloop.monitoring.run_files import Run, Series
 
 
@@ -62,10 +63,8 @@ def write_csv(runs: Sequence[Run], path: str) -> None:
     """
     names = dict.fromkeys(["run", "step", "time", *(name for run in runs for row in run.rows for name in row)])
     try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(names))
-            writer.writeheader()
-            writer.writerows({"run": run.name, **row} for run in runs for row in run.rows)
+        with replacing(path) as temporary:
+            write_table(temporary, list(names), ({"run": run.name, **row} for run in runs for row in run.rows))
     except OSError as error:
         raise ValueError(
             f"{path!r} cannot be written ({error.strerror}): give a file in a directory that is there."

@@ -1,21 +1,44 @@
-"""Trackers: writers that send the rows of a run to Weights & Biases and MLflow, and go on with the same run there.
+"""Trackers: writers that send a run to Weights & Biases and MLflow, and go on with the same run there.
 
     trainer.fit(train, writers=[distloop.WandbWriter(project="digits"), distloop.MLflowWriter("digits")])
 
 The packages are imported when a writer is made, so nobody else needs them. `deliveries` decides which rows come.
 """
 
+import contextlib
+import html
 import importlib
+import io
+import json
+import os
 import re
+import secrets
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-_LAST_STEP = "distloop.last_step"  # a tag of a run in MLflow
+from PIL import Image
+
+from distloop.monitoring import wandb_files
+from distloop.monitoring.writers import MediaFile
+
+_FLUSH, _FLUSH_SECS = "x_transaction_log_flush_interval", 1.0  # how old a row is at most when it is in the file
+_WORKDIR = "distloop.workdir"  # a tag of a run in MLflow
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # MLflow refuses other characters in the name of a metric
+_NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of an image
+_NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
+_IMAGE = re.compile(r"images/(?P<key>.+)\+step\+(?P<step>\d+)\+timestamp\+")  # the path of one in MLflow
 
 
 class WandbWriter:
-    """Sends the rows of a run to Weights & Biases, with its settings as the config."""
+    """Sends the rows, media and files of a run to Weights & Biases, with its settings and flags as the config.
+
+    Exports and the best checkpoints become artifacts. W&B buffers rows; those that a kill takes come again from the
+    workdir, offline by what the files of the run hold, online by the step that the server has.
+
+    Attributes:
+        last_step: the step of the last row that W&B has; -1: it has none; None: unknown.
+    """
 
     def __init__(self, project: str | None = None, **settings: Any):
         """Imports wandb; `fit` begins the run, or with a workdir goes on with the run that was begun there.
@@ -31,18 +54,43 @@ class WandbWriter:
         self._settings = {"project": project, **settings}
         self._run: Any = None
         self._exit_code = 0
+        self.last_step: int | None = None
+
+    def new_run_id(self) -> str:
+        """Returns the id of a new run."""
+        return secrets.token_hex(4)
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
         place = {"id": run_id, "resume": "allow", "dir": settings.get("workdir") or None}
         config = {"config": dict(settings), "allow_val_change": True}
-        self._run = self._wandb.init(**{**place, **config, **self._settings})
+        if _FLUSH in getattr(self._wandb.Settings, "model_fields", ()):  # new in 0.31
+            config["settings"] = self._wandb.Settings(**{_FLUSH: _FLUSH_SECS})
+        self._run = run = self._wandb.init(**{**place, **config, **self._settings})
         self._exit_code = 0
-        return str(self._run.id)
+        if run.offline:
+            self.last_step = wandb_files.last_step(run.settings.wandb_dir, run.id)
+        else:
+            self.last_step = run.starting_step - 1 if run.resumed and run.starting_step else None
+        return str(run.id)
+
+    def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
+        """Adds media to the row that comes next, of the same step."""
+        self._run.log({name: self._as_media(file) for name, file in media.items()}, step=step)
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
-        """Sends a row."""
-        self._run.log({**numbers, "_timestamp": time}, step=step)
+        """Sends a row, with the media of its step."""
+        self._run.log({**numbers, "_timestamp": time}, step=step, commit=True)
+
+    def write_file(self, name: str, path: str, step: int) -> None:
+        """Sends a file or directory as a version of an artifact of this run; W&B keeps equal content once."""
+        name = f"{_NOT_IN_ARTIFACTS.sub('-', name)}-{self._run.id}"
+        artifact = self._wandb.Artifact(name, type="model", metadata={"step": step})
+        if os.path.isdir(path):
+            artifact.add_dir(path)
+        else:
+            artifact.add_file(path)
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def on_error(self, error: BaseException) -> None:
         """Marks the run as failed."""
@@ -50,15 +98,28 @@ class WandbWriter:
         self._exit_code = code if isinstance(code, int) else 1
 
     def close(self) -> None:
-        """Waits until the rows are sent, and ends the run."""
+        """Waits until everything is sent, and ends the run."""
         self._run.finish(exit_code=self._exit_code)
+
+    def _as_media(self, file: MediaFile) -> Any:
+        """Returns media as W&B has them."""
+        if file.suffix == ".png":
+            return self._wandb.Image(Image.open(io.BytesIO(file.data)))
+        if file.suffix == ".json":
+            histogram = json.loads(file.data)
+            return self._wandb.Histogram(np_histogram=(histogram["counts"], histogram["edges"]))
+        if file.suffix == ".wav":
+            with _as_path(file, "sound") as path:
+                return self._wandb.Audio(path)
+        return self._wandb.Html(f"<pre>{html.escape(file.data.decode())}</pre>")
 
 
 class MLflowWriter:
-    """Sends the rows of a run to MLflow, with its settings as parameters.
+    """Sends the rows, media and files of a run to MLflow, with its settings and flags as parameters.
 
-    Attributes:
-        last_step: the step of the last row that MLflow has.
+    Images are in MLflow's view of images, sounds and texts among the artifacts, in `media`; exports and the best
+    checkpoints are artifacts, too. MLflow keeps parameters as they were at the first start. MLflow is asked for what it
+    has of a step, so none is there twice.
     """
 
     def __init__(
@@ -73,7 +134,7 @@ class MLflowWriter:
 
         Args:
             experiment: the name of the experiment; made if there is none.
-            tracking_uri: of the server or the directory; None: MLflow's default, or `MLFLOW_TRACKING_URI`.
+            tracking_uri: of the server, or a file, `"sqlite:///mlflow.db"`; None: `MLFLOW_TRACKING_URI`, or that file.
             run_name: None: MLflow makes one.
             tags: of the run, by name.
 
@@ -87,35 +148,56 @@ class MLflowWriter:
         self._client: Any = None
         self._run_id = ""
         self._status = "FINISHED"
-        self.last_step: int | None = None
+        self._steps: dict[str, int] = {}  # the last step of each metric that MLflow has
+        self._images: set[tuple[str, int]] = set()  # names and steps of images that it has
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
         self._client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
-        self._status, self.last_step = "FINISHED", None
-        if run_id is None:
-            experiment = self._client.get_experiment_by_name(self._experiment)
-            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-            run = self._client.create_run(experiment_id, run_name=self._run_name, tags=self._tags)
-            params = [self._entities.Param(name, str(value)[:500]) for name, value in settings.items()]
-            self._client.log_batch(run.info.run_id, params=params)
-        else:
-            run = self._client.get_run(run_id)
-            self._client.update_run(run_id, status="RUNNING")
-            self.last_step = int(run.data.tags[_LAST_STEP]) if _LAST_STEP in run.data.tags else None
+        self._status = "FINISHED"
+        run = self._client.get_run(run_id) if run_id is not None else self._begin(str(settings.get("workdir") or ""))
         self._run_id = str(run.info.run_id)
+        self._client.update_run(self._run_id, status="RUNNING")
+        params = [
+            self._entities.Param(name, str(value)[:500])
+            for name, value in settings.items()
+            if name not in run.data.params
+        ]
+        self._client.log_batch(self._run_id, params=params)
+        # Of each metric the last value; no public attribute has its step.
+        self._steps = {metric.key: metric.step for metric in getattr(run.data, "_metric_objs", ())}
+        paths = [file.path for file in self._client.list_artifacts(self._run_id, "images")] if run_id else []
+        self._images = {(match["key"], int(match["step"])) for path in paths if (match := _IMAGE.match(path))}
         return self._run_id
 
+    def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
+        """Sends images, sounds and texts; MLflow shows no histograms."""
+        for name, file in media.items():
+            key = _NOT_IN_KEYS.sub("_", name)
+            if file.suffix == ".png" and (key.replace("/", "~"), step) not in self._images:
+                image = Image.open(io.BytesIO(file.data))
+                self._client.log_image(self._run_id, image, key=key, step=step, timestamp=int(time * 1000))
+            elif file.suffix in (".md", ".wav"):
+                with _as_path(file, str(step)) as path:
+                    self._client.log_artifact(self._run_id, path, f"media/{key}")
+
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
-        """Sends a row, and its step as a tag."""
-        metric, milliseconds = self._entities.Metric, int(time * 1000)
-        self._client.log_batch(
-            self._run_id,
-            metrics=[
-                metric(_NOT_IN_NAMES.sub("_", name), value, milliseconds, step) for name, value in numbers.items()
-            ],
-            tags=[self._entities.RunTag(_LAST_STEP, str(step))],
-        )
+        """Sends what MLflow lacks of a row: a kill may have come between two of its numbers."""
+        milliseconds = int(time * 1000)
+        named = {_NOT_IN_NAMES.sub("_", name): value for name, value in numbers.items()}
+        metrics = [
+            self._entities.Metric(name, value, milliseconds, step)
+            for name, value in named.items()
+            if self._steps.get(name, -1) < step
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def write_file(self, name: str, path: str, step: int) -> None:
+        """Sends a file to the artifact directory of its name, and a directory to one of its step below."""
+        if os.path.isdir(path):
+            self._client.log_artifacts(self._run_id, path, f"{name}/{step}")
+        else:
+            self._client.log_artifact(self._run_id, path, name)
 
     def on_error(self, error: BaseException) -> None:
         """Marks the run as failed, or as killed if it was interrupted."""
@@ -125,6 +207,18 @@ class MLflowWriter:
         """Ends the run."""
         self._client.set_terminated(self._run_id, self._status)
 
+    def _begin(self, workdir: str) -> Any:
+        """Returns a new run, or the empty one of a process that was killed while it began this one."""
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        tags = {**self._tags, **({_WORKDIR: os.path.abspath(workdir)} if workdir else {})}
+        if workdir and '"' not in tags[_WORKDIR]:
+            begun = f'tags."{_WORKDIR}" = "{tags[_WORKDIR]}" and attributes.status = "RUNNING"'
+            for run in self._client.search_runs([experiment_id], begun, max_results=1):
+                if not run.data.metrics:
+                    return run
+        return self._client.create_run(experiment_id, run_name=self._run_name, tags=tags)
+
 
 def _import(package: str, writer: str) -> Any:
     try:
@@ -133,3 +227,13 @@ def _import(package: str, writer: str) -> Any:
         raise ValueError(
             f'{writer} needs {package}, which is not installed: pip install "distloop[{package}]".'
         ) from None
+
+
+@contextlib.contextmanager
+def _as_path(file: MediaFile, name: str) -> Any:
+    """Yields the path of a file with the content of media, which is removed at the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, name + file.suffix)
+        with open(path, "wb") as temporary:
+            temporary.write(file.data)
+        yield path

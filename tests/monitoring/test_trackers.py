@@ -1,138 +1,210 @@
-"""Writers for W&B and MLflow, against fakes with the calls of wandb 0.31 and mlflow 3.17, which were tried for real."""
+"""Runs in W&B and MLflow, with the real packages: each row, image and file once, over kills; read back by them."""
 
+import glob
+import json
+import os
+import pathlib
+import subprocess
 import sys
-import types
 
 import pytest
 
 import distloop
+from distloop.monitoring import wandb_files
 from distloop.monitoring.deliveries import Deliveries
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-@pytest.fixture
-def wandb(monkeypatch):
-    """A fake of wandb; `runs` has the arguments, rows and exit code of each `init`."""
-    fake = types.ModuleType("wandb")
-    fake.runs = []
+# A run of 12 steps with a checkpoint, an evaluation and an image at every fourth, which is killed where it is told to.
+PROGRAM = """
+import importlib, os, pathlib, signal, sys, time
+import numpy as np
+import distloop
+from distloop.monitoring.deliveries import Deliveries
+from distloop.monitoring.json_writer import JsonWriter
+from distloop.monitoring.media import Histogram, Images, Text
+from distloop.monitoring.writers import RunFile
 
-    def init(**arguments):
-        run = types.SimpleNamespace(id=arguments["id"] or f"new{len(fake.runs)}", arguments=arguments, rows=[])
-        run.log = lambda row, step: run.rows.append((step, row))
-        run.finish = lambda exit_code: setattr(run, "exit_code", exit_code)
-        fake.runs.append(run)
-        return run
+def run(workdir, tracker, killed_at, start_secs):
 
-    fake.init = init
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if tracker == "wandb":
+        writer = distloop.WandbWriter("digits", mode="offline", name="mine")
+        if killed_at == "begin":
+            writer._wandb.init = lambda init=writer._wandb.init, **arguments: (init(**arguments), kill())
+    else:
+        writer = distloop.MLflowWriter("digits", tracking_uri=tracker, run_name="mine", tags={"team": "a"})
+        client = writer._mlflow.MlflowClient
+        if killed_at == "begin":
+            client.create_run = lambda self, *args, of=client.create_run, **more: (of(self, *args, **more), kill())
+        if killed_at.startswith("in "):  # half of a row is there
+            def log_batch(self, run_id, metrics=(), of=client.log_batch, **more):
+                for metric in metrics:
+                    if metric.step == int(killed_at[3:]):
+                        of(self, run_id, metrics=[metric])
+                        kill()
+                of(self, run_id, metrics=metrics, **more)
+            client.log_batch = log_batch
+
+    checkpoint = pathlib.Path(workdir, "checkpoint")
+    start = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    files = []
+    for step in (8, 12):
+        path = pathlib.Path(workdir, "models", str(step))
+        files.append(RunFile("models", str(path), step))
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "saved_model.pb").exists():
+            (path / "saved_model.pb").write_text(f"weights of {step}")
+    best = pathlib.Path(workdir, "best.npz")
+    if not best.exists():
+        best.write_text("best")
+    files.append(RunFile("best/test/acc", str(best), 8))
+    json_writer = JsonWriter(workdir + "/metrics.jsonl", start)
+    settings = {"workdir": workdir, "steps": 12, "rate": 0.1, "token": "***"}
+    with Deliveries([writer], workdir).open(start, settings, is_over=start == 12) as opened:
+        for step in range(start + 1, 13):
+            numbers = {"loss": step / 7, "acc@1": float("nan"), **({"test/acc": step / 12} if step % 4 == 0 else {})}
+            for file in (json_writer, opened):
+                file.write(step, numbers, start_secs + step)
+            if step % 4 == 0:
+                image = Images(np.full([1, 4, 4, 1], step / 12))
+                opened.show(step, {"test/picture": image, "note": Text("<b>"), "w": Histogram([1.0, 2.0])}, 0.0)
+            for file in (json_writer, opened):
+                file.flush()
+            if killed_at == str(step):
+                time.sleep(0.02)  # somewhere in the writer
+                kill()
+            while opened._deliveries[0].note.step < step:
+                time.sleep(0.002)
+            if step % 4 == 0:
+                checkpoint.write_text(str(step))
+        opened.write_files(lambda: files)
+        if killed_at == "end":
+            opened._deliveries[0]._tasks.put(kill)
+            time.sleep(30)
+
+workdir, tracker, *kills = sys.argv[1:]
+importlib.import_module("wandb" if tracker == "wandb" else "mlflow.store.tracking.sqlalchemy_store")  # once for all
+for i, killed_at in enumerate([*kills, "never"]):
+    if not (process := os.fork()):
+        run(workdir, tracker, killed_at, 1e9 + i / 8)  # a row that is computed again has another time
+        sys.exit()
+    code = os.waitpid(process, 0)[1]
+    if code != (0 if killed_at == "never" else signal.SIGKILL):
+        sys.exit(f"killed at {killed_at}: {code}")
+"""
 
 
-@pytest.fixture
-def mlflow(monkeypatch):
-    """A fake of MLflow; `runs` has the runs by id."""
-    fake, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
-    fake.runs, fake.experiments, fake.uris = {}, [], []
-    for name in ("Metric", "Param", "RunTag"):
-        setattr(entities, name, type(name, (), {"__init__": lambda self, *args: setattr(self, "args", args)}))
+def run_killed(workdir, tracker, *kills):
+    """Runs the program once for each kill, then to its end."""
+    command = [sys.executable, "-c", PROGRAM, str(workdir), tracker, *kills]
+    environment = {**os.environ, "WANDB_DATA_DIR": str(workdir), "WANDB_SILENT": "true"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
 
-    class MlflowClient:
-        def __init__(self, tracking_uri):
-            fake.uris.append(tracking_uri)
 
-        def get_experiment_by_name(self, name):
-            ids = [str(i) for i, known in enumerate(fake.experiments) if known == name]
-            return types.SimpleNamespace(experiment_id=ids[0]) if ids else None
+def records(workdir, kind):
+    """All records of a kind in the offline files of a run."""
+    paths = sorted(glob.glob(f"{workdir}/wandb/offline-run-*/*.wandb"))
+    found = [record for path in paths for record in wandb_files.records(path)]
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
 
-        def create_experiment(self, name):
-            fake.experiments.append(name)
-            return str(len(fake.experiments) - 1)
 
-        def create_run(self, experiment_id, run_name, tags):
-            info = types.SimpleNamespace(run_id=f"run{len(fake.runs)}", experiment_id=experiment_id, run_name=run_name)
-            data = types.SimpleNamespace(tags=dict(tags))
-            run = types.SimpleNamespace(info=info, data=data, params=[], metrics=[], status="RUNNING")
-            fake.runs[info.run_id] = run
-            return run
+def history(workdir):
+    """The rows of a run in W&B's files."""
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item}
+        for row in records(workdir, "history")
+    ]
 
-        def get_run(self, run_id):
-            return fake.runs[run_id]
 
-        def update_run(self, run_id, status):
-            fake.runs[run_id].status = status
+@pytest.mark.slow
+def test_wandb_has_each_row_image_and_file_once_over_kills(tmp_path):
+    pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
+    run_killed(tmp_path, "wandb", "begin", "6", "12", "end")
+    assert len({run.run_id for run in records(tmp_path, "run")}) == 1
+    rows = history(tmp_path)
+    assert [row["_step"] for row in rows] == list(range(1, 13))
+    assert [row["loss"] for row in rows] == [step / 7 for step in range(1, 13)]
+    assert [row["_timestamp"] // 1 for row in rows] == [1e9 + step for step in range(1, 13)]
+    assert [row["test/acc"] for row in rows if "test/acc" in row] == [4 / 12, 8 / 12, 1.0]
+    # Rows that were lost with the buffer of a killed process come from metrics.jsonl, which has no media.
+    assert len([row for row in rows if "test/picture/path" in row]) <= 3
+    config = {}
+    for run in records(tmp_path, "run"):
+        config |= {update.key: json.loads(update.value_json) for update in run.config.update}
+    assert {"steps": 12, "rate": 0.1, "token": "***"}.items() <= config.items()
+    # The process that was killed before it closed the run may have written them, too: equal content, one version.
+    artifacts = records(tmp_path, "artifact")
+    assert {(artifact.name.rpartition("-")[0], *sorted(artifact.aliases)) for artifact in artifacts} == {
+        ("best-test-acc", "latest", "step-8"),
+        ("models", "latest", "step-12"),
+        ("models", "latest", "step-8"),
+    }
+    assert len({artifact.digest for artifact in artifacts}) == 3
 
-        set_terminated = update_run
 
-        def log_batch(self, run_id, metrics=(), params=(), tags=()):
-            run = fake.runs[run_id]
-            run.metrics += [metric.args for metric in metrics]
-            run.params += [param.args for param in params]
-            run.data.tags.update(tag.args for tag in tags)
+@pytest.mark.slow
+def test_wandb_has_media_of_a_run_that_is_not_killed(tmp_path):
+    pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
+    run_killed(tmp_path, "wandb")
+    rows = [row for row in history(tmp_path) if "test/picture/path" in row]
+    assert [row["_step"] for row in rows] == [4, 8, 12]
+    kinds = {(row["test/picture/_type"], row["note/_type"], row["w/_type"]) for row in rows}
+    assert kinds == {("image-file", "html-file", "histogram")}
+    assert len(glob.glob(f"{tmp_path}/wandb/offline-run-*/files/media/images/test/*.png")) == 3
 
-    fake.MlflowClient, fake.entities = MlflowClient, entities
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    return fake
+
+def mlflow_client(uri):
+    mlflow = pytest.importorskip("mlflow", reason='needs MLflow: pip install "distloop[mlflow]"')
+    return mlflow.MlflowClient(tracking_uri=uri)
+
+
+@pytest.mark.slow
+def test_mlflow_has_each_number_image_and_file_once_over_kills(tmp_path):
+    client = mlflow_client(uri := f"sqlite:///{tmp_path}/mlflow.db")
+    client.create_experiment("digits", artifact_location=str(tmp_path / "artifacts"))
+    run_killed(tmp_path, uri, "begin", "in 8", "in 12", "end")
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == "mine" and run.data.tags["team"] == "a"
+    assert {"steps": "12", "rate": "0.1", "token": "***"}.items() <= run.data.params.items()
+    values = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in values] == [(step, step / 7) for step in range(1, 13)]
+    assert [metric.timestamp // 1000 for metric in values] == [10**9 + step for step in range(1, 13)]
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "test/acc")] == [4, 8, 12]
+    assert len(client.get_metric_history(run.info.run_id, "acc_1")) == 12  # @ is no character of a name there
+    images = [file.path for file in client.list_artifacts(run.info.run_id, "images") if file.path.endswith(".png")]
+    steps = [path.split("+step+")[1].split("+")[0] for path in images]
+    assert len(steps) == len(set(steps)) and set(steps) <= {"4", "8", "12"} and {"4", "8"} & set(steps)
+    for path, content in {
+        "models/8/saved_model.pb": "weights of 8",
+        "models/12/saved_model.pb": "weights of 12",
+    }.items():
+        assert (pathlib.Path(client.download_artifacts(run.info.run_id, path))).read_text() == content
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "best/test/acc")] == ["best/test/acc/best.npz"]
 
 
 def deliver(writer, steps, workdir, error=None):
-    settings = {"workdir": str(workdir), "steps": 4}
-    with Deliveries([writer], str(workdir)).open(0, settings) as opened:
+    with Deliveries([writer], str(workdir)).open(0, {"workdir": str(workdir), "steps": 4}) as opened:
         for step in steps:
-            opened.write(step, {"loss": 0.5, "acc@1": 1.0}, 1e9 + step)
+            opened.write(step, {"loss": 0.5}, 1e9 + step)
         if error:
             raise error
 
 
-def test_wandb_gets_rows_with_their_time_and_the_settings_as_config(wandb, tmp_path):
-    deliver(distloop.WandbWriter("digits", name="mine", mode="offline"), [1, 2], tmp_path)
-    (run,) = wandb.runs
-    assert run.rows[1] == (2, {"loss": 0.5, "acc@1": 1.0, "_timestamp": 1e9 + 2}) and run.exit_code == 0
-    arguments = {"project": "digits", "name": "mine", "mode": "offline", "id": None, "dir": str(tmp_path)}
-    assert arguments.items() <= run.arguments.items() and run.arguments["config"]["steps"] == 4
-
-
-def test_wandb_goes_on_with_the_run_of_the_workdir(wandb, tmp_path):
-    with pytest.raises(SystemExit):
-        deliver(distloop.WandbWriter(), [1, 2], tmp_path, error=SystemExit(75))
-    with pytest.raises(KeyError):
-        deliver(distloop.WandbWriter(), [2, 3], tmp_path, error=KeyError("x"))
-    deliver(distloop.WandbWriter(), [4], tmp_path)
-    assert [run.id for run in wandb.runs] == ["new0"] * 3 and {run.arguments["resume"] for run in wandb.runs} == {
-        "allow"
-    }
-    assert [step for run in wandb.runs for step, _ in run.rows] == [1, 2, 3, 4]
-    assert [run.exit_code for run in wandb.runs] == [75, 1, 0]
-
-
-def test_mlflow_goes_on_with_the_run_of_the_workdir(mlflow, tmp_path):
-    def writer():
-        return distloop.MLflowWriter("digits", tracking_uri="http://there", run_name="mine", tags={"team": "a"})
-
-    with pytest.raises(KeyError):
-        deliver(writer(), [1, 2], tmp_path, error=KeyError("x"))
-    assert mlflow.runs["run0"].status == "FAILED"
-    with pytest.raises(SystemExit):
-        deliver(writer(), [2, 3], tmp_path, error=SystemExit(75))
-    assert mlflow.runs["run0"].status == "KILLED"
-    deliver(writer(), [3, 4], tmp_path)
-    ((run_id, run),) = mlflow.runs.items()
-    assert (
-        run_id == "run0" and run.status == "FINISHED" and run.info.run_name == "mine" and run.data.tags["team"] == "a"
-    )
-    assert [metric for metric in run.metrics if metric[0] == "loss"] == [
-        ("loss", 0.5, 1_000_000_000_000 + 1000 * step, step) for step in (1, 2, 3, 4)
-    ]
-    assert ("acc_1", 1.0, 1_000_000_001_000, 1) in run.metrics  # @ is no character of a name there
-    assert ("steps", "4") in run.params and len(run.params) == 2
-    assert mlflow.experiments == ["digits"] and set(mlflow.uris) == {"http://there"}
-
-
-def test_a_row_that_mlflow_has_is_not_repeated_even_if_the_workdir_has_no_note_of_it(mlflow, tmp_path):
-    deliver(distloop.MLflowWriter(), [1, 2], tmp_path)
-    notes = tmp_path / "writers.json"
-    notes.write_text(notes.read_text().replace('"step": 2', '"step": 1'))  # killed before the note
-    deliver(distloop.MLflowWriter(), [2, 3], tmp_path)
-    assert [step for name, _, _, step in mlflow.runs["run0"].metrics if name == "loss"] == [1, 2, 3]
+@pytest.mark.slow
+def test_mlflow_tells_how_a_run_ended(tmp_path):
+    client = mlflow_client(uri := f"sqlite:///{tmp_path}/mlflow.db")
+    for error, status in [(KeyError("x"), "FAILED"), (SystemExit(75), "KILLED"), (None, "FINISHED")]:
+        try:
+            deliver(distloop.MLflowWriter(tracking_uri=uri), [1, 2], tmp_path, error)
+        except (KeyError, SystemExit):
+            pass
+        (run,) = client.search_runs(["0"])
+        assert run.info.status == status
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2]
 
 
 @pytest.mark.parametrize("package, name", [("wandb", "WandbWriter"), ("mlflow", "MLflowWriter")])

@@ -1,0 +1,121 @@
+"""A CSV file of rows: whole at any time, each row once over kills, and with columns that come later."""
+
+import csv
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import distloop
+from distloop.monitoring import csv_writer
+from distloop.monitoring.deliveries import Deliveries
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def deliver(path, rows, workdir="", start=0):
+    with Deliveries([distloop.CsvWriter(path)], str(workdir)).open(start, {}) as opened:
+        for step, numbers in rows:
+            opened.write(step, numbers, 1e9 + step)
+
+
+def test_a_name_that_comes_later_is_a_column_that_earlier_rows_leave_empty(tmp_path):
+    path = tmp_path / "tables" / "rows.csv"
+    deliver(path, [(1, {"loss": 0.5}), (2, {"loss": 0.25, "a, b": 1.0}), (3, {"a, b": float("nan")})])
+    assert path.read_text().splitlines() == [
+        'step,time,loss,"a, b"',
+        "1,1000000001.0,0.5,",
+        "2,1000000002.0,0.25,1.0",
+        "3,1000000003.0,,nan",
+    ]
+    assert os.listdir(path.parent) == ["rows.csv"]
+
+
+def test_a_resumed_run_goes_on_in_its_file_and_a_new_one_keeps_the_earlier(tmp_path):
+    path, workdir = tmp_path / "rows.csv", tmp_path / "run"
+    workdir.mkdir()
+    deliver(path, [(1, {"loss": 0.5}), (2, {"loss": 0.5})], workdir)
+    with open(path, "a") as file:
+        file.write("3,10")  # half a row
+    deliver(path, [(2, {"loss": 0.1}), (3, {"loss": 0.3})], workdir)
+    assert [(row["step"], row["loss"]) for row in read(path)] == [("1", "0.5"), ("2", "0.5"), ("3", "0.3")]
+    deliver(path, [(1, {"loss": 7.0})])
+    assert [row["loss"] for row in read(path)] == ["7.0"] and len(read(f"{path}.1")) == 3
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import distloop
+from distloop.monitoring.deliveries import Deliveries
+path, workdir, secs = sys.argv[1:]
+for attempt in range(1000):
+    if not (process := os.fork()):
+        with Deliveries([distloop.CsvWriter(path)], workdir).open(0, {}) as opened:
+            threading.Timer(float(secs) * attempt, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            for step in range(1, 301):  # from the beginning, as if no checkpoint had been there
+                opened.write(step, {"loss": step / 7, f"column {step // 50}": 1.0}, 1e9)
+                opened.flush()
+        os._exit(0)
+    if os.waitpid(process, 0)[1] == 0:
+        break
+print(attempt)
+"""
+
+
+@pytest.mark.slow
+def test_every_row_is_there_once_however_often_the_process_is_killed(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rows.csv"), str(tmp_path), "0.002"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and int(result.stdout) > 3, result.stderr
+    rows = read(tmp_path / "rows.csv")
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(step, step / 7) for step in range(1, 301)]
+    assert list(rows[0])[-1] == "column 6" and [row["column 1"] for row in rows].count("1.0") == 50
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.csv"
+    short = {"step 2"}
+
+    def append(path, line, of=csv_writer._append):
+        if not line.startswith(b"2,") or not short:
+            return of(path, line)
+        short.clear()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(csv_writer, "_append", append)
+    deliver(path, [(step, {"loss": 0.5}) for step in (1, 2, 3)])
+    assert [row["step"] for row in read(path)] == ["1", "2", "3"]
+    assert "the run goes on, and its rows are kept until it takes them" in capsys.readouterr().err
+
+
+def test_a_short_write_is_taken_back(tmp_path, monkeypatch):
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def write(self, line):
+            return self.file.write(line[:3])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"step\r\n1\r\n")
+    monkeypatch.setattr(csv_writer, "open", lambda *args, **more: Full(open(*args, **more)), raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        csv_writer._append(str(path), b"2,0.5\r\n")
+    assert path.read_bytes() == b"step\r\n1\r\n"
