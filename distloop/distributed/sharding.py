@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals, workers
-from distloop.distributed.devices import HOST
+from distloop.distributed.exchange import Exchange
 from distloop.optimizers import gradients, keras_hooks, row_updates
 from distloop.optimizers.parts import JoinedVariable, Part, Slice, has_rows, plan, unit
 from distloop.variables import slot_names, tensorflow_variable
@@ -46,20 +46,19 @@ class Sharding:
     Attributes:
         devices: of the replicas of this worker, in order.
         num_workers: that share.
+        exchange: between them.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
         """Starts without a variable; `strategy` has several replicas."""
         self.devices = list(strategy.extended.worker_devices)
         self._worker, self.num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
-        tensorflow_internals.make_pairs(strategy)
+        self.exchange = Exchange(strategy)
         self._strategy = strategy
         self._parts: dict[int, list[Part]] = {}  # by the variable's `id`
         self._joined: dict[tuple[int, ...], Any] = {}  # by the `id` of the parts: the same object each time
         self._slot_shapes: dict[int, list[tuple[int, ...]]] = {}  # by the slot's `id`: its shape on each worker
         self._has_gpus = strategies.has_gpus(strategy)
-        with tensorflow_internals.outside_strategies(), tf.device(HOST):
-            self._num_exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def parts(self, variables: Sequence[Any]) -> list[Part]:
         """Returns the parts of variables, in order, those on other workers included."""
@@ -212,46 +211,6 @@ class Sharding:
             self._assign(variable, of_variable, values[: len(of_variable)])
             values = values[len(of_variable) :]
 
-    def collect(self, tensors: Sequence[tf.Tensor], owners: Sequence[int]) -> list[tf.Tensor]:
-        """Returns sums of tensors over the workers, each on one worker alone; all call it, outside of replicas.
-
-        Each worker sends its tensor as soon as it is computed: the last layers', while the backward pass goes on.
-
-        Args:
-            tensors: of this worker, flat.
-            owners: the worker that gets each sum.
-
-        Returns:
-            The sums that this worker gets, each on the device of its tensor, and empty tensors for the others.
-        """
-        sums, sent = [], list[tf.Tensor]()
-
-        def pass_on(sender: int, receiver: int, value: Any) -> tf.Tensor:
-            # NCCL waits for ever if two workers begin with different ones; in one order, none does.
-            with tf.control_dependencies(sent[-1:] if self._has_gpus else []):
-                sent.append(tensorflow_internals.send(self._strategy, sender, receiver, value))
-            return sent[-1]
-
-        for tensor, owner in reversed(list(zip(tensors, owners, strict=True))):
-            if owner != self._worker:
-                pass_on(self._worker, owner, tensor)
-                sums.append(tf.zeros([0], tensor.dtype))
-                continue
-            spec = tf.TensorSpec(tensor.shape, tensor.dtype)
-            of_workers = [tensor if w == owner else pass_on(w, owner, spec) for w in range(self.num_workers)]
-            with tf.device(tensor.device):
-                sums.append(tf.add_n(of_workers))
-        self._count_exchange(sent)
-        return sums[::-1]
-
-    def _count_exchange(self, values: Sequence[tf.Tensor]) -> None:
-        """Waits for values that were sent, or received.
-
-        TensorFlow leaves out a send that nothing waits for, and receivers hang; an assignment it never leaves out.
-        """
-        with tf.control_dependencies(values):
-            self._num_exchanges.assign_add(1)
-
     def _of_all(
         self, parts: Sequence[Part], stored: Sequence[tf.Variable], shapes: Sequence[Sequence[int]]
     ) -> list[tf.Tensor]:
@@ -263,9 +222,7 @@ class Sharding:
                 values.append(tf.identity(variable) if is_here else tf.TensorSpec(shape, variable.dtype))
         if self.num_workers == 1:
             return values
-        received = _broadcast(self._strategy, values, [part.worker for part in parts])
-        self._count_exchange(received)
-        return received
+        return self.exchange.broadcast(values, [part.worker for part in parts])
 
     def _assign(self, variable: Any, stored: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         """Assigns the values of its parts to a variable of the model on all replicas of this worker."""
@@ -306,32 +263,3 @@ class Sharding:
     def _replicas(self, variable: Any) -> tuple[tf.Variable, ...]:
         replicas: tuple[tf.Variable, ...] = self._strategy.experimental_local_results(tensorflow_variable(variable))
         return replicas
-
-
-def _broadcast(
-    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor | tf.TensorSpec], senders: Sequence[int]
-) -> list[tf.Tensor]:
-    """Returns tensors of several workers on every worker; the small ones of a worker travel together.
-
-    Args:
-        strategy: of several workers.
-        values: of static shapes; what another worker sends is given as its spec.
-        senders: the worker that sends each.
-    """
-    groups: dict[Any, list[int]] = {}  # which values travel together
-    for i, (value, sender) in enumerate(zip(values, senders, strict=True)):
-        is_large = value.shape.num_elements() * value.dtype.size > gradients.LARGEST_PACKED_BYTES
-        groups.setdefault((sender, value.dtype, i if is_large else None), []).append(i)
-    received: dict[int, tf.Tensor] = {}
-    before: list[tf.Tensor] = []  # one after the other: all workers in one order, and little memory
-    for (sender, dtype, _), numbers in groups.items():
-        of_group = [values[i] for i in numbers]
-        sizes = [value.shape.num_elements() for value in of_group]
-        is_here = isinstance(of_group[0], tf.Tensor)
-        flat = tf.concat([tf.reshape(v, [-1]) for v in of_group], 0) if is_here else tf.TensorSpec([sum(sizes)], dtype)
-        with tf.control_dependencies(before):
-            flat = tensorflow_internals.broadcast(strategy, sender, flat)
-        before = [flat]
-        pieces = tf.split(flat, sizes) if len(sizes) > 1 else [flat]
-        received |= {i: tf.reshape(piece, values[i].shape) for i, piece in zip(numbers, pieces, strict=True)}
-    return [received[i] for i in range(len(values))]

@@ -29,20 +29,21 @@ Reduce = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 Gather = Callable[[Rows], Rows]
 
 
-class _Piece(NamedTuple):
-    """Some elements of a flat gradient: all of them, or those of a part that one device updates."""
-
-    variable: int  # position
-    start: int
-    size: int
-
-
 class _Place(NamedTuple):
     """Where a piece is updated."""
 
     device: str  # "": on any
     worker: int = 0  # if all update it, 0
     is_here: bool = True  # on this worker
+
+
+class _Piece(NamedTuple):
+    """Some elements of a flat gradient: all of them, or those of a part that one device updates."""
+
+    variable: int  # position
+    start: int
+    size: int
+    place: _Place
 
 
 class Packing:
@@ -79,7 +80,6 @@ class Packing:
         self._pieces: list[_Piece] = []
         self._groups: list[list[int]] = []  # positions of the pieces in each segment
         vectors: dict[tuple[tf.DType, _Place], list[int]] = {}
-        of_pieces: list[_Place] = []
         self._of_variables = list(devices or [""] * len(variables))
         for i, variable in enumerate(variables):
             dtype = tf.as_dtype(variable.dtype)
@@ -88,14 +88,13 @@ class Packing:
                 slices = [(p.start, p.size, _Place(p.device, p.worker, p.is_here)) for p in parts[i]]
             for start, size, place in slices:
                 number = len(self._pieces)
-                self._pieces.append(_Piece(i, start, size))
-                of_pieces.append(place)
+                self._pieces.append(_Piece(i, start, size, place))
                 if size * dtype.size > LARGEST_PACKED_BYTES:
                     self._groups.append([number])
                 else:
                     vectors.setdefault((dtype, place), []).append(number)
         self._groups.extend(vectors.values())
-        places = [of_pieces[group[0]] for group in self._groups]
+        places = [self._pieces[group[0]].place for group in self._groups]
         self.devices = [place.device for place in places]
         self.owners = [place.worker for place in places]
         self._are_here = [place.is_here for place in places]

@@ -168,7 +168,7 @@ class ShardedApplication(Application):
             with tf.device(device):
                 segments.append(tf.add_n(self._strategy.experimental_local_results(of_replicas)))
         if self._sharding.num_workers > 1:
-            segments = self._sharding.collect(segments, update.packing.owners)
+            segments = self._sharding.exchange.collect(segments, update.packing.owners)
         return look._replace(
             segments=segments,
             weight=first(look.weight),

@@ -94,11 +94,8 @@ class ForwardBackward:
         self.microbatches = microbatches
         self.jit_compile = jit_compile
         self._trace: Trace | None = None
-        self.writable = [
-            *state.untrained_variables,
-            *state.keras_metrics.variables().values(),
-            *state.trained_variables,
-        ]
+        metrics_variables = state.keras_metrics.variables().values()
+        self.writable = [*state.untrained_variables, *metrics_variables, *state.trained_variables]
         self.written_values = WrittenValues(state, microbatches=microbatches, overwritten=self.overwritten)
 
     @property
@@ -269,10 +266,9 @@ class ForwardBackward:
         """
         factor = self.loss_factor(tf.cast(examples, tf.float32))
         _, gradients, _, tallies, _ = self._differentiate(rows, None, factor, training=training, is_first=False)
+        divisor = 1.0 if factor is None else factor
         by_path = {
-            self.state.paths[id(v)]: None
-            if g is None
-            else tf.convert_to_tensor(g) / (1.0 if factor is None else factor)
+            self.state.paths[id(v)]: None if g is None else tf.convert_to_tensor(g) / divisor
             for v, g in zip(self.variables, gradients, strict=True)
         }
         return by_path, tallies
