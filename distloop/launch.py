@@ -20,6 +20,7 @@ the other hosts, too, and workers wait for each other when they start.
 """
 
 import argparse
+import contextlib
 import functools
 import glob
 import importlib.util
@@ -37,6 +38,7 @@ from typing import NoReturn
 
 from distloop.distributed import cores, elastic, environment, processes
 from distloop.distributed.notes import Membership, Notes
+from distloop.distributed.standby import Standby
 
 FIRST_PORT = 12345  # of each host, with --hosts
 
@@ -52,6 +54,12 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
         None,
         0,
         "crashes without a newer checkpoint after which to start again; 0, or 3 with MIN:MAX",
+    ),
+    "standby": (
+        int,
+        None,
+        0,
+        "1: keep a process with TensorFlow imported, from which workers start again sooner; 0, or 1 with MIN:MAX",
     ),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
     "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75; 600"),
@@ -71,27 +79,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = elastic.Settings(
         options.least, options.workers, options.max_restarts, options.grace_secs, options.wait_secs
     )
-    with processes.Guard() as guard:
-        return elastic.run(settings, functools.partial(_start, options, guard), processes.Signals())
+    signals = processes.Signals()
+    variables = {**_HUGE_PAGES, **os.environ, "PYTHONUNBUFFERED": "1"}
+    standby = Standby(_command(options)[1:], variables, signals) if options.standby else None
+    with processes.Guard() as guard, contextlib.closing(standby) if standby else contextlib.nullcontext():
+        return elastic.run(settings, functools.partial(_start, options, guard, standby), signals)
 
 
 def _start(
-    options: argparse.Namespace, guard: processes.Guard, change: elastic.Change, count: int, notes: Notes
+    options: argparse.Namespace,
+    guard: processes.Guard,
+    standby: Standby | None,
+    change: elastic.Change,
+    count: int,
+    notes: Notes,
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
     least, most = options.least, options.workers
     options = argparse.Namespace(**{**vars(options), "workers": count})
     addresses, gpus = _choose_addresses(options), _choose_gpus(options)
     core_lists = _choose_cores(options, has_gpus=any(gpus))
+    is_wanted = standby is not None and standby.is_wanted
+    if standby is not None:
+        notes.on_modules = standby.start
     workers = []
     for i in range(count):
-        index = options.first_index + i
         told = Membership(
-            launch=options.launch, least=least, most=most, worker=index, pipe=notes.pipe, **change._asdict()
+            *(change.number, options.launch, least, most, change.cause, options.first_index + i, notes.pipe),
+            *(change.fell_at, change.ended_at, change.started_at),
+            tells_modules=is_wanted and i == 0,
         )
         variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | told.variables()
         process = processes.Process(
-            index, _command(options), variables, cores=core_lists[i], guard=guard, descriptors=[notes.write_end]
+            *(told.worker, _command(options), variables),
+            cores=core_lists[i],
+            guard=guard,
+            descriptors=[notes.write_end],
+            fork=standby.fork if standby is not None else None,
         )
         workers.append(process)
     return workers
@@ -183,6 +207,13 @@ def _complete_workers(options: argparse.Namespace) -> None:
     options.least, options.workers = least, most
     if options.max_restarts is None:
         options.max_restarts = 3 if least < most else 0
+    if options.standby is None:
+        options.standby = int(least < most)
+    elif options.standby > 1:
+        raise ValueError(
+            f"standby={options.standby} is not allowed: give 1 for a standby process, from which all workers start, or "
+            "0 for none."
+        )
     options.launch = secrets.token_hex(4)
 
 

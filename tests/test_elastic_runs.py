@@ -1,11 +1,16 @@
 """The law `elastic run`: falls and returns of workers change nothing; more: `python -m tests.nemesis --elastic`."""
 
 import json
+import os
 import random
 import signal
+import time
 
 import pytest
 
+from distloop.distributed import notes
+from distloop.distributed.preemption import EXIT_CODE
+from tests import forked
 from tests.nemesis import checker, faults, rounds
 from tests.nemesis.__main__ import read_outputs
 from tests.nemesis.schedule import Life, Plan, Strike
@@ -37,6 +42,58 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
     assert {change["workers"] for change in changes} == {1, 2} and all(change["traced_secs"] > 0 for change in changes)
     reasons = [change["reason"] for change in changes]
     assert "worker 1 failed first, by signal 9 (Killed)" in reasons and "worker 0 was asked to leave" in reasons
+
+
+@pytest.mark.slow
+def test_a_suspended_process_of_an_older_membership_writes_nothing_when_it_goes_on(tmp_path):
+    old = start_alone(tmp_path, 1)
+    wait_for_steps(tmp_path, 1, 8)
+    old.send_signal(signal.SIGSTOP)
+    new = start_alone(tmp_path, 2)
+    wait_for_steps(tmp_path, 2, 2)
+    old.send_signal(signal.SIGCONT)
+    assert old.wait(60) not in (0, EXIT_CODE) and new.wait(60) == 0
+    assert "as this one is of membership 1; it writes no more there" in (tmp_path / "output1").read_text()
+    first = read_events(tmp_path, 2, "going on")[0]["step"]
+    assert 0 < first <= 8
+    (tmp_path / "alone").mkdir()
+    alone = start_alone(tmp_path / "alone", 1)
+    assert alone.wait(60) == 0
+    for name in ("metrics.jsonl", "run.lock", "checkpoints"):  # as if the old one had never gone on
+        assert sorted(read_steps(tmp_path / "run" / name)) == sorted(read_steps(tmp_path / "alone" / "run" / name))
+    finished = [read_events(path, number, "finished") for path, number in ((tmp_path, 2), (tmp_path / "alone", 1))]
+    assert finished[0][0]["digest"] == finished[1][0]["digest"]
+
+
+def start_alone(directory, number):
+    """Starts a single worker of a membership, whose launcher is gone."""
+    (directory / f"log{number}").touch()
+    membership = notes.Membership(number, "a", 1, 2, "worker 1 fell" if number > 1 else "", 0, (-1, 0))
+    variables = {"NEMESIS_LOG": str(directory / f"log{number}"), "NEMESIS_STEP_SECS": "0.1" if number == 1 else "0.02"}
+    output = str(directory / f"output{number}")
+    program = ["-m", "tests.nemesis.program", f"--workdir={directory / 'run'}", "--checkpoint_every=4"]
+    return forked.Program(
+        program, stdout=output, stderr=output, env={**os.environ, **variables, **membership.variables()}
+    )
+
+
+def read_events(directory, number, name):
+    lines = (directory / f"log{number}").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def wait_for_steps(directory, number, count):
+    ends_at = time.monotonic() + 60
+    while len(read_events(directory, number, "step")) < count:
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+
+
+def read_steps(path):
+    """Returns the steps of the rows of a file, or of the checkpoints in a directory; [] if there is none."""
+    if path.is_dir():
+        return [int(name) for name in os.listdir(path) if name.isdigit()]
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def of_chief(events):

@@ -83,7 +83,7 @@ WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"
     for name in ("cores", "elastic", "environment", "heartbeat", "liveness", "membership", "notes", "output")
 }
-WITHOUT_TENSORFLOW |= {"distributed.preemption", "distributed.processes"}
+WITHOUT_TENSORFLOW |= {f"distributed.{name}" for name in ("preemption", "children", "processes", "standby")}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

@@ -280,6 +280,10 @@ def test_a_port_that_is_taken_is_refused_before_the_start(kind, port, capsys):
         ("--workers", "--workers: expected one argument"),
         ("--devices_per_worker=0 PROGRAM", "devices_per_worker=0 is not allowed: give 1 or more, or leave it out"),
         ("--max_restarts=-1 PROGRAM", "max_restarts=-1 is not allowed: give 0 or more"),
+        (
+            "--standby=2 PROGRAM",
+            "standby=2 is not allowed: give 1 for a standby process, from which all workers start, or",
+        ),
         ("--grace_secs=nan PROGRAM", "grace_secs=nan is not allowed: give 0 or more"),
         ("--work=2 PROGRAM", "--work=2 is no flag of the launcher: give its own flags (--help lists them) before"),
         ("--steps 5 PROGRAM", "--steps is no flag of the launcher"),

@@ -35,6 +35,7 @@ _GRAPH_ERROR = "Graph execution error:"  # the first line of TensorFlow's errors
 _SEND_SECS = 0.5
 _NEWS_SECS = 0.05  # from one heartbeat to the next while workers meet
 _LAST_MESSAGE_SECS = 1.0  # for other workers to hear why this one ends, and for the one that failed to end first
+_GONE_MESSAGE_SECS = 0.2  # for the same where one has ended already
 _SAVE_SECS = 60.0  # for a checkpoint that is being written
 _LEAVE_SECS = 600.0  # that a worker waits for the others at the end of its program, without a hang_timeout
 
@@ -183,7 +184,7 @@ class Heartbeat:
         now = time.monotonic()
         progress = Progress(-1, "", now)
         while True:
-            time.sleep(_SEND_SECS / 2)
+            time.sleep(_SEND_SECS / 5)
             last, now = now, time.monotonic()
             if now - last > liveness.SILENT_SECS:  # this process was suspended
                 progress = progress._replace(since=now)
@@ -217,7 +218,7 @@ class Heartbeat:
             line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {place} ends, too."
             output.say("\n".join([line, *([_stacks(), line] if with_stacks else [])]))
             deadline = time.monotonic() + _SAVE_SECS
-            time.sleep(_LAST_MESSAGE_SECS)
+            time.sleep(_GONE_MESSAGE_SECS if self._table.refused else _LAST_MESSAGE_SECS)
             for thread in threading.enumerate():
                 if thread.name.startswith("distloop-") and not thread.daemon:  # a checkpoint is being written
                     thread.join(max(0.0, deadline - time.monotonic()))

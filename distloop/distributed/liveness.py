@@ -21,7 +21,7 @@ from distloop.distributed.neighbors import max_hops, neighbors
 JOINING, TRAINING, GATHERING = "joining", "training", "waiting for all"
 
 SILENT_SECS = 3.0  # six heartbeats lost: worth a mention if something is wrong
-GONE_SECS = 1.5  # three lost, and the host answers that no process listens on the port
+GONE_SECS = 1.0  # two lost, and the host answers that no process listens on the port
 LEFT_SECS = 10.0  # the last operations of a worker that left may end this much later here
 
 

@@ -10,14 +10,17 @@ It does not know what follows from a note (`membership`).
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 _VARIABLE = "DISTLOOP_MEMBERSHIP"
+_DESCRIPTOR = 100  # the least of the pipe, which has the same number in all workers: a program has no file there
+_NAMES = 30  # of modules in a note: a pipe keeps 4,096 bytes together
 
 
 class Membership(NamedTuple):
@@ -33,6 +36,7 @@ class Membership(NamedTuple):
     fell_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
     ended_at: float = 0.0  # when the last one did
     started_at: float = 0.0  # when there were places for this one
+    tells_modules: bool = False  # whether this worker tells the launcher what it has imported
 
     @property
     def is_elastic(self) -> bool:
@@ -49,6 +53,11 @@ class Membership(NamedTuple):
         with contextlib.suppress(OSError):  # the launcher has ended, or the descriptor is closed
             if os.fstat(descriptor).st_ino == inode:
                 os.write(descriptor, json.dumps({"worker": self.worker, **values}).encode() + b"\n")
+
+    def tell_modules(self, names: Sequence[str]) -> None:
+        """Sends the launcher names of modules, in notes that are short enough not to be mixed with another worker's."""
+        for i in range(0, len(names), _NAMES):
+            self.tell(modules=names[i : i + _NAMES], are_all=i + _NAMES >= len(names))
 
 
 def find_membership() -> Membership | None:
@@ -101,6 +110,7 @@ class Notes:
         began_at: when a worker came so far, in seconds on the monotonic clock; None: the run does not train now.
         sizes: numbers of workers that the run can have; empty: nothing was told.
         leavers: indices of the workers that somebody asked to leave.
+        on_modules: called with the names of the modules that a worker has imported, once it has told all.
     """
 
     def __init__(self, on_traced: Callable[[int, dict[str, float]], None] | None = None) -> None:
@@ -110,13 +120,17 @@ class Notes:
             on_traced: called with step and `phases` once the chief has traced a step.
         """
         self._on_traced = on_traced
-        self._read_end, self.write_end = os.pipe()
+        self._read_end, write_end = os.pipe()
+        self.write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
+        os.close(write_end)
         os.set_blocking(self._read_end, False)
         self._rest = b""  # of a line
         self.step: int | None = None
         self.began_at: float | None = None
         self.sizes: tuple[int, ...] = ()
         self.leavers: set[int] = set()
+        self.on_modules: Callable[[list[str]], None] = lambda names: None
+        self._modules: list[str] = []
 
     @property
     def pipe(self) -> tuple[int, int]:
@@ -140,6 +154,10 @@ class Notes:
             self.step, self.sizes, self.began_at = note["begins"], tuple(note["sizes"]), time.monotonic()
         if "traced" in note and self._on_traced is not None:
             self._on_traced(note["step"], note["traced"])
+        if "modules" in note:
+            self._modules += note["modules"]
+            if note["are_all"]:
+                self.on_modules(self._modules)
         if "ends" in note:
             self.began_at = None
         if "leaves" in note:

@@ -11,15 +11,14 @@ It does not know flags, hosts or TF_CONFIG.
 import contextlib
 import math
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from distloop.distributed import output
+from distloop.distributed import children, output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
@@ -47,9 +46,6 @@ for group in groups:
 """
 
 
-_children: dict[int, "subprocess.Popen[bytes]"] = {}  # that the launcher started, by process number
-
-
 def log(text: str) -> None:
     """Writes a line of the launcher to stderr."""
     output.console(2).write(f"distloop.launch: {text}\n".encode())
@@ -63,6 +59,7 @@ class Signals:
         self._pipe, wakeup = os.pipe()
         for end in (self._pipe, wakeup):
             os.set_blocking(end, False)
+        self._come: list[signal.Signals] = []  # and were not read yet
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in (*_STOP_SIGNALS, *_LOST_SIGNALS, signal.SIGCHLD):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -74,67 +71,56 @@ class Signals:
 
     def read(self) -> list[signal.Signals]:
         """Returns the signals that came since the last call."""
-        try:
-            numbers = [signal.Signals(number) for number in os.read(self._pipe, 1024)]
-        except BlockingIOError:
-            return []
-        if signal.SIGCHLD in numbers:
-            _reap()
-        return numbers
+        with contextlib.suppress(BlockingIOError):
+            self._come += map(signal.Signals, os.read(self._pipe, 1024))
+        if signal.SIGCHLD in self._come:
+            children.reap()
+        come, self._come = self._come, []
+        return come
+
+    def have_come(self) -> bool:
+        """Returns whether there is a signal that stops the launcher; it stays to be read."""
+        self._come = [number for number in self.read() if number != signal.SIGCHLD]
+        return bool(self._come)
 
     def wait(self, secs: float) -> signal.Signals | None:
         """Returns the first signal that stops the launcher; None if none comes within `secs`."""
         deadline = time.monotonic() + secs
         while (remaining_secs := deadline - time.monotonic()) > 0:
-            wait([self], remaining_secs)
+            children.wait([self], remaining_secs)
             for number in self.read():
                 if number != signal.SIGCHLD:
                     return number
         return None
 
 
-def _reap() -> None:
-    """Removes ended children, also those that the launcher inherited as process 1 of a container."""
-    with contextlib.suppress(ChildProcessError):  # no child is left
-        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if child := _children.pop(ended.si_pid, None):
-                child.poll()
-            else:
-                os.waitpid(ended.si_pid, 0)
-
-
-def wait(sources: Sequence[Any], secs: float) -> list[Any]:
-    """Returns the files that can be read, once there is one; [] after `secs`, which may be infinite."""
-    with selectors.PollSelector() as selector:  # `select` knows descriptors up to 1,023 only
-        for source in sources:
-            selector.register(source, selectors.EVENT_READ)
-        events = selector.select(None if secs == math.inf else max(0.0, secs))
-    return [key.fileobj for key, _ in events]
-
-
 class Guard:
-    """A process that kills the workers when the launcher has ended, or on exit from the context."""
+    """A process that kills the workers when the launcher has ended, or on exit from the context.
+
+    Attributes:
+        pipe: where a worker writes a plus sign and its process group, as the first thing that it does.
+    """
 
     def __enter__(self) -> "Guard":
-        read_end, self._pipe = os.pipe()
+        read_end, self.pipe = os.pipe()
         command, quiet = [sys.executable, "-I", "-S", "-c", _GUARD], subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=read_end, stdout=quiet, stderr=quiet, start_new_session=True)
-        _children[self._process.pid] = self._process
+        children.register(self._process)
         os.close(read_end)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._pipe)
+        os.close(self.pipe)
         self._process.wait()
-
-    def add(self, group: int) -> None:
-        """Adds a process group that is to be killed."""
-        os.write(self._pipe, b"+%d\n" % group)
 
     def remove(self, group: int) -> None:
         """Removes a process group that has ended."""
         with contextlib.suppress(OSError):  # if the guard has died, SIGPIPE ends the run
-            os.write(self._pipe, b"-%d\n" % group)
+            os.write(self.pipe, b"-%d\n" % group)
+
+
+# Starts a process from its environment, its cores, the guard's pipe, and its descriptors by their number in it.
+Fork = Callable[[Mapping[str, str], Sequence[int], int, Mapping[int, int]], children.Child | None]
 
 
 class Process:
@@ -149,6 +135,7 @@ class Process:
         cores: Sequence[int],
         guard: Guard,
         descriptors: Sequence[int] = (),
+        fork: Fork | None = None,
     ):
         """Starts the process.
 
@@ -159,33 +146,24 @@ class Process:
             cores: cores on which it may run; empty: any.
             guard: kills it if the launcher ends.
             descriptors: that it inherits.
+            fork: starts it in less time, or returns None.
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
         self.was_signalled = False  # or killed, by the launcher
-
-        def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
-            guard.add(os.getpid())  # a launcher that dies right after the fork leaves no process behind
-            if cores:
-                os.sched_setaffinity(0, cores)
-
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=descriptors,
-            preexec_fn=set_up,
-        )
-        _children[self._process.pid] = self._process
-        assert self._process.stdout and self._process.stderr
         prefix = f"[worker {index}] ".encode()
+        pipes = {number: os.pipe() for number in (1, 2)}
         self.outputs = [
-            output.WorkerPipe(self._process.stdout, prefix, output.console(1)),
-            output.WorkerPipe(self._process.stderr, prefix, output.console(2)),
+            output.WorkerPipe(open(read_end, "rb", buffering=0), prefix, output.console(number))
+            for number, (read_end, _) in pipes.items()
         ]
+        write_ends = {number: write_end for number, (_, write_end) in pipes.items()}
+        inherited = write_ends | {descriptor: descriptor for descriptor in descriptors}
+        place = environment, cores, guard.pipe, inherited
+        self._process = (fork and fork(*place)) or children.start(command, *place)
+        for write_end in write_ends.values():
+            os.close(write_end)
+        children.register(self._process)
 
     def signal_once(self, number: int) -> None:
         """Sends the first signal only, and not to the worker's children, which it may need to save."""
@@ -214,6 +192,7 @@ class Process:
     def describe_end(self) -> str:
         """Returns how it ended, as in `with exit code 1`."""
         code = self._process.returncode
+        assert code is not None
         return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
 
     def finish_output(self) -> None:
@@ -300,7 +279,7 @@ class Group:
         look_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
         remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), look_again_at)
         sources = [self._signals, *([self._notes] if self._notes else []), *(p for p in pipes if p not in held)]
-        ready = wait(sources, remaining_secs - time.monotonic())
+        ready = children.wait(sources, remaining_secs - time.monotonic())
         if self._notes:
             self._notes.read()
         self._handle_signals()

@@ -15,6 +15,7 @@ from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import notes, workers
 from distloop.distributed.notes import Membership
+from distloop.distributed.standby import installed_modules
 from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.records import append_row
 from distloop.training.state import TrainState
@@ -73,7 +74,11 @@ def _worker_counts(membership: Membership, state: TrainState, config: Config) ->
 def note_traced(state: TrainState, config: Config) -> None:
     """Writes what a change of workers cost, and tells the launcher, once the first step is traced after it."""
     membership = notes.find_membership()
-    if membership is None or not notes.mark("traced") or not _changes:
+    if membership is None or not notes.mark("traced"):
+        return
+    if membership.tells_modules:
+        membership.tell_modules(installed_modules())
+    if not _changes:
         return
     row, phases = _changes.pop(), notes.phases(membership)
     membership.tell(step=row["step"], traced=phases)

@@ -28,6 +28,7 @@ SAVED = 75  # the exit code of a run that was saved and left: the same command g
 WORKERS = flags.DEFINE_integer("workers", 4, "Workers, one device each.", lower_bound=2)
 STEPS = flags.DEFINE_integer("steps", 1600, "Steps of a run.", lower_bound=100)
 SEED = flags.DEFINE_integer("seed", 0, "Of the preemptions.")
+RUNS = flags.DEFINE_list("runs", ["elastic", "all start again"], "Which runs.")
 PREEMPTIONS = flags.DEFINE_integer("preemptions", 4, "How many; every second one is announced.", lower_bound=0)
 
 
@@ -48,7 +49,7 @@ def draw_preemptions() -> list[tuple[int, int]]:
     return [(step, (signal.SIGKILL, signal.SIGTERM)[i % 2]) for i, step in enumerate(steps)]
 
 
-def find_workers(launcher: int) -> list[int]:
+def find_workers(launcher: int, argument: bytes = b"experiments.digits") -> list[int]:
     """Returns the processes of the workers that a launcher has started."""
     with open(f"/proc/{launcher}/task/{launcher}/children", encoding="ascii") as file:
         children = [int(child) for child in file.read().split()]
@@ -56,9 +57,10 @@ def find_workers(launcher: int) -> list[int]:
     for child in children:
         try:
             with open(f"/proc/{child}/cmdline", "rb") as file:
-                found += [child] if b"experiments.digits" in file.read() else []
+                command = file.read()
         except OSError:  # it has ended
             continue
+        found += [child] if argument in command and b"distributed.standby" not in command else []
     return found
 
 
@@ -111,9 +113,9 @@ def run(is_elastic: bool, workdir: str, log: str) -> list[str]:
 def main(_) -> None:
     with tempfile.TemporaryDirectory() as directory:
         rows = []
-        for is_elastic in (True, False):
-            name = os.path.join(directory, str(is_elastic))
-            rows.append(run(is_elastic, name, f"{name}.log"))
+        for name in RUNS.value:
+            path = os.path.join(directory, name)
+            rows.append(run(name == "elastic", path, f"{path}.log"))
     print(page.table(["run", "wasted steps", "seconds to the next row", "seconds", "starts", "goodput", "of it"], rows))
 
 

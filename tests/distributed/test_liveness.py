@@ -47,7 +47,7 @@ def test_a_failure_counts_before_the_end_of_those_that_followed_it():
 
 
 @pytest.mark.parametrize(
-    ("silent_secs", "is_refused", "is_gone"), [(1.4, True, False), (1.6, True, True), (99, False, False)]
+    ("silent_secs", "is_refused", "is_gone"), [(0.9, True, False), (1.1, True, True), (99, False, False)]
 )
 def test_a_process_is_gone_if_its_host_refuses_datagrams_for_a_while(silent_secs, is_refused, is_gone):
     verdict = judge(table(beat(1), beat(2), refused=frozenset([1] if is_refused else [])), NOW + silent_secs)

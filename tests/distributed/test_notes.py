@@ -1,6 +1,7 @@
 """What a launcher and its workers tell each other."""
 
 import os
+import select
 
 import pytest
 
@@ -38,6 +39,20 @@ def test_a_worker_knows_its_membership_and_its_notes_arrive(launcher, monkeypatc
     membership.tell(ends=True)
     launcher.read()
     assert launcher.began_at is None and launcher.step == 20
+
+
+def test_names_of_modules_arrive_whole_and_in_notes_that_a_pipe_keeps_together(launcher, monkeypatch):
+    enter(monkeypatch, launcher)
+    told, names = (
+        [],
+        [f"package_{i}.a_module_with_a_long_name_{i}.and_one_in_it_with_a_longer_name_{i}" for i in range(400)],
+    )
+    launcher.on_modules = told.append
+    written, write = [], os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: written.append(len(data)) or write(descriptor, data))
+    notes.find_membership().tell_modules(names)
+    launcher.read()
+    assert told == [names] and max(written) <= select.PIPE_BUF
 
 
 def test_half_a_note_waits_for_its_rest(launcher):

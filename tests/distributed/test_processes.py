@@ -1,10 +1,8 @@
 """Processes of the launcher, whose workers are plain Python: output, signals, exit codes, restarts, no leftovers."""
 
-import fcntl
 import functools
 import os
 import pathlib
-import resource
 import select
 import signal
 import subprocess
@@ -199,18 +197,6 @@ def test_output_that_nobody_reads_hides_neither_a_crash_nor_a_signal(end, start,
         process.terminate()
     assert process.wait(SECS) == (5 if "exit" in end else 128 + signal.SIGTERM)
     assert "worker 0 ended" in process.stderr.read()
-
-
-def test_descriptors_above_1023_are_waited_for():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    read_end, write_end = os.pipe()
-    high = fcntl.fcntl(read_end, fcntl.F_DUPFD, 1500)
-    assert processes.wait([high], 0.0) == []
-    os.write(write_end, b"x")
-    assert processes.wait([high], 5.0) == [high]
-    for descriptor in (read_end, write_end, high):
-        os.close(descriptor)
 
 
 def test_lines_come_at_once(start, write, tmp_path):

@@ -14,7 +14,7 @@ import sys
 import types
 
 from distloop import launch
-from distloop.distributed import processes
+from distloop.distributed import children, standby
 from tests import forked
 
 
@@ -30,7 +30,8 @@ class _Fork(subprocess.Popen):
                 os.dup2(descriptor, number)
             os.setsid()
             _reset_signals()
-            preexec_fn()
+            if preexec_fn is not None:
+                preexec_fn()
             for descriptor in {*range(3, 1024)}.difference(inherited):  # of the launcher's, as the pipe to its guard
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -53,5 +54,5 @@ def _popen(command, **settings):
 
 
 if __name__ == "__main__":
-    processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": _popen})
+    children.subprocess = standby.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": _popen})
     sys.exit(launch.main())

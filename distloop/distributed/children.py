@@ -1,0 +1,99 @@
+"""Children of the launcher: how they start, and that each is reaped; without TensorFlow.
+
+    child = start(command, environment, cores, guard_pipe, {1: stdout, 2: stderr})
+    register(child)
+    wait([file], secs=1.0)
+    reap()                  # after SIGCHLD; child.returncode stays
+
+It does not know what they do.
+"""
+
+import contextlib
+import math
+import os
+import selectors
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Child:
+    """A child of this process that another one has forked; as `subprocess.Popen`, as far as it is needed."""
+
+    def __init__(self, pid: int):
+        """Takes the number of the process."""
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns how it ended; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+_children: dict[int, "subprocess.Popen[bytes] | Child"] = {}  # of the launcher, by process number
+
+
+def register(child: "subprocess.Popen[bytes] | Child") -> None:
+    """Notes a child, so that how it ended is kept when it is reaped."""
+    _children[child.pid] = child
+
+
+def reap() -> None:
+    """Removes ended children, also those that the launcher inherited as process 1 of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if child := _children.pop(ended.si_pid, None):
+                child.poll()
+            else:
+                os.waitpid(ended.si_pid, 0)
+
+
+def wait(sources: Sequence[Any], secs: float) -> list[Any]:
+    """Returns the files that can be read, once there is one; [] after `secs`, which may be infinite."""
+    with selectors.PollSelector() as selector:  # `select` knows descriptors up to 1,023 only
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        events = selector.select(None if secs == math.inf else max(0.0, secs))
+    return [key.fileobj for key, _ in events]
+
+
+def start(
+    command: list[str],
+    environment: dict[str, str],
+    cores: Sequence[int],
+    guard_pipe: int,
+    descriptors: Mapping[int, int],
+) -> "subprocess.Popen[bytes]":
+    """Starts a process in a session of its own.
+
+    Args:
+        command: program and arguments.
+        environment: all its environment variables.
+        cores: cores on which it may run; empty: any.
+        guard_pipe: of `processes.Guard`, where it writes its process group.
+        descriptors: that it has, by their number there; 1 and 2 are its output.
+    """
+
+    def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
+        os.write(guard_pipe, b"+%d\n" % os.getpid())  # first: a launcher that dies now leaves no process behind
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=descriptors[1],
+        stderr=descriptors[2],
+        start_new_session=True,
+        pass_fds=[number for number in descriptors if number > 2],
+        preexec_fn=set_up,
+    )

@@ -1,0 +1,53 @@
+"""Children of the launcher: what they get, and how they end; see also test_processes.py."""
+
+import fcntl
+import os
+import resource
+import signal
+import sys
+
+import pytest
+
+from distloop.distributed import children
+
+
+@pytest.mark.slow
+def test_a_child_has_its_descriptors_alone_and_writes_its_group_first():
+    pipes = [os.pipe() for _ in range(4)]
+    program = "import os; os.write(1, b'out'); os.write(2, b'err'); print(sorted(os.listdir('/proc/self/fd')))"
+    guard, out, err, more = (write_end for _, write_end in pipes)
+    child = children.start([sys.executable, "-c", program], {}, [], guard, {1: out, 2: err, more: more})
+    assert child.wait(30) == 0
+    texts = [os.read(read_end, 1000).decode() for read_end, _ in pipes[:3]]
+    last = sorted(["0", "1", "2", str(more), "3" if more != 3 else "4"])
+    assert texts == [f"+{child.pid}\n", f"out{last}\n", "err"]
+    for end in sum(pipes, ()):
+        os.close(end)
+
+
+@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+def test_how_a_fork_ended_is_known_once_and_for_all(end, code):
+    read_end, write_end = os.pipe()
+    if not (pid := os.fork()):
+        os.read(read_end, 1)
+        exec(end)
+    child = children.Child(pid)
+    assert child.poll() is None
+    os.write(write_end, b"x")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert child.poll() == child.returncode == child.poll() == code
+    child.send_signal(signal.SIGKILL)  # to no other process that has its number now
+    for end in (read_end, write_end):
+        os.close(end)
+
+
+def test_descriptors_above_1023_are_waited_for():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    read_end, write_end = os.pipe()
+    high = fcntl.fcntl(read_end, fcntl.F_DUPFD, 1500)
+    assert children.wait([high], 0.0) == []
+    os.write(write_end, b"x")
+    assert children.wait([high], 5.0) == [high]
+    for descriptor in (read_end, write_end, high):
+        os.close(descriptor)
