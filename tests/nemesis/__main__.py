@@ -5,6 +5,7 @@
     python -m tests.nemesis --rounds=20 --seed=1 --plans    # only shows what would be done
     python -m tests.nemesis --report /tmp/nemesis-*         # of the rounds of several calls together
     python -m tests.nemesis --rounds=20 --elastic           # workers fall and come back, and the launcher goes on
+    python -m tests.nemesis --rounds=20 --elastic --most=3  # the same with places for three
 
 Rounds whose invariants hold are deleted; of the others the directory is kept, with the log and all output. It takes a
 root user on Linux for all faults; those that a machine does not allow are left out and named.
@@ -12,6 +13,7 @@ root user on Linux for all faults; those that a machine does not allow are left 
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import os
 import shutil
@@ -30,6 +32,7 @@ def main():
     parser.add_argument("--secs", type=float, default=float("inf"), help="how long rounds are begun")
     parser.add_argument("--jobs", type=int, default=1, help="rounds at a time")
     parser.add_argument("--elastic", action="store_true", help="elastic runs alone")
+    parser.add_argument("--most", type=int, default=4, choices=range(2, 5), help="workers of elastic runs")
     parser.add_argument("--plans", action="store_true", help="print what would be done")
     parser.add_argument("--directory", default=None, help="for logs; default: a new one")
     parser.add_argument("--report", nargs="+", help="directories of earlier calls, to report on together")
@@ -38,7 +41,8 @@ def main():
         print(*report.summarize([result for path in arguments.report for result in read_results(path)]), sep="\n")
         return
     numbers = [arguments.round] if arguments.round is not None else list(range(arguments.rounds))
-    draw = schedule.draw_elastic_plan if arguments.elastic else schedule.draw_plan
+    elastic = functools.partial(schedule.draw_elastic_plan, most=arguments.most)
+    draw = elastic if arguments.elastic else schedule.draw_plan
     plans = [draw(arguments.seed, number) for number in numbers]
     if arguments.plans:
         print(*map(describe, plans), sep="\n")

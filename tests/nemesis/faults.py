@@ -400,7 +400,7 @@ class Fall(Fault):
 
     @classmethod
     def draw(cls, random, setting):
-        count = random.choice([1, 1, 1, 2, 3])
+        count = min(random.choice([1, 1, 1, 2, 3]), setting.workers - 1)
         workers = tuple(random.sample(range(setting.workers), count)) if random.random() < 0.7 else (0,)
         number = random.choice([signal.SIGKILL] * 6 + [signal.SIGTERM] * 3 + [signal.SIGSTOP])
         moment = random.choice(["training", "training", "saving", "meeting", "tracing"])

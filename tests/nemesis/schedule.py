@@ -73,12 +73,12 @@ def draw_plan(seed, number):
     return Plan(seed, number, setting, tuple(lives))
 
 
-def draw_elastic_plan(seed, number):
+def draw_elastic_plan(seed, number, most=ELASTIC_REPLICAS):
     """Returns the plan of a round whose workers fall and come back while the launcher goes on."""
     generator = random.Random(f"{seed}/{number}/elastic")
     setting = Setting(
         placement="elastic",
-        workers=ELASTIC_REPLICAS,
+        workers=most,
         checkpoint_every=generator.choice([1, 3, 5, 5]),
         keep=generator.choice([1, 2, 3]),
         least=generator.choice([1, 1, 2]),

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 STEPS, ROWS, BATCH_SIZE = 40, 64, 8
-ELASTIC_REPLICAS = 4  # so many workers an elastic run has at most
+ELASTIC_REPLICAS = 4  # virtual ones of an elastic run, and so many workers at most
 
 
 class Setting(NamedTuple):
@@ -39,7 +39,8 @@ class Setting(NamedTuple):
     def reference(self):
         """The setting of the undisturbed run with the same bits."""
         if self.placement == "elastic":
-            return Setting("elastic", self.workers, least=self.workers)
+            count = 1 << self.workers.bit_length() - 1  # 2 of 3 places: virtual replicas are shared out evenly
+            return Setting("elastic", count, least=count)
         return Setting("launcher" if self.workers > 1 else "alone", self.workers)
 
     @property
