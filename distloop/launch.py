@@ -4,6 +4,7 @@
     python -m distloop.launch --workers=1:4 -m experiments.digits --workdir=runs/digits     # goes on with those left
     python -m distloop.launch --workers=2 --devices_per_worker=2 path/to/script.py --flag=...
     python -m distloop.launch --hosts=a,b --host_index=0 -m experiments.digits      # on b: --host_index=1
+    python -m distloop.launch --workers=1:4 --workers_per_host=1 -m experiments.digits --workdir=/shared/digits
 
 Everything from `-m` or the path on belongs to the program. Each worker gets its TF_CONFIG, and on one machine a random
 DISTLOOP_SECRET that signs messages between workers; its lines are shown behind `[worker 0]`. A worker that crashes
@@ -15,8 +16,9 @@ The exit code is that of the worker that failed first (128 + n for signal n), el
 worker that ends with 76 was not the first: another one failed or fell silent, maybe on another host. The first Ctrl-C
 or SIGTERM is passed on and the launcher waits; the second kills.
 
-On several hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of
-the other hosts, too, and workers wait for each other when they start.
+With --hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of the
+other hosts, too, and workers wait for each other when they start. With --workers_per_host, MIN:MAX counts the workers
+of all hosts that run the command. They meet in a directory that they share, and hosts go and come as workers do.
 """
 
 import argparse
@@ -28,15 +30,13 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from distloop.distributed import cores, elastic, environment, processes
+from distloop.distributed import cores, elastic, environment, hosts, meeting, notices, ports, processes, ray_actors
 from distloop.distributed.notes import Membership, Notes
 from distloop.distributed.standby import Standby
 
@@ -63,6 +63,13 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     ),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
     "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75; 600"),
+    "workers_per_host": (
+        int,
+        None,
+        1,
+        "places here, for a run over all hosts that give this command; with MIN:MAX in a task of Slurm or an indexed "
+        "Job of Kubernetes, 1",
+    ),
     "host_index": (int, None, 0, "index of this machine in --hosts, from 0; default: Kubernetes' JOB_COMPLETION_INDEX"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow; {FIRST_PORT}"),
 }
@@ -71,19 +78,57 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the launcher and returns its exit code; 2 if nothing could be started."""
     try:
-        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        options = _parse(arguments)
+        if options.ray:
+            return _run_in_ray(options, arguments[: len(arguments) - len(options.program)])
         _choose_cores(options, has_gpus=any(_choose_gpus(options)))
+        with processes.Guard() as guard, notices.watched():
+            return _run(options, guard)
     except ValueError as error:
         print(f"distloop.launch: {error}", file=sys.stderr)
         return 2
+
+
+def _run(options: argparse.Namespace, guard: processes.Guard) -> int:
     settings = elastic.Settings(
-        options.least, options.workers, options.max_restarts, options.grace_secs, options.wait_secs
+        options.least, options.most, options.max_restarts, options.grace_secs, options.wait_secs
     )
     signals = processes.Signals()
     variables = {**_HUGE_PAGES, **os.environ, "PYTHONUNBUFFERED": "1"}
     standby = Standby(_command(options)[1:], variables, signals) if options.standby else None
-    with processes.Guard() as guard, contextlib.closing(standby) if standby else contextlib.nullcontext():
-        return elastic.run(settings, functools.partial(_start, options, guard, standby), signals)
+    with contextlib.closing(standby) if standby else contextlib.nullcontext():
+        if not options.workers_per_host:
+            return elastic.run(settings, functools.partial(_start, options, guard, standby), signals)
+        start = functools.partial(_start_part, options, guard, standby)
+        launcher = hosts.Launcher(
+            settings, places=options.workers, address=options.address, start=start, signals=signals
+        )
+        return launcher.run(options.meet)
+
+
+def _run_in_ray(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Runs launchers in Ray, each with the same flags and one place; Ray counts the cores and GPUs."""
+    flags = [flag for flag in flags if flag != "--ray"]
+    arguments = [*flags, "--workers_per_host=1", "--cores_per_worker=0", *options.program]
+    cpus, gpus = options.cores_per_worker or 1, options.devices_per_worker or 1
+    return ray_actors.run(arguments, options.least, options.most, cpus, gpus, options.cores_per_worker or 0)
+
+
+def _start_part(
+    options: argparse.Namespace,
+    guard: processes.Guard,
+    standby: Standby | None,
+    record: meeting.Record,
+    indices: range,
+    notes: Notes,
+) -> list[processes.Process]:
+    """Starts the workers of a membership that run on this host."""
+    options = argparse.Namespace(**vars(options))
+    options.addresses, options.first_index = record.addresses, indices[0]
+    options.launch, options.secret = record.launch, record.secret
+    change = elastic.Change(record.number, record.cause, record.fell_at, record.ended_at, record.started_at)
+    return _start(options, guard, standby, change, len(indices), notes)
 
 
 def _start(
@@ -95,7 +140,6 @@ def _start(
     notes: Notes,
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
-    least, most = options.least, options.workers
     options = argparse.Namespace(**{**vars(options), "workers": count})
     addresses, gpus = _choose_addresses(options), _choose_gpus(options)
     core_lists = _choose_cores(options, has_gpus=any(gpus))
@@ -105,9 +149,13 @@ def _start(
     workers = []
     for i in range(count):
         told = Membership(
-            *(change.number, options.launch, least, most, change.cause, options.first_index + i, notes.pipe),
-            *(change.fell_at, change.ended_at, change.started_at),
+            launch=options.launch,
+            least=options.least,
+            most=options.most,
+            worker=options.first_index + i,
+            pipe=notes.pipe,
             tells_modules=is_wanted and i == 0,
+            **change._asdict(),
         )
         variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | told.variables()
         process = processes.Process(
@@ -133,7 +181,7 @@ def _environment(
     task = {"type": "worker", "index": options.first_index + i}
     variables = {
         **_HUGE_PAGES,
-        **_thread_variables(options.workers, core_list),
+        **_thread_variables(options.workers, 1 if gpus else options.devices_per_worker or 1, core_list),
         **os.environ,
         "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
         "PYTHONUNBUFFERED": "1",
@@ -145,15 +193,16 @@ def _environment(
     return variables
 
 
-def _thread_variables(workers: int, core_list: Sequence[int]) -> dict[str, str]:
+def _thread_variables(workers: int, devices: int, core_list: Sequence[int]) -> dict[str, str]:
     """Returns variables that limit a worker's TensorFlow threads to its part of the cores; {} for one that has all.
 
-    With one thread between operations, a `tf.py_function` that calls a `tf.function` waits for itself.
+    Each virtual CPU of a worker has threads of its own, for its part of these cores. With one thread
+    between operations, a `tf.py_function` that calls a `tf.function` waits for itself.
     """
     if workers == 1 and not core_list:
         return {}
     count = len(core_list) or cores.count() // workers
-    return {"TF_NUM_INTRAOP_THREADS": str(max(1, count)), "TF_NUM_INTEROP_THREADS": str(max(2, count))}
+    return {"TF_NUM_INTRAOP_THREADS": str(max(1, count // devices)), "TF_NUM_INTEROP_THREADS": str(max(2, count))}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -169,12 +218,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workers", metavar="N", default="1", help="workers on this machine, or MIN:MAX; 1")
     for name, (kind, default, _, text) in _NUMBERS.items():
         parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=text)
-    parser.add_argument(
-        "--hosts", metavar="A,B", help="every machine; run the same command on each, with its own --host_index"
-    )
+    for name, metavar, text in (
+        ("hosts", "A,B", "every machine; run the same command on each, with its own --host_index"),
+        ("meet", "DIR", "with --workers_per_host: a directory that all hosts share; the program's --workdir"),
+        ("address", "HOST", "with --workers_per_host: under which other hosts reach this one; its default route's"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    parser.add_argument("--ray", action="store_true", help="start each worker in a Ray actor, wherever Ray has room")
     count = 0
     while count < len(arguments) and arguments[count].startswith("-") and arguments[count] != "-m":
-        count += 1 if "=" in arguments[count] or arguments[count] in ("-h", "--help") else 2
+        count += 1 if "=" in arguments[count] or arguments[count] in ("-h", "--help", "--ray") else 2
     options, unknown = parser.parse_known_args(arguments[:count])
     if unknown:
         raise ValueError(
@@ -188,6 +241,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.program = list(arguments[count:])
     _check_program(options.program)
     _complete_workers(options)
+    _complete_meeting(options)
     _complete_hosts(options)
     return options
 
@@ -199,12 +253,15 @@ def _complete_workers(options: argparse.Namespace) -> None:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if least > most:
         raise ValueError(f"workers={text} is not allowed: give 1 or more, or MIN:MAX, as in 1:3.")
+    if options.ray or (least < most and not options.hosts and environment.has_other_tasks()):
+        options.workers_per_host = options.workers_per_host or 1
     if ":" in text and options.hosts:
         raise ValueError(
             f"workers={text} was given with --hosts, whose number of workers is fixed: give one number, and "
-            "--max_restarts to start all again after a crash."
+            "--max_restarts to start all again after a crash. Hosts that go and come need no --hosts, but "
+            "--workers_per_host."
         )
-    options.least, options.workers = least, most
+    options.least, options.most, options.workers, options.addresses = least, most, most, []
     if options.max_restarts is None:
         options.max_restarts = 3 if least < most else 0
     if options.standby is None:
@@ -215,6 +272,32 @@ def _complete_workers(options: argparse.Namespace) -> None:
             "0 for none."
         )
     options.launch = secrets.token_hex(4)
+
+
+def _complete_meeting(options: argparse.Namespace) -> None:
+    """Checks the flags about hosts that meet; sets `meet` to the directory and `workers` to the places on this host."""
+    places, most = options.workers_per_host, options.most
+    if not places:
+        for name in ("meet", "address"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"--{name} was given without --workers_per_host, which it is about: give both or none."
+                )
+        return
+    if options.hosts:
+        raise ValueError(
+            f"workers_per_host={places} was given with --hosts: leave one out; hosts that meet need not be listed."
+        )
+    if options.ray and (places > 1 or options.address):
+        given = f"workers_per_host={places}" if places > 1 else f"address={options.address}"
+        raise ValueError(f"{given} was given with --ray, by which each worker is a host of its own: leave it out.")
+    if places > most:
+        raise ValueError(f"workers_per_host={places} is more than all workers, {most}: give {most} or less.")
+    options.meet = meeting.find_directory(options.meet, options.program)
+    options.address = options.address or environment.find_address()
+    if not _is_host(options.address):
+        raise ValueError(f"address={options.address} is not allowed: give a name or an IP address, without a port.")
+    options.workers = places
 
 
 def _check_program(program: list[str]) -> None:
@@ -252,7 +335,7 @@ def _complete_hosts(options: argparse.Namespace) -> None:
         )
     options.hosts, options.first_index = hosts, (options.host_index or 0) * options.workers
     for i in range(options.workers if hosts else 0):
-        if not _is_free(options.port + i):
+        if not ports.is_free(options.port + i):
             raise ValueError(
                 f"port {options.port + i} is taken on this host, but worker {options.first_index + i} is to have it: "
                 "give another --port, the same on every host, or end what listens there."
@@ -270,22 +353,7 @@ def _choose_addresses(options: argparse.Namespace) -> list[str]:
     """Returns the address of every worker; without --hosts, new random ports at every call."""
     if options.hosts:
         return [f"{host}:{options.port + i}" for host in options.hosts for i in range(options.workers)]
-    # Below the range from which the system picks ports: TensorFlow listens seconds from now, and until then such a port
-    # may go to any connection, even to that of a worker that tries to reach it.
-    ports = filter(_is_free, random.sample(range(10_000, 32_768), 5_000))
-    return [f"127.0.0.1:{port}" for port in itertools.islice(ports, options.workers)]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow: closed connections do not count
-        try:
-            probe.bind(("", port))  # on every address, as TensorFlow does
-            with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
-                datagrams.bind(("", port))  # as heartbeats do
-        except OSError:
-            return False
-        return True
+    return options.addresses or [f"127.0.0.1:{port}" for port in ports.choose(options.workers)]
 
 
 def _choose_gpus(options: argparse.Namespace) -> list[list[str]]:

@@ -13,7 +13,7 @@ from distloop.distributed.heartbeat import EXIT_CODE as OTHER_FAILED
 from distloop.distributed.preemption import EXIT_CODE
 
 HERE = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "cluster"
-SBATCH = HERE / "slurm.sbatch"
+SBATCH, ELASTIC_SBATCH = HERE / "slurm.sbatch", HERE / "slurm_elastic.sbatch"
 
 # From the manual pages sbatch(1) and srun(1) of Slurm 22.05.
 SBATCH_OPTIONS = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "signal", "requeue",
@@ -21,20 +21,22 @@ SBATCH_OPTIONS = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gpus
 SRUN_OPTIONS = {"kill-on-bad-exit", "cpus-per-task", "label"}
 
 
-def directives():
-    options = re.findall(r"^#+SBATCH --([\w-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE)
-    assert len(options) == len(re.findall("^#+ *SBATCH", SBATCH.read_text(), re.MULTILINE))
+def directives(path=SBATCH):
+    options = re.findall(r"^#+SBATCH --([\w-]+)(?:=(\S+))?$", path.read_text(), re.MULTILINE)
+    assert len(options) == len(re.findall("^#+ *SBATCH", path.read_text(), re.MULTILINE))
     return dict(options)
 
 
 def test_the_batch_script_uses_existing_options_of_slurm():
     assert set(directives()) == SBATCH_OPTIONS
+    assert set(directives(ELASTIC_SBATCH)) == SBATCH_OPTIONS - {"ntasks-per-node"} | {"array", "ntasks"}
     (command,) = re.findall(r"^srun (.*?)\"\$\{PYTHON", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
     assert {option.partition("=")[0] for option in re.findall(r"--(\S+)", command)} == SRUN_OPTIONS
 
 
-def test_directives_come_before_commands():
-    lines = SBATCH.read_text().splitlines()
+@pytest.mark.parametrize("path", [SBATCH, ELASTIC_SBATCH], ids=lambda path: path.name)
+def test_directives_come_before_commands(path):
+    lines = path.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert lines[0] == "#!/bin/bash" and not [line for line in lines[first:] if "#SBATCH" in line]
 
@@ -63,6 +65,26 @@ def test_a_job_that_saved_and_left_is_queued_again(code, is_requeued, tmp_path):
     )
     assert "|--workdir=a b|--max_secs=" in calls
     assert calls.endswith("|scontrol|requeue|42|") == is_requeued
+
+
+@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (EXIT_CODE, True)])
+def test_each_job_of_an_elastic_run_starts_one_launcher_and_is_queued_again_when_its_node_left(
+    code, is_requeued, tmp_path
+):
+    for name, ends in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
+        (tmp_path / name).write_text(f'#!/bin/bash\nprintf "%s\n" {name} "$@" >> {tmp_path}/calls\n{ends}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8"}
+    command = ["bash", ELASTIC_SBATCH, "-m", "experiments.digits", f"--workdir={tmp_path}/a b"]
+    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == code
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[:5] == ["srun", "--cpus-per-task=8", ".venv/bin/python", "-m", "distloop.launch"]
+    assert calls.count("scontrol") == int(is_requeued)
+    options = launch._parse(calls[5 : calls.index("scontrol") if is_requeued else None])
+    assert options.meet == f"{tmp_path}/a b/membership" and options.workers == 1
+    first, last = map(int, directives(ELASTIC_SBATCH)["array"].split("-"))
+    assert (options.least, options.most) == (1, last - first + 1) and directives(ELASTIC_SBATCH)["nodes"] == "1"
+    assert directives(ELASTIC_SBATCH)["signal"] == "TERM@600"  # to the launcher: B: would be to the shell alone
 
 
 def documents(name):
@@ -117,6 +139,23 @@ def test_the_job_restarts_pods_that_saved_or_followed_and_counts_crashes(code, a
     assert actions == ([action] if action else [])
 
 
+def test_the_pods_of_an_elastic_run_are_hosts_that_meet_in_the_workdir(monkeypatch):
+    job = documents("kubernetes_elastic.yaml")["Job"]["spec"]
+    template = job["template"]["spec"]
+    container = container_of(job["template"])
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    options = launch._parse(container["args"])
+    assert container["command"] == ["python", "-m", "distloop.launch"]
+    assert options.most == job["completions"] == job["parallelism"] and options.least == 1
+    assert options.workers_per_host == 1 and options.meet == "/runs/digits/membership"
+    assert "subdomain" not in template  # the addresses are the pods'
+    assert job["completionMode"] == "Indexed" and job["backoffLimitPerIndex"] > 0 and "backoffLimit" not in job
+    rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
+    assert actions == {1: "FailJob", 2: "FailJob", EXIT_CODE: "Ignore", OTHER_FAILED: "Ignore"}
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+
+
 def test_a_tfjobs_workers_start_again_at_every_code():
     spec = documents("tfjob.yaml")["TFJob"]["spec"]
     (worker,) = spec["tfReplicaSpecs"].values()
@@ -131,6 +170,7 @@ def test_a_tfjobs_workers_start_again_at_every_code():
     ("name", "template"),
     [
         ("kubernetes.yaml", lambda resources: resources["Job"]["spec"]["template"]),
+        ("kubernetes_elastic.yaml", lambda resources: resources["Job"]["spec"]["template"]),
         ("tfjob.yaml", lambda resources: resources["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]["template"]),
     ],
 )
@@ -145,7 +185,8 @@ def test_pods_share_the_workdir_and_have_time_to_save(name, template):
     assert mount["name"] == volume["name"]
     values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(container["args"])))
     assert values.pop("workdir").startswith(mount["mountPath"] + "/")
-    assert set(values) - {"hosts"} == {"start_timeout"} and float(values["start_timeout"]) > 2 * 360
-    assert config.Config(start_timeout=float(values["start_timeout"]))
+    if "hosts" in values or name == "tfjob.yaml":  # workers that are expected where they were
+        assert set(values) - {"hosts"} == {"start_timeout"} and float(values["start_timeout"]) > 2 * 360
+        assert config.Config(start_timeout=float(values["start_timeout"]))
     assert template["spec"]["terminationGracePeriodSeconds"] >= 300
     assert container["image"] == "distloop"

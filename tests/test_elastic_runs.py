@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,12 +15,22 @@ from distloop.distributed.preemption import EXIT_CODE
 from tests import forked
 from tests.nemesis import checker, faults, rounds
 from tests.nemesis.__main__ import read_outputs
+from tests.nemesis.commands import Command, Output
+from tests.nemesis.log import Log
 from tests.nemesis.schedule import Life, Plan, Strike
-from tests.nemesis.setting import Setting
+from tests.nemesis.setting import BATCH_SIZE, ELASTIC_REPLICAS, ROWS, STEPS, Setting
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Returns the log of one process that nothing disturbs."""
+    return rounds.run_undisturbed(Setting("elastic", 1), str(tmp_path_factory.mktemp("alone") / "run"))
 
 
 @pytest.mark.slow
-def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(tmp_path):
+def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
+    alone, tmp_path
+):
     generator = random.Random(0)
     setting = Setting("elastic", 2, checkpoint_every=4)
     falls = [((1,), signal.SIGKILL, 7), ((0,), signal.SIGTERM, 25)]  # without a word; announced
@@ -27,7 +39,6 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
         for workers, number, step in falls
     ]
     plan = Plan(0, 0, setting, (Life(tuple(strikes)),))
-    alone = rounds.run_undisturbed(Setting("elastic", 1), str(tmp_path / "alone"))
     two = rounds.run_undisturbed(setting.reference, str(tmp_path / "two"))
     events = rounds.run_round(plan, str(tmp_path / "elastic"))
     outputs = read_outputs(str(tmp_path / "elastic"), 1)
@@ -36,8 +47,7 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
         assert {e["step"]: e["digest"] for e in of_chief(run)} == {e["step"]: e["digest"] for e in of_chief(alone)}
     kill, leave = checker.losses(events)
     assert leave.steps == 0 and kill.steps < 4
-    with open(tmp_path / "elastic" / "disk" / "run" / "incidents.jsonl") as file:
-        changes = [json.loads(line) for line in file]
+    changes = changes_of(str(tmp_path / "elastic" / "disk" / "run"))
     assert [change["membership"] for change in changes] == list(range(2, len(changes) + 2))
     assert {change["workers"] for change in changes} == {1, 2} and all(change["traced_secs"] > 0 for change in changes)
     reasons = [change["reason"] for change in changes]
@@ -94,6 +104,145 @@ def read_steps(path):
     if path.is_dir():
         return [int(name) for name in os.listdir(path) if name.isdigit()]
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_examples(alone, events, workdir):
+    """Checks that the weights of each step are those of one process, and each example of an epoch counts once."""
+    expected = {e["step"]: e["digest"] for e in of_chief(alone)}
+    assert {(e["step"], e["digest"]) for e in of_chief(events)} == set(expected.items())
+    with open(os.path.join(workdir, "metrics.jsonl")) as file:
+        rows = [row for row in map(json.loads, file) if "loss" in row]
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    for first in range(0, STEPS, ROWS // BATCH_SIZE):
+        epoch = rows[first : first + ROWS // BATCH_SIZE]
+        sums = [round(sum(row[f"ids{k}"] for row in epoch) * BATCH_SIZE) for k in range(8)]
+        assert sums == [sum(8**i for i in range(8))] * 8  # the digit of every row is 1
+
+
+def changes_of(workdir):
+    with open(os.path.join(workdir, "incidents.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+class Hosts:
+    """Launchers that meet in a workdir; each stands for a host, with its processes."""
+
+    def __init__(self, directory):
+        self._directory, self._commands = directory, {}
+        self.workdir, self.log = str(directory / "run"), Log(str(directory / "log"))
+
+    def start(self, name):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_CONFIG")}
+        environment |= {
+            "NEMESIS_LOG": self.log.path,
+            "NEMESIS_STEP_SECS": "0.4",  # so long that a host comes before the run ends
+            "PYTHONPATH": rounds.ROOT,
+            "CUDA_VISIBLE_DEVICES": "-1",
+        }
+        launcher = "-m tests.nemesis.forking_launch --workers=1:2 --workers_per_host=1 --address=127.0.0.1"
+        program = f"-m tests.nemesis.program --workdir={self.workdir} --checkpoint_every=4"
+        arguments = f"{launcher} --grace_secs=5 {program} --virtual_replicas={ELASTIC_REPLICAS}".split()
+        output = Output(str(self._directory / name))
+        self._commands[name] = Command(arguments, environment, output), output
+
+    def signal(self, name, number):
+        os.kill(self._commands[name][0].main, number)
+
+    def kill(self, name):
+        self._commands[name][0].end()
+
+    def wait_for(self, is_due, secs=100):
+        ends_at = time.monotonic() + secs
+        while not is_due([e for e in self.log.read() if e["event"] == "step"]):
+            has_ended = all(command.wait(0) for command, _ in self._commands.values())
+            assert time.monotonic() < ends_at and not has_ended, self.lines()
+            time.sleep(0.05)
+
+    def end_of(self, name):
+        ended = self._commands[name][0].wait(100)
+        assert ended is not None and ended.leftovers == [], self.lines()
+        return ended.code
+
+    def lines(self):
+        return "".join(f"{name}:\n{output.text()[-3000:]}\n" for name, (_, output) in self._commands.items())
+
+    def close(self):
+        for command, output in self._commands.values():
+            command.end()
+            output.close()
+        self.log.close()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    hosts = Hosts(tmp_path)
+    yield hosts
+    hosts.close()
+
+
+@pytest.mark.slow
+def test_whichever_hosts_go_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(alone, hosts):
+    hosts.start("a")
+    hosts.start("b")
+    hosts.wait_for(lambda steps: len(steps) >= 12)  # six of each of two workers
+    hosts.kill("b")  # the launcher and its worker, without a word
+    hosts.wait_for(lambda steps: len({e["process"] for e in steps}) == 3)  # two, and then the one left
+    hosts.start("c")
+    hosts.wait_for(lambda steps: len({e["process"] for e in steps}) == 5)  # and then two again
+    hosts.signal("a", signal.SIGTERM)
+    assert [hosts.end_of(name) for name in "ac"] == [75, 0], hosts.lines()
+    check_examples(alone, hosts.log.read(), hosts.workdir)
+    changes = changes_of(hosts.workdir)
+    assert [(change["membership"], change["workers"]) for change in changes] == [(2, 1), (3, 2), (4, 1)]
+    gone, more, leaves = changes
+    assert gone["reason"].endswith("is gone") and gone["steps_again"] < 4
+    assert more["reason"] == "there are places for more" and leaves["reason"].endswith("was asked to leave")
+    assert more["steps_again"] == leaves["steps_again"] == 0
+
+
+@pytest.mark.slow
+def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_path, monkeypatch):
+    pytest.importorskip("ray", reason="pip install 'distloop[ray]'")
+    from ray.cluster_utils import Cluster
+
+    log, workdir = Log(str(tmp_path / "log")), str(tmp_path / "run")
+    variables = {
+        "NEMESIS_LOG": log.path,
+        "NEMESIS_STEP_SECS": "1",
+        "PYTHONPATH": rounds.ROOT,
+        "CUDA_VISIBLE_DEVICES": "-1",
+    }
+    for name, value in variables.items():  # for the nodes, from which the launchers have them
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    node = cluster.add_node(num_cpus=1)
+    launcher = "-m distloop.launch --ray --workers=1:2 --grace_secs=5"
+    program = f"-m tests.nemesis.program --workdir={workdir} --checkpoint_every=4 --virtual_replicas={ELASTIC_REPLICAS}"
+    command = [sys.executable, *launcher.split(), *program.split()]
+    with open(tmp_path / "output", "w+") as output:
+        driver = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+        def wait_for(processes, steps):
+            seen = []
+            while len(seen) < steps or len({e["process"] for e in seen}) < processes:
+                assert driver.poll() is None, open(output.name).read()[-5000:]
+                time.sleep(0.1)
+                seen = [e for e in log.read() if e["event"] == "step"]
+
+        try:
+            wait_for(processes=2, steps=12)
+            cluster.remove_node(node, allow_graceful=False)
+            wait_for(processes=3, steps=13)
+            cluster.add_node(num_cpus=1)
+            wait_for(processes=5, steps=14)
+            assert driver.wait(120) == 0, open(output.name).read()[-5000:]
+        finally:
+            driver.kill()
+            cluster.shutdown()
+        assert "[worker 0] distloop: Finished" in open(output.name).read()
+    check_examples(alone, log.read(), workdir)
+    assert [(change["membership"], change["workers"]) for change in changes_of(workdir)] == [(2, 1), (3, 2)]
 
 
 def of_chief(events):

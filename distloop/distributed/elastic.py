@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from distloop.distributed import processes
@@ -79,37 +79,49 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
         now = time.monotonic()
         places = plan.there(now)[: plan.size(now)]
         if change.cause and settings.is_elastic:
-            sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
-            processes.log(
-                f"membership {change.number} has {len(places)} of {settings.most} workers{sizes}: {change.cause}."
-            )
-        notes = Notes(functools.partial(_say_phases, change.number) if settings.is_elastic else None)
+            say_membership(plan, change.number, len(places), change.cause)
+        notes = Notes(functools.partial(say_phases, change.number) if settings.is_elastic else None)
         workers = start(change._replace(started_at=time.time()), len(places), notes)
         outcome = _run_membership(plan, settings, workers, signals, notes)
         notes.close()
         plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step)
-        if outcome.code == 0 or outcome.is_last:
-            return outcome.code
-        if outcome.is_crash:
-            plan, cause = plan.crash(), outcome.cause
-            # An error before any step, such as a wrong flag, would come again.
-            is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128
-            if is_wrong or plan.restarts > settings.max_restarts:
-                if settings.is_elastic:
-                    processes.log(_explain_end(plan))
-                return outcome.code
-            lost = outcome.fallen or range(len(places))
-        elif outcome.has_left_for_more:
-            cause, lost = "there are places for more", outcome.fallen
-        elif settings.is_elastic and notes.leavers:
-            cause, lost = f"{_name(notes.leavers)} asked to leave", sorted({*notes.leavers, *outcome.fallen})
-        else:
-            return outcome.code
+        plan, cause, code = conclude(settings, plan, outcome, name_workers(notes.leavers))
+        if code is not None:
+            return code
+        leavers = () if outcome.is_crash or outcome.has_left_for_more else notes.leavers
+        lost = sorted({*outcome.fallen, *leavers}) or range(len(places) if outcome.is_crash else 0)
         now = time.monotonic()
         plan = plan.lose([places[i] for i in lost], now)
         if notes.step is None and change.cause:  # nobody has noted the change before
             cause = f"{change.cause}; then {cause}"
         change = Change(change.number + 1, cause, outcome.fell_at, time.time())
+
+
+def conclude(settings: Settings, plan: Plan, outcome: processes.Outcome, leavers: str) -> tuple[Plan, str, int | None]:
+    """Returns what follows from the end of a membership: the plan, the cause of the next one, an exit code or None.
+
+    Args:
+        settings: how the run is started again.
+        plan: of the membership, which knows from which step it went on.
+        outcome: how it ended.
+        leavers: who was asked to leave; empty: nobody.
+    """
+    if outcome.code == 0 or outcome.is_last:
+        return plan, "", outcome.code
+    if outcome.is_crash:
+        plan = plan.crash()
+        # An error before any step, such as a wrong flag, would come again; one in the number of workers will not.
+        is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128 and not (plan.sizes and plan.allowed)
+        if is_wrong or plan.restarts > settings.max_restarts:
+            if settings.is_elastic:
+                processes.log(_explain_end(plan))
+            return plan, outcome.cause, outcome.code
+        return plan, outcome.cause, None
+    if outcome.has_left_for_more:
+        return plan, "there are places for more", None
+    if settings.is_elastic and leavers:
+        return plan, f"{leavers} asked to leave", None
+    return plan, "", outcome.code
 
 
 def _run_membership(
@@ -128,7 +140,13 @@ def _run_membership(
     return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
 
 
-def _say_phases(number: int, step: int, phases: dict[str, float]) -> None:
+def say_membership(plan: Plan, number: int, count: int, cause: str) -> None:
+    """Prints with how many workers a run goes on, and why."""
+    sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
+    processes.log(f"membership {number} has {count} of {plan.most} workers{sizes}: {cause}.")
+
+
+def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
     """Prints how long a run stood still for a change of workers, and where the time went."""
     parts = ", ".join(f"{name} {secs:.1f}" for name, secs in phases.items())
     processes.log(
@@ -169,6 +187,7 @@ def _explain_end(plan: Plan) -> str:
     )
 
 
-def _name(workers: set[int]) -> str:
+def name_workers(workers: Collection[int]) -> str:
+    """Returns `worker 1 was` or `workers 1, 2 were`; empty without any."""
     names = ", ".join(map(str, sorted(workers)))
-    return f"worker {names} was" if len(workers) == 1 else f"workers {names} were"
+    return f"worker{'s' * (len(workers) > 1)} {names} {'were' if len(workers) > 1 else 'was'}" if workers else ""

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -131,6 +132,7 @@ class Notes:
         self.leavers: set[int] = set()
         self.on_modules: Callable[[list[str]], None] = lambda names: None
         self._modules: list[str] = []
+        self._stop_at = math.inf
 
     @property
     def pipe(self) -> tuple[int, int]:
@@ -151,7 +153,9 @@ class Notes:
 
     def _take(self, note: dict[str, Any]) -> None:
         if "begins" in note:
-            self.step, self.sizes, self.began_at = note["begins"], tuple(note["sizes"]), time.monotonic()
+            self.step, self.began_at = note["begins"], time.monotonic()
+        if "sizes" in note:
+            self.sizes = tuple(note["sizes"])
         if "traced" in note and self._on_traced is not None:
             self._on_traced(note["step"], note["traced"])
         if "modules" in note:
@@ -162,6 +166,17 @@ class Notes:
             self.began_at = None
         if "leaves" in note:
             self.leavers.add(note["worker"])
+        if "stop_secs" in note:
+            self._stop_at = min(self._stop_at, time.monotonic() + note["stop_secs"])
+
+    def tell(self, **values: Any) -> None:
+        """Sends a note from another thread of the launcher; with `stop_secs`, the workers are stopped after so long."""
+        os.write(self.write_end, json.dumps(values).encode() + b"\n")
+
+    def take_stop_at(self) -> float:
+        """Returns when the workers are to be stopped, on the monotonic clock, once; inf: nothing new was told."""
+        stop_at, self._stop_at = self._stop_at, math.inf
+        return stop_at
 
     def close(self) -> None:
         """Closes the pipe."""

@@ -23,8 +23,8 @@ from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
-_FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
-_FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
+FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
+FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
 _HELD_SECS = 0.1  # after which is looked whether there is room for more output
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
@@ -282,6 +282,7 @@ class Group:
         ready = children.wait(sources, remaining_secs - time.monotonic())
         if self._notes:
             self._notes.read()
+            self._stop_at = min(self._stop_at, self._notes.take_stop_at())
         self._handle_signals()
         for process in [process for process in running if process.has_ended()]:  # all, before one stops the others
             self._handle_end(process)  # before the output, so that the order of ends is right
@@ -305,6 +306,8 @@ class Group:
                 for process in self._running():
                     process.finish_output()
                 self._blame(self._follower, self._running())
+            elif not self._failed:
+                self._is_leaving = True  # the ends that follow are no crashes
             self._stop()
         if time.monotonic() >= self._kill_at:
             self._kill_at = math.inf
@@ -345,12 +348,12 @@ class Group:
             log(f"worker {process.index} ended {process.describe_end()}.")
         if is_follower:
             self._follower = self._follower or process
-            self._stop_at = min(self._stop_at, time.monotonic() + _FAIL_SECS + self._grace_secs)
+            self._stop_at = min(self._stop_at, time.monotonic() + FAIL_SECS + self._grace_secs)
         elif is_crash:
             self._blame(process, others)
         elif process.code and not self._verdict:
             self._is_leaving = True
-            self._stop_at = min(self._stop_at, time.monotonic() + _FOLLOW_SECS + self._grace_secs)
+            self._stop_at = min(self._stop_at, time.monotonic() + FOLLOW_SECS + self._grace_secs)
 
     def _blame(self, process: Process, others: Sequence[Process]) -> None:
         """Takes a process for the first one that failed, and stops the others."""

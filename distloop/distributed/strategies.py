@@ -109,6 +109,9 @@ def virtual_replicas_each(strategy: tf.distribute.Strategy, count: int) -> int:
     """
     each, rest = divmod(count, strategy.num_replicas_in_sync)
     if rest:
+        if membership := notes.find_membership():  # its launcher starts another number of workers, if it may
+            devices = strategy.num_replicas_in_sync // workers.num_workers(strategy)
+            membership.tell(sizes=[n for n in range(1, membership.most + 1) if count % (n * devices) == 0])
         raise ValueError(
             f"virtual_replicas={count} was given for {describe(strategy)}, and each runs as many virtual ones as the "
             f"others: give a number of devices and workers that divides {count}."

@@ -143,6 +143,13 @@ def test_what_fails_before_the_first_step_is_not_tried_again_but_a_kill_is(world
     assert world.run([(5, {}, crash(0)), (5, {"step": 0}, DONE)]) == 0
 
 
+def test_workers_whose_number_does_not_fit_start_again_with_one_that_fits(world):
+    error = crash(0, 1, 2, code=1, cause="worker 0 failed first")
+    assert world.run([(5, {"sizes": (1, 2)}, error), (5, {"step": 0}, DONE)]) == 0
+    assert [count for _, count, _ in world.started] == [3, 2]
+    assert world.run([(5, {"sizes": (1, 2)}, error)], least=3, most=5) == 1  # none fits
+
+
 def test_the_cause_of_a_change_that_nobody_noted_is_told_again(world):
     script = [(5, {"step": 0}, crash(0)), (5, {}, crash(1, cause="worker 0 failed first")), (5, {"step": 0}, DONE)]
     world.run(script)

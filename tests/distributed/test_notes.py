@@ -1,7 +1,9 @@
 """What a launcher and its workers tell each other."""
 
+import math
 import os
 import select
+import time
 
 import pytest
 
@@ -71,3 +73,21 @@ def test_a_process_without_the_pipe_writes_to_no_other_file(launcher, monkeypatc
     assert (tmp_path / "file").read_bytes() == b""
     enter(monkeypatch, launcher, pipe=(1_000_000, launcher.pipe[1]))
     notes.tell(leaves=True)
+
+
+def test_a_worker_that_cannot_run_with_so_many_tells_the_numbers_that_can(launcher, monkeypatch):
+    enter(monkeypatch, launcher)
+    notes.find_membership().tell(sizes=[1, 2])
+    launcher.read()
+    assert launcher.sizes == (1, 2) and launcher.step is None and launcher.began_at is None
+
+
+def test_another_thread_of_the_launcher_tells_when_workers_are_to_be_stopped_and_that_is_read_once(launcher):
+    launcher.tell()
+    launcher.read()
+    assert launcher.take_stop_at() == math.inf
+    now = time.monotonic()
+    launcher.tell(stop_secs=70)
+    launcher.tell(stop_secs=10)
+    launcher.read()
+    assert now + 10 <= launcher.take_stop_at() < now + 30 and launcher.take_stop_at() == math.inf

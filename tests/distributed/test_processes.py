@@ -261,7 +261,7 @@ def test_a_worker_gets_one_signal_before_it_is_killed(start, write, tmp_path):
             time.sleep(0.01)
         sys.exit({EXIT_CODE})
     """
-    process = start("--workers=2", "--grace_secs=0.1", write(program), command=patched(_FOLLOW_SECS=0.2))
+    process = start("--workers=2", "--grace_secs=0.1", write(program), command=patched(FOLLOW_SECS=0.2))
     for i in range(2):
         read(tmp_path, f"ready{i}")
     process.terminate()
@@ -514,7 +514,7 @@ def test_a_hanging_worker_is_stopped_after_another_ended_because_of_it(launch, w
         note("ready0", 1)
         time.sleep(60)
     """
-    command = patched(_FAIL_SECS=0.2)
+    command = patched(FAIL_SECS=0.2)
     code, _, err = launch("--workers=2", "--grace_secs=0.2", write(program), command=command)
     assert code == heartbeat.EXIT_CODE and err == [
         "distloop.launch: worker 1 ended with exit code 76.",
@@ -604,9 +604,7 @@ def test_a_worker_that_does_not_follow_is_stopped(heeds, launch, write):
             time.sleep(1)
     """
     grace_secs = 3 if heeds else 0.1
-    code, _, err = launch(
-        "--workers=2", f"--grace_secs={grace_secs}", write(program), command=patched(_FOLLOW_SECS=0.2)
-    )
+    code, _, err = launch("--workers=2", f"--grace_secs={grace_secs}", write(program), command=patched(FOLLOW_SECS=0.2))
     assert code == (EXIT_CODE if heeds else 128 + signal.SIGKILL)
     assert "worker 0 ended " + ("with exit code 75" if heeds else "by signal 9") in err[-1]
 

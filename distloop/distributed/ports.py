@@ -1,0 +1,27 @@
+"""Ports: those that are free on this host, over TCP as TensorFlow uses them and UDP as heartbeats do."""
+
+import itertools
+import random
+import socket
+
+
+def choose(count: int) -> list[int]:
+    """Returns random free ports.
+
+    They are below the range from which the system picks ports: TensorFlow listens seconds from now, and until then such
+    a port may go to any connection, even to that of a worker that tries to reach it.
+    """
+    return list(itertools.islice(filter(is_free, random.sample(range(10_000, 32_768), 5_000)), count))
+
+
+def is_free(port: int) -> bool:
+    """Returns whether nobody listens on a port, on any address of this host."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow: closed connections do not count
+        try:
+            probe.bind(("", port))  # on every address, as TensorFlow does
+            with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+                datagrams.bind(("", port))  # as heartbeats do
+        except OSError:
+            return False
+        return True
