@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from absl import flags
 
-from distloop import contradictions, durations
+from distloop import contradictions, durations, urls
 
 T = TypeVar("T", str, int, float, bool)
 CountOrAuto: TypeAlias = int | Literal["auto"]
@@ -73,8 +73,8 @@ class Config:
     workdir: str = setting(
         RUN,
         "",
-        "Local directory for all files of the run; {time} in it becomes date and time, and the same command finds its "
-        "unfinished run again; empty: nothing is written.",
+        "Directory for all files of the run, or a URL such as s3://bucket/run; {time} in a directory becomes date and "
+        "time, and the same command finds its unfinished run again; empty: nothing is written.",
     )
     steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give one of steps, epochs and until.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
@@ -112,9 +112,7 @@ class Config:
         "Pipeline stages of a network, one per device of a worker, made by distloop.split(model, num_stages).",
         minimum=1,
     )
-    intra_op_threads: int = setting(
-        DEVICES, 0, "Threads within one operation; 0: one per core, divided among virtual CPUs."
-    )
+    intra_op_threads: int = setting(DEVICES, 0, "Threads of an operation; 0: one per core, divided among virtual CPUs.")
 
     microbatches: CountOrAuto = setting(
         OPTIMIZATION,
@@ -195,9 +193,7 @@ class Config:
         "Write the graph of loss_fn for TensorBoard; auto: for small models only, where it is cheap.",
         choices=("auto", "always", "never"),
     )
-    profile: str = setting(
-        MONITORING, "", "Steps to profile for TensorBoard; 100:110: steps 101 to 110. Needs a workdir."
-    )
+    profile: str = setting(MONITORING, "", "Steps to profile; 100:110: steps 101 to 110. Needs a workdir.")
     peak_flops: float = setting(
         MONITORING,
         0.0,
@@ -275,6 +271,11 @@ class Config:
         contradictions.check(self)
         if self.replica_batch_size:
             object.__setattr__(self, "batch_size", 0)
+
+    @property
+    def local_workdir(self) -> str:
+        """Where the run's files are on this machine: the workdir, or the staging directory of a URL."""
+        return urls.staging_directory(self.workdir) if urls.is_url(self.workdir) else self.workdir
 
     @property
     def first_microbatches(self) -> int:

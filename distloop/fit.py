@@ -101,9 +101,7 @@ class Fit:
     _recorder: Recorder = dataclasses.field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
-        are_used = self._is_chief and not self.config.fast_dev_run
-        self._deliveries = Deliveries(self.writers if are_used else (), self.config.workdir)
-        self._notes = _make_notes(self.config.workdir, self.clock, self._is_chief, self.checkpoints.lock.verify)
+        self._notes = _make_notes(self.config.local_workdir, self.clock, self._is_chief, self.checkpoints.lock.verify)
         self._plan = Plan(self.units, is_chief=self._is_chief)
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
@@ -130,6 +128,8 @@ class Fit:
 
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
+        are_used = self._is_chief and not self.config.fast_dev_run
+        self._deliveries = Deliveries(self.writers if are_used else (), self.config.local_workdir)
         return self._deliveries.open(self._step, flags.run_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ class Fit:
 
     def _train(self) -> None:
         """Trains from the current step, with a profile and writers that are closed at the end."""
-        profile = Profile(self.config.profile, os.path.join(self.config.workdir, "train"), writes=self._is_chief)
+        profile = Profile(self.config.profile, os.path.join(self.config.local_workdir, "train"), writes=self._is_chief)
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
@@ -236,7 +236,7 @@ class Fit:
     def _announce(self) -> None:
         """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
         if self._is_chief:
-            flags.write(self.config, self.config.workdir)
+            flags.write(self.config, self.config.local_workdir)
         lines = overview.console_lines(self.state, self.config, self.source)
         if self._is_chief and self.config.console != "quiet":
             notebook.announce(lines, may_draw=self.config.console == "auto")
@@ -274,7 +274,7 @@ class Fit:
         writers: list[Any] = [self._recorder, *([self._deliveries] if self._is_chief and self.writers else [])]
         if not self._is_chief:
             return writers
-        workdir, evals = self.config.workdir, [evaluation.name for evaluation in self.evaluations]
+        workdir, evals = self.config.local_workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:
                 _begin_in(workdir, self.state, self.checkpoints.costs.pop("restore_secs", None))

@@ -5,6 +5,7 @@
     python -m distloop.report runs --json           # for programs
     python -m distloop.report runs --png=runs.png   # curves, with matplotlib
     python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
+    python -m distloop.report s3://bucket/runs      # runs in a bucket
     python -m distloop.report runs --prune          # removes what no run needs
 
 It shows for each run the status, steps, training time (without tracing,
@@ -41,12 +42,14 @@ columns.
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -59,6 +62,8 @@ from distloop.monitoring.run_files import Run
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
+from distloop.remote.fetching import fetch_reports
+from distloop.urls import is_url
 
 _STYLES = {
     ("status", "complete"): "green",
@@ -73,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        runs = run_files.load_all(options.workdirs, _complain)
+        runs = _load(options)
         if options.prune:
             return _prune(runs, options.keep, is_agreed=options.yes)
         if options.png:
@@ -97,6 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _load(options: argparse.Namespace) -> list[Run]:
+    """Returns the runs; of those at URLs, what is read is brought here for as long as that takes."""
+    with tempfile.TemporaryDirectory(prefix="distloop_") as root:
+        urls = {fetch_reports(path, root): path.rstrip("/") for path in options.workdirs if is_url(path)}
+        runs = run_files.load_all([*urls, *(path for path in options.workdirs if not is_url(path))], _complain)
+        for i, run in enumerate(runs):
+            for path in [path for path in urls if f"{run.path}/".startswith(f"{path}/")]:
+                runs[i] = dataclasses.replace(run, path=urls[path] + run.path.removeprefix(path))
+        return runs
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help.")
@@ -105,7 +121,9 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m distloop.report", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="workdir of a run, or a directory of workdirs")
+    parser.add_argument(
+        "workdirs", metavar="WORKDIR", nargs="+", help="workdir of a run, or a directory of workdirs; URLs, too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument("--png", metavar="PATH", help="also write the curves as a picture; needs matplotlib")
     parser.add_argument(
@@ -115,6 +133,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
     parser.add_argument("--yes", action="store_true", help="with --prune: do not ask")
     options = parser.parse_args(arguments)
+    if options.prune and (urls := [path for path in options.workdirs if is_url(path)]):
+        parser.error(f"--prune was given with {urls[0]!r}, and removes files of a disk: delete those of a URL by hand")
     if options.keep < 1:
         parser.error(f"--keep={options.keep} was given; the newest checkpoint always stays: give 1 or more")
     return options

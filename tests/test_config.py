@@ -72,7 +72,8 @@ def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
         ({"strategy": ["none"]}, "give one of auto, none, mirrored"),
         ({"deterministic": 1}, "deterministic=1 is not allowed: give True or False"),
         ({"workdir": 3}, "workdir=3 is not allowed: give a string"),
-        ({"workdir": "gs://bucket/run"}, "is a remote address"),
+        ({"workdir": "gs://bucket/run-{time}"}, "has {time} in it, which needs a directory on a disk"),
+        ({"workdir": "gs://bucket/run", "copy_every": "30 s"}, "copies in memory need one on a disk"),
         ({"steps": 3, "epochs": 4}, "steps=3 and epochs=4 were both given"),
         ({"clip_norm": 1.0, "clip_value": 2}, "clip_norm=1, clip_variable_norm=0 and clip_value=2 were given"),
         (

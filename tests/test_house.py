@@ -28,6 +28,7 @@ ORDER = [
     ["training"],
     ["actions"],
     ["data"],
+    ["remote"],
     ["monitoring"],
     ["distributed"],
     ["optimizers"],
@@ -46,6 +47,7 @@ ORDER = [
         "tensorflow_import",
         "atomic_files",
         "comparison",
+        "urls",
         "versions",
     ],
 ]
@@ -85,6 +87,7 @@ WITHOUT_TENSORFLOW |= {
 }
 WITHOUT_TENSORFLOW |= {f"distributed.{name}" for name in ("preemption", "children", "processes", "standby")}
 WITHOUT_TENSORFLOW |= {f"distributed.{name}" for name in ("hosts", "meeting", "notices", "ports", "ray_actors")}
+WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror sending tree".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

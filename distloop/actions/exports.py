@@ -18,6 +18,7 @@ from distloop.actions.action import Action, Report
 from distloop.actions.save import check_best
 from distloop.distributed import workers
 from distloop.log import log
+from distloop.urls import is_url
 
 
 class Export(Action):
@@ -52,7 +53,8 @@ class Export(Action):
             suffix: of the paths, such as ".keras"; empty: SavedModels.
 
         Raises:
-            ValueError: for another mode, if `keep` is below 1, or both `every` and `metric` are given.
+            ValueError: for another mode, if `keep` is below 1, both `every` and `metric` are given, or the directory
+                is a URL.
         """
         check_best("Export", mode, keep)
         if every and metric:
@@ -62,6 +64,11 @@ class Export(Action):
             )
         if not callable(export):
             raise ValueError(f"Export was given {export!r}; its first argument writes an export: give trainer.export.")
+        if is_url(os.fspath(directory)):
+            raise ValueError(
+                f"Export was given {directory!r}, and keeps its exports in a directory on a disk: give one, such as "
+                "os.path.join(config.local_workdir, 'exports'), which is uploaded with a workdir in a bucket."
+            )
         self.name = f"Export({os.fspath(directory)})"
         self.every = None if metric else every
         self.directory = os.fspath(directory)

@@ -22,6 +22,8 @@ from distloop.atomic_files import remove_leftovers, replacing
 from distloop.distributed import workers
 from distloop.errors import as_user_error
 from distloop.log import log
+from distloop.remote.sending import send
+from distloop.urls import is_url
 
 # Sizes to try for free axes: a small one, then ones that a convolution's filter fits in.
 _FREE_SIZES = (1, 32, 256)
@@ -31,8 +33,11 @@ def prepare_path(path: str, strategy: tf.distribute.Strategy) -> str:
     """Restores or removes, on the chief, the leftovers of exports to a path whose processes were killed.
 
     Returns:
-        The path with symbolic links resolved, so that an export replaces what a link points to and not the link.
+        The path with symbolic links resolved, so that an export replaces what a link points to and not the link; a URL
+        as it is.
     """
+    if is_url(path):
+        return path
     path = os.path.realpath(path)
     if not workers.is_chief(strategy):
         return path
@@ -46,7 +51,8 @@ def writing(path: str, strategy: tf.distribute.Strategy, suffix: str = "") -> It
     """Replaces an export by what is written to a temporary path; after an error, keeps the old one.
 
     All workers write, because reading a variable may be a collective; the files of workers other than the chief are
-    removed.
+    removed. At a URL, a SavedModel that is replaced is not there until the new one is: its `saved_model.pb` is written
+    last.
 
     Args:
         path: from `prepare_path`.
@@ -57,11 +63,13 @@ def writing(path: str, strategy: tf.distribute.Strategy, suffix: str = "") -> It
         The temporary path.
 
     Raises:
-        ValueError: if the directory cannot be made.
+        ValueError: if the directory cannot be made, or the URL cannot be written to.
     """
-    if not workers.is_chief(strategy):
+    if is_url(path) or not workers.is_chief(strategy):
         with tempfile.TemporaryDirectory() as directory:
-            yield os.path.join(directory, f"export{suffix}")
+            yield (temporary := os.path.join(directory, f"export{suffix}"))
+            if workers.is_chief(strategy):
+                send(temporary, path)
         return
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -34,7 +34,8 @@ from distloop.distributed import workers
 from distloop.durations import Period
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
-from distloop.monitoring.run_lock import WorkersLock
+from distloop.monitoring.workers_lock import WorkersLock
+from distloop.remote.workdir import Workdir
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
@@ -64,12 +65,14 @@ class RunCheckpoints:
         heartbeat = workers.heartbeat_of(state.strategy)
         fail = heartbeat.fail if heartbeat is not None else lambda _: None
         hang_timeout = config.hang_timeout if self._is_chief else 0.0  # the others write nothing
-        self.disk_watch = DiskWatch(os.path.join(config.workdir, "checkpoints"), hang_timeout, fail)
+        local = config.local_workdir
+        self.disk_watch = DiskWatch(os.path.join(local, "checkpoints"), hang_timeout, fail)
         gather = functools.partial(workers.gather, state.strategy)
-        self.lock = WorkersLock(config.workdir, self._is_chief, gather, finish=lambda: checkpoints.wait())
+        self._workdir = workdir = Workdir(config, workers.Workers(state.strategy))
+        self.lock = WorkersLock(local, self._is_chief, gather, finish=lambda: checkpoints.wait(), outer=workdir)
         watch, verify = self.disk_watch.over, self.lock.verify
         self.costs: dict[str, float] = {}
-        checkpoints = in_workdir(config.workdir, config.keep_checkpoints, watch=watch, verify=verify, costs=self.costs)
+        checkpoints = in_workdir(local, config.keep_checkpoints, watch=watch, verify=verify, costs=self.costs)
         self._checkpoints = checkpoints if config.workdir else None
         self._copies = MemoryCopies(checkpoints, state.strategy, verify)
         self.is_new = True
@@ -80,7 +83,7 @@ class RunCheckpoints:
         self._run = Period()
         self._actions: dict[str, Action] = {}  # that have a state, by name
         self._rollback = Rollback(config.max_rollbacks)
-        self._load_newest = functools.partial(_load_newest, state.strategy)
+        self._load_newest = functools.partial(_load_newest, state.strategy, share=workdir.share)
 
     def resume(self) -> None:
         """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
@@ -115,14 +118,13 @@ class RunCheckpoints:
         if path.endswith(".npz"):
             warm_start(self._state, path)
             return None
-        saved = None
-        if path:
-            saved = load(path) if is_checkpoint(path) else self._load_newest(in_workdir(path))
+        with self._workdir.reading(path) as local:
+            saved = _load(self._state.strategy, local)
         if saved is None:
             raise ValueError(
                 f"There is no checkpoint in {path!r}: give restore one, such as run/checkpoints/500, or a workdir."
             )
-        self._restore(saved)
+        self._restore(saved._replace(path=path + saved.path.removeprefix(local)))
 
     def restore_best(self, metric: str = "", *, run_goes_on_from_it: bool = True) -> None:
         """Restores the checkpoint where a metric was best; `resume` restores the newest, if the run goes on from that.
@@ -130,7 +132,9 @@ class RunCheckpoints:
         Raises:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
-        self._restore(load_best(self._checkpoints, metric, functools.partial(workers.gather, self._state.strategy)))
+        gather = functools.partial(workers.gather, self._state.strategy)
+        with self._workdir.reading(self._config.workdir, best=True) as local:
+            self._restore(load_best(in_workdir(local) if local else None, metric, gather))
         self._shows_best = not run_goes_on_from_it
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
@@ -249,15 +253,16 @@ class RunCheckpoints:
             Diverged: if the run has gone back often enough without progress, or there is no checkpoint to go back to.
         """
         assert self._source is not None and self._checkpoints is not None
-        incident = {"step": diverged.step, "batch": diverged.batch, "reason": str(diverged)}
+        incident: dict[str, Any] = {"step": diverged.step, "batch": diverged.batch, "reason": str(diverged)}
         saved = None
         if (choice := self._rollback.choose(diverged.step, diverged.batch, self._source.skipped_batches)) is not None:
             left_out, skipped = choice
             saved = self._load_newest(self._checkpoints, lambda saved: saved.notes["input"]["batches"] <= left_out)
         if choice is None or saved is None:
-            self._write_incident({**incident, "action": "raise"})
+            _write_incident(self._state, self._config, {**incident, "action": "raise"})
             raise _gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
-        self._write_incident({**incident, "action": "rollback", "checkpoint": saved.step, "left_out": left_out})
+        incident |= {"action": "rollback", "checkpoint": saved.step, "left_out": left_out}
+        _write_incident(self._state, self._config, incident)
         self._say(
             f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).",
             even_if_quiet=True,
@@ -267,10 +272,6 @@ class RunCheckpoints:
         self._copies.drop_later(saved.step)
         saved.notes["input"]["skipped"] = sorted(skipped)
         self._restore(saved)
-
-    def _write_incident(self, incident: Mapping[str, Any]) -> None:
-        if self._is_chief:
-            append_row(os.path.join(self._config.workdir, "incidents.jsonl"), incident)
 
     def _restore(self, saved: Saved) -> None:
         """Restores the variables from a checkpoint, at once or when the model is built."""
@@ -302,12 +303,29 @@ def _gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
     )
 
 
+def _write_incident(state: TrainState, config: Config, incident: Mapping[str, Any]) -> None:
+    if workers.is_chief(state.strategy):
+        append_row(os.path.join(config.local_workdir, "incidents.jsonl"), incident)
+
+
+def _load(strategy: tf.distribute.Strategy, path: str) -> Saved | None:
+    """Loads a checkpoint, or the newest one of a workdir; None: there is none."""
+    if path and is_checkpoint(path):
+        return load(path)
+    return _load_newest(strategy, in_workdir(path)) if path else None
+
+
 def _load_newest(
-    strategy: tf.distribute.Strategy, checkpoints: Checkpoints, is_wanted: Callable[[Saved], bool] = lambda saved: True
+    strategy: tf.distribute.Strategy,
+    checkpoints: Checkpoints,
+    is_wanted: Callable[[Saved], bool] = lambda saved: True,
+    *,
+    share: Callable[[int], None] = lambda step: None,
 ) -> Saved | None:
-    """Loads on every worker the checkpoint that the chief chooses."""
+    """Loads on every worker the checkpoint that the chief chooses; `share` brings it to the others."""
     saved = checkpoints.load_newest(is_wanted) if workers.is_chief(strategy) else None
     step = int(workers.gather(strategy, -1 if saved is None else saved.step)[0])
+    share(step)
     return saved if workers.is_chief(strategy) or step < 0 else checkpoints.load(step)
 
 

@@ -16,18 +16,24 @@ from distloop.distributed import workers
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import read_steps
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.urls import is_url
 
 
 def check(config: Config, strategy: tf.distribute.Strategy) -> None:
     """Checks that this process can follow another one's run.
 
     Raises:
-        ValueError: if there are several workers, or the workdir is a dry run's.
+        ValueError: if there are several workers, or the workdir is a dry run's or a URL.
     """
     if workers.num_workers(strategy) > 1:
         raise ValueError(
             "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same moment: "
             "call it in one process beside them, without TF_CONFIG."
+        )
+    if is_url(config.workdir):
+        raise ValueError(
+            f"evaluate_checkpoints was called with workdir={config.workdir!r}, and it follows a run on a disk: give "
+            f"{config.local_workdir!r} on the machine that trains, or call restore and evaluate in turn."
         )
     if config.fast_dev_run:
         raise ValueError(

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from distloop.checkpoints.checkpoint import first_line, is_checkpoint, load
 from distloop.checkpoints.store import in_workdir
+from distloop.remote.fetching import local_copy
 from distloop.training.state import TrainState
 from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
 
@@ -82,23 +83,28 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
 def _read(path: str, model: Any) -> Mapping[str, Any]:
     """Returns a file's weights by name."""
     try:
-        if path.endswith(".keras"):
-            return _read_keras_file(path, model)
-        if path.endswith(".weights.h5"):
-            return _read_weights_file(path, model)
-        if path.endswith(".npz"):
-            with np.load(path) as file:
-                return {name: file[old] for old, name in count_unnamed(file.files).items()}
-        if os.path.isdir(path):
-            return _read_checkpoint(path)
-        reader = tf.train.load_checkpoint(path)
-        names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
-        return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in sorted(names)}
+        with local_copy(path) as local:
+            return _read_local(local, model)
     except (OSError, ValueError, TypeError, zipfile.BadZipFile, tf.errors.OpError) as error:
         raise ValueError(
             f"init_from={path!r} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
             ".keras, .weights.h5 or .npz file, or the prefix of a TensorFlow checkpoint."
         ) from error
+
+
+def _read_local(path: str, model: Any) -> Mapping[str, Any]:
+    if path.endswith(".keras"):
+        return _read_keras_file(path, model)
+    if path.endswith(".weights.h5"):
+        return _read_weights_file(path, model)
+    if path.endswith(".npz"):
+        with np.load(path) as file:
+            return {name: file[old] for old, name in count_unnamed(file.files).items()}
+    if os.path.isdir(path):
+        return _read_checkpoint(path)
+    reader = tf.train.load_checkpoint(path)
+    names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
+    return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in sorted(names)}
 
 
 def _read_keras_file(path: str, model: Any) -> Mapping[str, Any]:

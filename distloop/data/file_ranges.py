@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from distloop.urls import file_system, is_url
+
 MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
 
 FileNames: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -164,24 +166,3 @@ def _matches(name: str) -> list[str]:
     if not paths:
         raise ValueError(f"No file matches {name!r}: correct the path or the pattern.")
     return paths
-
-
-def is_url(path: str) -> bool:
-    """Returns whether a path goes through fsspec."""
-    return "://" in path
-
-
-def file_system(url: str) -> Any:
-    """Returns fsspec's file system of a URL.
-
-    Raises:
-        ValueError: if fsspec, or its package for such URLs, is not installed.
-    """
-    try:
-        import fsspec
-    except ImportError:
-        raise ValueError(f"The URL {url!r} needs fsspec: pip install 'distloop[records]', or copy the files.") from None
-    try:
-        return fsspec.core.url_to_fs(url)[0]
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"The URL {url!r} cannot be opened: {error}") from error

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from distloop.atomic_files import make_directory, replacing
-from distloop.data.file_ranges import Files, file_system, is_url
+from distloop.data.file_ranges import Files
 from distloop.data.record_scan import Shard, scan_shards
 from distloop.log import log
+from distloop.urls import file_system, is_url
 
 _FORMAT = b"distloop records 1"
 _NUM_THREADS = 16  # that ask for the sizes of files

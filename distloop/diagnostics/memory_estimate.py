@@ -125,7 +125,7 @@ def print_and_exit(trainer: Trainable, data: FitData) -> None:
     if workers.is_chief(trainer.state.strategy):
         for line in str(estimate).splitlines():
             say(line)
-        if workdir := trainer.config.workdir:
+        if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
             try:
                 os.makedirs(workdir, exist_ok=True)
                 memory_file.write(workdir, memory_file.Memory(estimate.devices, {}))

@@ -393,7 +393,7 @@ def _report(result: RateTest, settings: Config) -> None:
         _say(settings, "learning rate: the loss never fell by more than its noise, so there is no suggestion.")
     else:
         _say(settings, f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest.")
-    if settings.workdir:
+    if settings.workdir and settings.workdir == settings.local_workdir:
         with contextlib.closing(SummaryWriter(settings.workdir, ["learning_rate"])) as writer:
             for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
                 numbers = {"learning_rate/loss": float(loss), "learning_rate/smoothed_loss": float(smoothed)}

@@ -13,6 +13,7 @@ from distloop.atomic_files import replacing
 from distloop.monitoring import ledger, run_files
 from distloop.monitoring.csv_writer import write_table
 from distloop.monitoring.run_files import Run, Series
+from distloop.urls import is_url
 
 
 def as_json(runs: Sequence[Run]) -> Any:
@@ -30,7 +31,7 @@ def as_json(runs: Sequence[Run]) -> Any:
     listed = [
         {
             "name": run.name,
-            "workdir": os.path.abspath(run.path),
+            "workdir": run.path if is_url(run.path) else os.path.abspath(run.path),
             "status": run.status,
             "step": run.step,
             "until": run.until,

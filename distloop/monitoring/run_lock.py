@@ -25,8 +25,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distloop.distributed.notes import find_membership
 from distloop.monitoring.console import say
@@ -37,14 +36,14 @@ _POLL_SECS = 0.5  # between two looks at a lock whose process may be alive or de
 _SETTLE_SECS = 0.2  # if several processes replace a lock at once, all have done so after this time, and the last has it
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-_held: set[str] = set()  # the tokens of all locks that this process holds
+held: set[str] = set()  # the tokens of all locks that this process holds
 
 
 class LockLost(RuntimeError):  # noqa: N818 - what happened
     """Another process writes to the workdir; this one writes no more."""
 
 
-class _Holder(NamedTuple):
+class Holder(NamedTuple):
     """The content of the file."""
 
     token: str
@@ -57,16 +56,16 @@ class _Holder(NamedTuple):
     membership: int = 0  # the number of the launcher's start
 
     def __str__(self) -> str:
-        is_here = self.token in _held and self.process == os.getpid()
+        is_here = self.token in held and self.process == os.getpid()
         process = "another fit of this process" if is_here else f"process {self.process} on {self.host}"
         process += f" (membership {self.membership})" if self.membership > 1 else ""
         return f"{process}, since {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(self.since))}"
 
 
-class _Look(NamedTuple):
+class Look(NamedTuple):
     """What a process sees that wants the lock."""
 
-    holder: _Holder | None  # None: the file holds something else, or only a part of it yet
+    holder: Holder | None  # None: the file holds something else, or only a part of it yet
     touched_at: float  # by the file server's clock, in seconds
     now: float  # by the same clock
 
@@ -78,7 +77,7 @@ class RunLock:
         """Touches no disk."""
         self._workdir = workdir
         self._path = os.path.join(workdir, "run.lock")
-        self._holder: _Holder | None = None  # this process, while it holds the lock
+        self._holder: Holder | None = None  # this process, while it holds the lock
         self._depth = 0
         self._mutex = threading.Lock()  # held while a thread of this process looks at the file or removes it
         self._released = threading.Event()
@@ -94,16 +93,13 @@ class RunLock:
         if self._is_held():
             self._depth += 1
             return self
-        number, membership = os.getpid(), find_membership()
-        holder = _Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, _start(number) or "", time.time())
-        if membership is not None:
-            holder = holder._replace(launch=membership.launch, membership=membership.number)
-        _held.add(holder.token)
+        holder = this_process()
+        held.add(holder.token)
         try:
             self._acquire(holder)
         except BaseException as error:
             if not (isinstance(error, OSError) and error.errno in _READ_ONLY):
-                _held.discard(holder.token)
+                held.discard(holder.token)
                 raise
         self._holder, self._depth = holder, 1
         self._mutex, self._released = threading.Lock(), threading.Event()  # a forked child's may be locked for ever
@@ -121,7 +117,7 @@ class RunLock:
         with self._mutex, contextlib.suppress(OSError):
             holder, self._holder = self._holder, None
             assert holder is not None
-            _held.discard(holder.token)
+            held.discard(holder.token)
             if _holds(self._path, holder):
                 os.remove(self._path)
 
@@ -163,7 +159,7 @@ class RunLock:
             except OSError:  # who writes next to that disk will notice
                 continue
 
-    def _acquire(self, own: _Holder) -> None:
+    def _acquire(self, own: Holder) -> None:
         """Creates the file, or replaces that of a dead process.
 
         Raises:
@@ -178,13 +174,13 @@ class RunLock:
                 if look is None:
                     continue  # it was released at this moment
                 first = first or look
-                is_alive = _is_alive(own, first, look)
-                if is_alive:
+                lives = is_alive(own, first, look)
+                if lives:
                     raise ValueError(
                         f"workdir={self._workdir!r} is being written to by {look.holder or 'another process'}: wait "
                         "until that run has ended, end it, or give another workdir."
                     )
-                if is_alive is None:
+                if lives is None:
                     if look is first:
                         self._say_wait(look)
                     time.sleep(_POLL_SECS)
@@ -204,77 +200,11 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.remove(beside)
 
-    def _say_wait(self, look: _Look) -> None:
+    def _say_wait(self, look: Look) -> None:
         say(
             f"workdir={self._workdir!r} is locked by {look.holder or 'another process'}, whose last sign of life is "
             f"{look.now - look.touched_at:.0f} seconds old; if there is none for {STALE_SECS:g}, this run goes on."
         )
-
-
-class WorkersLock:
-    """The lock of a run of one worker or several: the chief takes it, and if it is refused, every worker raises."""
-
-    def __init__(
-        self,
-        workdir: str,
-        is_chief: bool,
-        gather: Callable[[bool], Any],
-        finish: Callable[[], None] = lambda: None,
-    ):
-        """Touches no disk.
-
-        Args:
-            workdir: empty: there is nothing to lock.
-            is_chief: whether this worker writes the files of the run.
-            gather: returns a truth of every worker, on every worker.
-            finish: waits until nothing is being written; called before the lock is released.
-        """
-        self._workdir = workdir
-        self._lock = RunLock(workdir) if workdir and is_chief else None
-        self._gather = gather
-        self._finish = finish
-
-    def __enter__(self) -> None:
-        """Takes the lock, as `RunLock`; all workers call it.
-
-        Raises:
-            ValueError: if the chief is refused.
-        """
-        if not self._workdir:
-            return
-        refusal = None
-        with contextlib.ExitStack() as stack:
-            try:
-                if self._lock is not None:
-                    stack.enter_context(self._lock)
-            except ValueError as error:
-                refusal = error
-            if any(self._gather(refusal is not None)):
-                raise refusal or ValueError(
-                    f"The chief may not write to workdir={self._workdir!r}; its own message says why."
-                )
-            stack.pop_all()  # keeps the lock
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Releases the lock once nothing is being written.
-
-        Raises:
-            OSError: if it could not be written, unless another error ends the block.
-        """
-        try:
-            if self._workdir:
-                self._finish()
-        except OSError:
-            if error is None:
-                raise
-        finally:
-            if self._lock is not None:
-                self._lock.__exit__(kind, error, trace)
-
-    def verify(self) -> None:
-        """Checks that the chief still holds the lock, as `RunLock.verify`; other workers write nothing."""
-        if self._lock is not None:
-            self._lock.verify()
 
 
 def is_held(workdir: str) -> bool:
@@ -286,7 +216,7 @@ def is_held(workdir: str) -> bool:
     return holder is not None and holder.machine == _machine() and _start(holder.process) == holder.start
 
 
-def _look(path: str, beside: str, own: _Holder) -> _Look | None:
+def _look(path: str, beside: str, own: Holder) -> Look | None:
     """Returns what the lock's file shows; None if there is none.
 
     Args:
@@ -297,34 +227,44 @@ def _look(path: str, beside: str, own: _Holder) -> _Look | None:
     _create(beside, own)
     os.utime(beside)
     try:
-        return _Look(_read(path), os.stat(path).st_mtime, os.stat(beside).st_mtime)
+        return Look(_read(path), os.stat(path).st_mtime, os.stat(beside).st_mtime)
     except FileNotFoundError:
         return None
 
 
-def _is_alive(own: _Holder, first: _Look, look: _Look) -> bool | None:
+def this_process() -> Holder:
+    """Returns what a lock's file holds while this process has the lock, with a new token."""
+    number, membership = os.getpid(), find_membership()
+    holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, _start(number) or "", time.time())
+    if membership is None:
+        return holder
+    return holder._replace(launch=membership.launch, membership=membership.number)
+
+
+def is_alive(own: Holder, first: Look, look: Look, stale_secs: float | None = None) -> bool | None:
     """Returns whether the process that holds the lock is alive; None: it is not known yet.
 
     Args:
         own: this process.
         first: the first look at the file.
         look: the last one.
+        stale_secs: without a sign of life, after which it is not; None: STALE_SECS.
     """
     holder = look.holder
     if holder is not None and (_has_newer_membership(own, holder) or _has_newer_membership(holder, own)):
         return _has_newer_membership(holder, own)
     if holder is not None and (holder.host, holder.machine) == (own.host, own.machine):
         if holder.process == own.process:
-            return holder.token in _held  # else of a process with the same number, or of this one before `exec`
+            return holder.token in held  # else of a process with the same number, or of this one before `exec`
         start = _start(holder.process)
         if start is None or start and holder.start:
             return start == holder.start
     if look[:2] != first[:2]:
         return True  # it has been touched
-    return False if look.now - look.touched_at > STALE_SECS else None
+    return False if look.now - look.touched_at > (stale_secs or STALE_SECS) else None
 
 
-def _has_newer_membership(one: _Holder, other: _Holder) -> bool:
+def _has_newer_membership(one: Holder, other: Holder) -> bool:
     """Returns whether both have the same launcher, and it started `one` after `other`."""
     return bool(one.launch) and one.launch == other.launch and one.membership > other.membership
 
@@ -354,7 +294,7 @@ def _start(process: int) -> str | None:
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()  # a zombie has ended
 
 
-def _create(path: str, holder: _Holder) -> bool:
+def _create(path: str, holder: Holder) -> bool:
     """Writes a lock's file, whole or not at all; returns False if there is one."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     try:
@@ -370,24 +310,28 @@ def _create(path: str, holder: _Holder) -> bool:
     return True
 
 
-def _read(path: str) -> _Holder | None:
+def _read(path: str) -> Holder | None:
     """Returns the content of a lock's file; None if it is something else.
 
     Raises:
         OSError: if it cannot be read.
     """
     with open(path, "rb") as file:
-        text = file.read(10_000)
+        return parse(file.read(10_000))
+
+
+def parse(text: bytes) -> Holder | None:
+    """Returns the holder that a lock's file names; None if it holds something else."""
     try:
         fields = json.loads(text)
         token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
         launch, membership = str(fields.get("launch", "")), int(fields.get("membership", 0))  # older files have none
-        return _Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]), launch, membership)
+        return Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]), launch, membership)
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _holds(path: str, holder: _Holder | None) -> bool:
+def _holds(path: str, holder: Holder | None) -> bool:
     """Returns whether a lock's file is there and has this content."""
     try:
         return _read(path) == holder

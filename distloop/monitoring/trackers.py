@@ -19,6 +19,7 @@ from typing import Any
 
 from PIL import Image
 
+from distloop import urls
 from distloop.monitoring import wandb_files
 from distloop.monitoring.writers import MediaFile
 
@@ -62,7 +63,9 @@ class WandbWriter:
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
-        place = {"id": run_id, "resume": "allow", "dir": settings.get("workdir") or None}
+        workdir = str(settings.get("workdir") or "")
+        directory = urls.staging_directory(workdir) if urls.is_url(workdir) else workdir
+        place = {"id": run_id, "resume": "allow", "dir": directory or None}
         config = {"config": dict(settings), "allow_val_change": True}
         if _FLUSH in getattr(self._wandb.Settings, "model_fields", ()):  # new in 0.31
             config["settings"] = self._wandb.Settings(**{_FLUSH: _FLUSH_SECS})
@@ -211,7 +214,10 @@ class MLflowWriter:
         """Returns a new run, or the empty one of a process that was killed while it began this one."""
         experiment = self._client.get_experiment_by_name(self._experiment)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        tags = {**self._tags, **({_WORKDIR: os.path.abspath(workdir)} if workdir else {})}
+        tags = {
+            **self._tags,
+            **({_WORKDIR: workdir if urls.is_url(workdir) else os.path.abspath(workdir)} if workdir else {}),
+        }
         if workdir and '"' not in tags[_WORKDIR]:
             begun = f'tags."{_WORKDIR}" = "{tags[_WORKDIR]}" and attributes.status = "RUNNING"'
             for run in self._client.search_runs([experiment_id], begun, max_results=1):

@@ -85,12 +85,12 @@ def note_traced(state: TrainState, config: Config) -> None:
     if config.workdir:
         row |= {f"{phase}_secs": round(secs, 3) for phase, secs in phases.items()}
         with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train
-            append_row(os.path.join(config.workdir, "incidents.jsonl"), row)
+            append_row(os.path.join(config.local_workdir, "incidents.jsonl"), row)
 
 
 def _describe(membership: Membership, state: TrainState, config: Config) -> dict[str, Any]:
     """Returns the row about a change of workers, before rows of steps that are trained again are cut off."""
-    last = last_row(os.path.join(config.workdir, "metrics.jsonl")) if config.workdir else None
+    last = last_row(os.path.join(config.local_workdir, "metrics.jsonl")) if config.workdir else None
     return {
         "step": int(state.step),
         "action": "membership",

@@ -32,6 +32,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
 from distloop.training.held_memory import held_by_device
 from distloop.training.state import TrainState
+from distloop.urls import is_url
 from distloop.variables import count_parameters, named_variables
 
 _MAX_ROWS = 200  # of the model's table
@@ -59,7 +60,7 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forwar
         "run/model": Text(describe_model(state)),
         "run/environment": Text(describe_environment(state, settings)),
     }
-    if incidents := describe_incidents(settings.workdir):
+    if incidents := describe_incidents(settings.local_workdir):
         texts["run/incidents"] = Text(incidents)
     graph = None
     if settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0):
@@ -343,8 +344,8 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     if settings.workdir and not settings.fast_dev_run:
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
-        lines.append(f"workdir {os.path.abspath(settings.workdir)}")
-        lines.append(f"tensorboard --logdir {shlex.quote(settings.workdir)}")
+        lines.append(f"workdir {settings.workdir if is_url(settings.workdir) else os.path.abspath(settings.workdir)}")
+        lines.append(f"tensorboard --logdir {shlex.quote(settings.local_workdir)}")
     return lines
 
 

@@ -1,0 +1,306 @@
+"""A directory behind a URL, whose requests may fail, hang or be cut short: each is tried again, and its size compared.
+
+    directory = RemoteDirectory("s3://bucket/run")
+    directory.upload("/tmp/index", "checkpoints/500/variables.index")
+    directory.list()                                    # {"checkpoints/500/variables.index": 1204}
+    directory.create("run.lock", b"...")                # False if it is there
+
+A file has its name when it is whole: a store of objects writes each whole or not at all, and elsewhere it is written
+under another name and moved. Retries, credentials and limits of the package of a file system come before these.
+"""
+
+import contextlib
+import functools
+import os
+import random
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from distloop.urls import file_system
+
+# Protocols of stores where a write is seen whole or not at all.
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake", "tos", "hf"})
+_PAUSES_SECS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # before a request is tried again, half to the whole of it
+_SILENT_SECS = 60.0  # after which a request that shows no progress counts as hanging
+_PART_BYTES, _LEAST_BYTES_PER_SEC = 2**27, 2**18  # of what packages send at once; they show no progress within it
+_LEFTOVER = re.compile(r".+\.[0-9a-f]{8}\.tmp")
+_T = TypeVar("_T")
+
+
+class RemoteError(OSError):
+    """A request failed as often as it is tried.
+
+    Attributes:
+        is_final: whether trying again will not help: nobody may do this, or there is no such bucket.
+    """
+
+    def __init__(self, message: str, is_final: bool = False):
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class RemoteDirectory:
+    """A directory behind a URL; its methods may be called from several threads.
+
+    Attributes:
+        url: of the directory.
+        answered_at: when a request last succeeded or showed progress, by `time.monotonic`.
+    """
+
+    def __init__(self, url: str):
+        """Sends no request.
+
+        Args:
+            url: of fsspec's.
+
+        Raises:
+            ValueError: if the package for it is not installed, or nothing reads such URLs.
+        """
+        self.url = url.rstrip("/")
+        self._system = file_system(url, "remote", use_listings_cache=False)
+        self._root = self._system._strip_protocol(self.url).rstrip("/")
+        protocols = self._system.protocol
+        self._is_store = bool(_OBJECT_STORES & {protocols, *([] if isinstance(protocols, str) else protocols)})
+        self.answered_at = time.monotonic()
+
+    def list(self, below: str = "") -> dict[str, int]:
+        """Returns the size of each file below a directory, by its path there; none if the directory is not there.
+
+        Args:
+            below: the directory, by its path in this one; empty: this one.
+        """
+
+        def find(_: Any) -> dict[str, Any]:
+            self._system.invalidate_cache()
+            try:
+                return dict(self._system.find(self._path(below), detail=True))
+            except FileNotFoundError:
+                return {}
+
+        start = len(self._path(below)) + 1
+        files = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list").items()}
+        return {name: size for name, size in files.items() if name and not name.endswith("/")}
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the bytes of a file; None: there is none."""
+
+        def cat(_: Any) -> bytes | None:
+            try:
+                return bytes(self._system.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+        for _ in range(len(_PAUSES_SECS) + 1):
+            data = self._try(cat, f"read {name}")
+            if data is None or len(data) == self._size(name):
+                return data
+        raise RemoteError(f"read {name}: a part of it came")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file."""
+        self._replace(name, len(data), lambda path, progress: self._system.pipe_file(path, data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file where there is none; returns whether these bytes are there now.
+
+        Of several processes at once one succeeds where the file system can refuse to overwrite: S3, Google Cloud
+        Storage, local disks, memory. Elsewhere it looks first, then writes.
+        """
+        there = self.read(name)
+        if there is not None:
+            return there == data
+        self._make_parent(name)
+
+        def create(_: Any) -> bool:
+            try:
+                self._system.pipe_file(self._path(name), data, mode="create")
+            except FileExistsError:  # another process's, or this one's before an answer that did not come
+                return False
+            except (TypeError, NotImplementedError):
+                self._system.pipe_file(self._path(name), data)
+            return True
+
+        if self._try(create, name) and self._size(name) != len(data):  # a part was written
+            self.write(name, data)
+        return self.read(name) == data
+
+    def upload(self, path: str, name: str) -> None:
+        """Writes a local file, which does not change meanwhile."""
+        self._replace(
+            name,
+            os.path.getsize(path),
+            lambda target, progress: self._system.put_file(path, target, callback=progress),
+        )
+
+    def download(self, name: str, size: int, path: str) -> None:
+        """Writes a file to a local path, where it has its name when it is whole.
+
+        Args:
+            name: of the file.
+            size: that it has.
+            path: of a file in a directory that is there.
+        """
+        part = f"{path}.part"
+
+        def get(progress: Any) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(part)
+            self._system.get_file(self._path(name), part, callback=progress)
+
+        def get_again() -> int:
+            self._try(get, f"read {name}", size)
+            return os.path.getsize(part)
+
+        self._until_whole(f"read {name}", get_again, size)
+        os.replace(part, path)
+
+    def copy(self, name: str, new: str) -> None:
+        """Copies a file within the directory, without its bytes coming here."""
+        self._make_parent(new)
+
+        def copy() -> int:
+            self._try(lambda _: self._system.cp_file(self._path(name), self._path(new)), f"copy {name}")
+            return self._size(new)
+
+        self._until_whole(f"copy {name}", copy, self._size(name))
+
+    def delete(self, name: str) -> None:
+        """Deletes a file if it is there."""
+
+        def delete(_: Any) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._system.rm_file(self._path(name))
+
+        self._try(delete, f"delete {name}")
+
+    def remove_leftovers(self) -> None:
+        """Deletes the temporary files that killed processes have left; no other process may write meanwhile."""
+        for name in () if self._is_store else self.list():
+            if _LEFTOVER.fullmatch(name):
+                self.delete(name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _size(self, name: str) -> int:
+        """Returns the size of a file; -1: it is not there."""
+
+        def look(_: Any) -> int:
+            try:
+                return int(self._system.info(self._path(name))["size"])
+            except FileNotFoundError:
+                return -1
+
+        return self._try(look, f"look at {name}")
+
+    def _make_parent(self, name: str) -> None:
+        if not self._is_store:
+            parent = self._path(name).rpartition("/")[0]
+            self._try(lambda _: self._system.makedirs(parent, exist_ok=True), f"make a directory for {name}")
+
+    def _replace(self, name: str, size: int, write: Callable[[str, Any], Any]) -> None:
+        """Writes a file so that it has its name when it is whole."""
+        temporary = name if self._is_store else f"{name}.{secrets.token_hex(4)}.tmp"
+        self._make_parent(name)
+
+        def write_again() -> int:
+            self._try(functools.partial(write, self._path(temporary)), name, size)
+            return self._size(temporary)
+
+        def mv(_: Any) -> None:
+            with contextlib.suppress(FileNotFoundError):  # it was moved, and the answer did not come
+                self._system.mv(self._path(temporary), self._path(name))
+
+        try:
+            self._until_whole(name, write_again, size)
+            if temporary != name:
+                self._try(mv, name)
+                if self._size(name) != size:
+                    raise RemoteError(f"{name}: it was not moved")
+        except RemoteError:
+            if temporary != name:
+                with contextlib.suppress(RemoteError):
+                    self.delete(temporary)
+            raise
+
+    def _until_whole(self, what: str, act: Callable[[], int], size: int) -> None:
+        """Does something again until as many bytes came as there are.
+
+        Raises:
+            RemoteError: if they never do.
+        """
+        for _ in range(len(_PAUSES_SECS) + 1):
+            if (actual := act()) == size:
+                return
+        raise RemoteError(f"{what}: {actual} of {size} bytes came")
+
+    def _try(self, request: Callable[[Any], _T], what: str, size: int = 0) -> _T:
+        """Returns what a request does; tries again after an error or a silence.
+
+        Args:
+            request: is called with a callback of fsspec's, which shows progress.
+            what: is done, for the message.
+            size: of the bytes that are sent.
+
+        Raises:
+            RemoteError: if it fails each time.
+        """
+        silent_secs = _SILENT_SECS + min(size, _PART_BYTES) / _LEAST_BYTES_PER_SEC
+        for pause in (*_PAUSES_SECS, None):
+            try:
+                result = self._attempt(request, silent_secs)
+                self.answered_at = time.monotonic()
+                return result
+            except Exception as error:  # the packages raise errors of many kinds
+                is_final = _is_final(error)
+                if is_final or pause is None:
+                    raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
+            time.sleep(pause * random.uniform(0.5, 1.0))
+        raise AssertionError
+
+    def _attempt(self, request: Callable[[Any], _T], silent_secs: float) -> _T:
+        """Calls a request in a thread of its own, which is left behind if nothing is heard from it."""
+        from fsspec.callbacks import Callback
+
+        progress_at, is_given_up = time.monotonic(), False
+        outcome: list[Any] = []
+
+        def note(*_: Any, **__: Any) -> None:
+            nonlocal progress_at
+            if is_given_up:
+                raise TimeoutError("the request was given up")
+            progress_at = self.answered_at = time.monotonic()
+
+        def call() -> None:
+            try:
+                outcome.extend([request(Callback(hooks={"progress": note})), None])
+            except BaseException as error:  # raised again by whoever waits
+                outcome.extend([None, error])
+
+        thread = threading.Thread(target=call, name="distloop-request", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if (left := progress_at + silent_secs - time.monotonic()) <= 0:
+                is_given_up = True
+                raise TimeoutError(f"no answer for {silent_secs:.0f} seconds")
+            thread.join(left)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+
+def _is_final(error: Exception) -> bool:
+    """Returns whether another try would end alike: no permission, no credentials, no bucket."""
+    kinds = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, ImportError)
+    return isinstance(error, kinds) or "Credentials" in type(error).__name__
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, with its kind where the message alone says little."""
+    message = (str(error).strip().splitlines() or [""])[0][:200].rstrip(" .:")
+    return message if " " in message else f"{type(error).__name__}{f': {message}' if message else ''}"

@@ -1,0 +1,233 @@
+"""The workdir of a run: a local one as it is; one behind a URL is locked, brought to this machine, and uploaded.
+
+    workdir = Workdir(config, Workers(strategy))
+    with workdir:                       # on every worker
+        train()                         # in config.local_workdir, as in any directory
+    # what was saved is at the URL; OSError if the last checkpoint could not be uploaded
+
+`staging.json` names the staging directory that wrote to the bucket last. The same one goes on with what it has; another
+one is replaced by what the bucket has. So a run goes on from what was seen last, wherever it runs.
+"""
+
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+
+from distloop.config import Config
+from distloop.distributed.workers import Workers
+from distloop.log import log
+from distloop.monitoring.console import say
+from distloop.monitoring.workers_lock import Outer
+from distloop.remote import tree
+from distloop.remote.directory import RemoteDirectory, RemoteError
+from distloop.remote.fetching import fetch_checkpoints, fetch_workdir, local_copy
+from distloop.remote.lease import Lease
+from distloop.remote.mirror import Mirror, mark_uploaded
+from distloop.remote.tree import TOKEN
+from distloop.urls import is_url
+
+
+class Workdir(Outer):
+    """Where a run keeps its files; may be entered several times, one inside the other. Nothing for a local one."""
+
+    def __init__(self, config: Config, workers: Workers):
+        """Sends no request.
+
+        Args:
+            config: `workdir` and `keep_checkpoints` are read.
+            workers: of the run.
+        """
+        self._url = config.workdir if is_url(config.workdir) else ""
+        self._root, self._keep = config.local_workdir, config.keep_checkpoints
+        self._is_quiet = config.console == "quiet"
+        self._workers = workers
+        self._depth = 0
+        self._lease: Lease | None = None  # the chief's
+        self._mirror: Mirror | None = None
+        self._fetches = False  # whether this worker brings files for those of its host that do not see the chief's disk
+
+    def __enter__(self) -> None:
+        """Locks the workdir, brings what a run goes on from, and starts to upload. All workers call it.
+
+        Raises:
+            ValueError: if another process writes to it, or it cannot be read or written.
+        """
+        if not self._url:
+            return
+        if self._depth == 0:
+            self._agree(self._open if self._workers.is_chief else None)
+            self._share_all()
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Waits until all is uploaded, and unlocks the workdir.
+
+        Raises:
+            OSError: if something could not be uploaded, unless another error ends the block.
+        """
+        if not self._url:
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._mirror is not None:
+            self._close(error)
+
+    def verify(self) -> None:
+        """Checks, without a request, that no other process has taken the workdir over.
+
+        Raises:
+            LockLost: if one has.
+        """
+        if self._lease is not None:
+            self._lease.verify()
+
+    @contextlib.contextmanager
+    def reading(self, path: str, *, best: bool = False) -> Iterator[str]:
+        """Yields a local path with what is at a path or URL, as `local_copy`; of a run in progress its own files.
+
+        All workers call it.
+
+        Raises:
+            ValueError: if it cannot be read.
+        """
+        if path == self._url and self._depth:
+            if best:
+                self._share(None)
+            yield self._root
+            return
+        try:
+            with local_copy(path, best=best) as local:
+                yield local
+        except RemoteError as error:
+            raise ValueError(f"{path!r} cannot be read ({error}): correct it, or try again later.") from error
+
+    def share(self, step: int) -> None:
+        """Brings a checkpoint that the chief has chosen to the hosts that lack it. All workers call it.
+
+        Raises:
+            ValueError: if it does not get there.
+        """
+        self._share({step})
+
+    def _share(self, steps: set[int] | None) -> None:
+        """Brings checkpoints to the hosts that lack them; None: the best ones."""
+        if not self._url or self._depth == 0 or self._workers.count == 1:
+            return
+        if not any(self._workers.gather(self._fetches)):
+            return
+        mirror = self._mirror
+        self._agree((lambda: mirror.wait_for(steps)) if mirror is not None else None)
+        fetch = functools.partial(fetch_checkpoints, RemoteDirectory(self._url), self._root, steps)
+        self._agree(fetch if self._fetches else None)
+
+    def _agree(self, act: Callable[[], object] | None) -> None:
+        """Does what this worker has to do; if that fails on any worker, all raise."""
+        failure: ValueError | None = None
+        try:
+            if act is not None:
+                act()
+        except ValueError as error:
+            failure = error
+        except OSError as error:
+            failure = ValueError(
+                f"workdir={self._url!r} cannot be used ({error}): give a bucket that is there, and credentials in the "
+                "way of its package, or a directory on a disk."
+            )
+            failure.__cause__ = error
+        if any(self._workers.gather(failure is not None)):
+            raise failure or ValueError(f"workdir={self._url!r} cannot be used; another worker says why.")
+
+    def _open(self) -> None:
+        """Takes the lease, brings the files, and starts the upload; on the chief."""
+        directory = RemoteDirectory(self._url)
+        lease = Lease(directory)
+        lease.take()
+        try:
+            directory.remove_leftovers()
+            self._update(directory)
+            self._mirror = Mirror(self._root, directory, verify=lease.look, keep=self._keep, is_quiet=self._is_quiet)
+        except BaseException:
+            with contextlib.suppress(RemoteError):
+                lease.release()
+            raise
+        self._lease = lease
+        self._mirror.start()
+
+    def _update(self, directory: RemoteDirectory) -> None:
+        """Makes the staging directory what the bucket is, unless it was the last to write there."""
+        path = os.path.join(self._root, TOKEN)
+        there = directory.read(TOKEN)
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                if file.read() == there:
+                    return
+            say(f"{self._root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
+        fetched = _replace(self._root, directory)
+        if fetched and not self._is_quiet:
+            say(f"{len(fetched)} files were brought from {self._url} to {self._root}")
+        mark_uploaded(self._root, fetched)
+        token = secrets.token_hex(16).encode()
+        with open(path, "wb") as file:
+            file.write(token)
+        directory.write(TOKEN, token)
+
+    def _share_all(self) -> None:
+        """Brings the checkpoints to the hosts that do not see the chief's disk. All workers call it."""
+        if self._workers.count == 1:
+            return
+        path = os.path.join(self._root, TOKEN)
+        token = self._workers.broadcast(_read(path) if self._workers.is_chief else None)
+        places = self._workers.gather([socket.gethostname(), os.path.abspath(self._root)])
+        is_first = places.index(places[self._workers.index]) == self._workers.index
+        self._fetches = is_first and _read(path) != token
+        if not any(self._workers.gather(self._fetches)):
+            return
+        mirror = self._mirror
+        newest = max((unit.step for unit in tree.scan(self._root)[1]), default=-1) if mirror is not None else -1
+        self._agree((lambda: mirror.wait_for({newest})) if mirror is not None else None)
+        fetch = functools.partial(_replace, self._root, RemoteDirectory(self._url))
+        self._agree(fetch if self._fetches else None)
+
+    def _close(self, error: BaseException | None) -> None:
+        assert self._mirror is not None and self._lease is not None
+        mirror, self._mirror = self._mirror, None
+        lease, self._lease = self._lease, None
+        try:
+            missing = mirror.finish()
+        finally:
+            with contextlib.suppress(RemoteError):
+                lease.release()
+        if not missing:
+            if not self._is_quiet:
+                say(f"all is in {self._url}")
+            return
+        text = (
+            f"{_listed(missing)} could not be uploaded to {self._url} ({mirror.failure}); {self._root} has it: run the "
+            "same command on this machine to upload it."
+        )
+        if error is None:
+            raise OSError(text)
+        log.error("%s", text)
+
+
+def _replace(root: str, directory: RemoteDirectory) -> list[str]:
+    """Empties a staging directory and brings the files of the bucket there; returns their paths."""
+    shutil.rmtree(root, ignore_errors=True)
+    os.makedirs(root)
+    os.chmod(root, 0o700)
+    return fetch_workdir(directory, root)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _listed(paths: list[str], most: int = 3) -> str:
+    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")

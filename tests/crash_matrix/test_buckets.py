@@ -1,0 +1,20 @@
+"""A part of the bucket matrix; `python -m tests.crash_matrix.buckets`: the whole."""
+
+import pytest
+
+from distloop.remote import lease
+from tests.crash_matrix.buckets import SCENARIOS, cells
+from tests.crash_matrix.scenarios import BEFORE, NEW
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("number", range(len(SCENARIOS)))
+def test_whatever_request_a_machine_is_lost_at_the_run_goes_on(number, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, secs in {"_SETTLE_SECS": 0.0, "_POLL_SECS": 0.0, "LEASE_SECS": 0.05}.items():
+        monkeypatch.setattr(lease, name, secs)
+    with caplog.at_level("CRITICAL", "distloop"):
+        block = cells(SCENARIOS[number], share=0.3, is_fresh=number != 0, every=9, offset=number)
+    assert len(block) > 4
+    assert {cell.colour for cell in block} <= {NEW, BEFORE}, [c for c in block if c.colour not in (NEW, BEFORE)]

@@ -1,0 +1,78 @@
+"""A directory behind a URL: requests that fail, hang, or are cut short."""
+
+import time
+
+import pytest
+
+from distloop.remote import directory
+from distloop.remote.directory import RemoteDirectory, RemoteError
+from tests.remote.unreliable import URL, Unreliable, bucket, empty
+
+
+@pytest.fixture(autouse=True)
+def no_files():
+    empty()
+
+
+def test_what_is_written_and_read_is_whole_though_30_percent_of_the_requests_fail(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(200)))
+    for seed in range(20):
+        with bucket(seed) as faults:
+            remote = RemoteDirectory(URL)
+            remote.upload(str(source), "a/b")
+            remote.copy("a/b", "a/c")
+            remote.write("d", b"text")
+            assert remote.create("lock", b"one") and not remote.create("lock", b"another")
+            assert remote.list() == {"a/b": 200, "a/c": 200, "d": 4, "lock": 3} and remote.list("a") == {
+                "b": 200,
+                "c": 200,
+            }
+            remote.download("a/c", 200, str(target))
+            assert (target.read_bytes(), remote.read("d"), remote.read("e")) == (source.read_bytes(), b"text", None)
+            for name in remote.list():
+                remote.delete(name)
+            remote.delete("d")
+            assert remote.list() == {} and len(faults.requests) > 30
+
+
+def test_a_request_that_hangs_is_tried_again_and_what_it_does_later_moves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_SILENT_SECS", 0.05)
+    (tmp_path / "old").write_bytes(b"old")
+    write, slow = Unreliable.put_file, [0.3]
+
+    def put_file(self, local, path, **options):
+        time.sleep(slow.pop() if slow else 0)
+        write(self, local, path)
+
+    monkeypatch.setattr(Unreliable, "put_file", put_file)
+    with bucket(share=0.0):
+        remote = RemoteDirectory(URL)
+        remote.upload(str(tmp_path / "old"), "rows")
+        remote.write("rows", b"newer")
+        time.sleep(0.35)
+        assert remote.read("rows") == b"newer"
+
+
+@pytest.mark.parametrize("error, is_final", [(PermissionError("403 Forbidden"), True), (OSError("503"), False)])
+def test_an_error_that_no_try_mends_is_raised_at_once(error, is_final, monkeypatch):
+    tries = []
+
+    def fail(*_, **__):
+        tries.append(1)
+        raise error
+
+    with bucket(share=0.0):
+        monkeypatch.setattr(Unreliable, "pipe_file", fail)
+        with pytest.raises(RemoteError, match=f"a: .*{error}") as raised:
+            RemoteDirectory(URL).write("a", b"")
+    assert (raised.value.is_final, len(tries)) == (is_final, 1 if is_final else 13)
+
+
+def test_temporary_files_of_killed_processes_are_removed():
+    with bucket(share=0.0):
+        remote = RemoteDirectory(URL)
+        for name in ("rows.0123abcd.tmp", "rows", "a.tmp"):
+            remote.write(name, b"")
+        remote.remove_leftovers()
+        assert set(remote.list()) == {"rows", "a.tmp"}

@@ -1,0 +1,64 @@
+"""Fetching: what comes from a bucket, and what is refused."""
+
+import os
+
+import pytest
+import tensorflow as tf
+
+from distloop import report
+from distloop.checkpoints.checkpoint import load
+from distloop.checkpoints.store import Checkpoints
+from distloop.remote.directory import RemoteDirectory
+from distloop.remote.fetching import fetch_workdir, local_copy
+
+
+@pytest.fixture
+def url(tmp_path):
+    store = Checkpoints(str(tmp_path / "run" / "checkpoints"))
+    for step in (10, 20):
+        store.save(step, {"x": tf.constant(step)}, {"until": 20, "stop_reason": None}, {"score": [10]})
+        store.wait()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 20, "time": 1.0, "loss": 0.5}\n')
+    (tmp_path / "run" / "run.lock").write_text("x")
+    return f"file://{tmp_path}/run"
+
+
+def test_a_damaged_checkpoint_is_named_and_the_others_come(url, tmp_path, caplog):
+    os.truncate(tmp_path / "run" / "checkpoints" / "20" / "variables.index", 3)
+    fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
+    assert sorted(os.listdir(tmp_path / "copy")) == ["checkpoints", "metrics.jsonl"]
+    assert Checkpoints(str(tmp_path / "copy" / "checkpoints")).steps == [10]
+    assert f"The checkpoint {url}/checkpoints/20 is damaged. Trying the one before it." in caplog.text
+
+
+@pytest.mark.parametrize("path, best, steps", [("", False, [20]), ("", True, [10])])
+def test_of_a_workdir_the_newest_or_the_best_checkpoint_comes(path, best, steps, url):
+    with local_copy(url, best=best) as local:
+        assert Checkpoints(os.path.join(local, "checkpoints")).steps == steps
+    assert not os.path.exists(local)
+
+
+def test_a_checkpoint_comes_by_its_url_and_a_local_path_stays_as_it_is(url, tmp_path):
+    with local_copy(f"{url}/checkpoints/10") as local:
+        assert load(local).step == 10
+    with local_copy(str(tmp_path)) as local:
+        assert local == str(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_report_reads_a_run_or_a_directory_of_them(below, url, capsys):
+    assert report.main([os.path.dirname(url) + below]) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["{url}/checkpoints"], "checkpoints' holds no metrics.jsonl: give URLs of runs that have begun"),
+        (["{url}", "--prune"], "removes files of a disk: delete those of a URL by hand"),
+        (["nothing://a"], "cannot be opened: Protocol not known"),
+    ],
+)
+def test_what_a_report_cannot_read_is_refused_in_a_sentence(arguments, words, url, capsys):
+    assert report.main([argument.format(url=url) for argument in arguments]) == 2
+    assert words in capsys.readouterr().err

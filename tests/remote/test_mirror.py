@@ -1,0 +1,150 @@
+"""The mirror: what is uploaded in which order, what is deleted, and what a bucket that is away costs."""
+
+import os
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+from distloop.checkpoints.store import Checkpoints
+from distloop.monitoring.run_lock import LockLost
+from distloop.remote import directory as requests
+from distloop.remote import mirror
+from distloop.remote.directory import RemoteDirectory
+from distloop.remote.mirror import Mirror
+from distloop.remote.tree import TOKEN, sealed_steps
+from tests.remote.unreliable import URL, Unreliable, bucket, empty
+
+
+@pytest.fixture
+def root(tmp_path):
+    empty()
+    (tmp_path / TOKEN).write_text("x")
+    return tmp_path
+
+
+def save(root, *steps, keep=3, best=None):
+    store = Checkpoints(str(root / "checkpoints"), keep)
+    for step in steps:
+        with open(root / "metrics.jsonl", "a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        store.save(step, {"x": tf.constant(step)}, {}, best)
+        store.wait()
+
+
+def upload(root, keep=3, verify=lambda: None):
+    upload = Mirror(str(root), RemoteDirectory(URL), verify=verify, keep=keep)
+    upload.start()
+    return upload.finish()
+
+
+def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last(root):
+    save(root, 10, 20)
+    with bucket(share=0.0) as faults:
+        assert upload(root) == []
+    moved = [path.removeprefix("/bucket/run/").rpartition(".")[0] for kind, path in faults.requests if kind == "mv"]
+    moved = [path.rpartition(".")[0] for path in moved]
+    assert moved[0] == "metrics.jsonl" and moved[3] == "checkpoints/20/manifest.json"
+    assert moved[6] == "checkpoints/10/manifest.json" and len(moved) == 7
+
+
+def test_nothing_that_is_there_is_uploaded_again_by_the_next_process(root):
+    save(root, 10)
+    with bucket(share=0.0):
+        upload(root)
+    with bucket(share=0.0) as faults:
+        upload(root)
+    assert {kind for kind, _ in faults.requests} == {"find", "cat"}  # `cat`: best.json, before old ones are deleted
+
+
+def test_old_checkpoints_and_files_go_after_their_successors_and_others_stay(root):
+    save(root, 10, 20, keep=1, best={"score": [10]})
+    (root / "old.txt").write_text("x")
+    with bucket(share=0.0):
+        upload(root, keep=1)
+        remote = RemoteDirectory(URL)
+        remote.write("checkpoints/notes/mine.txt", b"x")
+        save(root, 30, keep=1)
+        os.remove(root / "old.txt")
+        upload(root, keep=1)
+        files = remote.list()
+    assert sealed_steps(files) == [10, 30] and "checkpoints/notes/mine.txt" in files and "old.txt" not in files
+
+
+def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucket(root):
+    save(root, 10)
+    with bucket(share=0.0):
+        upload(root)
+        before = RemoteDirectory(URL).list()
+        upload_again = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        for path in (TOKEN, "metrics.jsonl"):
+            os.remove(root / path)
+        upload_again.start()
+        upload_again.finish()
+        assert RemoteDirectory(URL).list() == before
+
+
+def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_name(root):
+    save(root, 10, 20)
+    with bucket(share=0.0):
+        upload(root)
+        save(root, 15)
+        upload(root)
+        files = RemoteDirectory(URL).list()
+    assert sealed_steps(files) == [10, 15] and "checkpoints/20.abandoned/manifest.json" in files
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, monkeypatch):
+    save(root, 10)
+    put, is_waiting, may_go_on = Unreliable.put_file, threading.Event(), threading.Event()
+
+    def put_file(self, local, path, **options):
+        if "checkpoints/10/" in path:
+            is_waiting.set()
+            may_go_on.wait(10)
+        put(self, local, path)
+
+    with bucket(share=0.0):
+        monkeypatch.setattr(Unreliable, "put_file", put_file)
+        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        upload.start()
+        assert is_waiting.wait(10)
+        save(root, 20, keep=1)
+        assert os.listdir(root / "checkpoints") == ["20"]
+        may_go_on.set()
+        upload.wait_for({10})
+        assert upload.finish() == [] and sealed_steps(RemoteDirectory(URL).list()) == [20]
+
+
+def test_a_bucket_that_is_away_is_named_once_and_the_upload_goes_on_when_it_is_back(root, caplog, capsys, monkeypatch):
+    save(root, 10)
+    with bucket(share=1.1) as faults:
+        monkeypatch.setattr(requests, "_PAUSES_SECS", ())
+        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        faults._random.choice = lambda kinds: "fails"
+        upload.start()
+        while len(faults.requests) < 5:
+            time.sleep(0.001)
+        faults._share = 0.0
+        assert upload.finish() == []
+    assert len(caplog.records) == 1 and "does not take the upload (" in caplog.text
+    assert "answers again: the upload goes on" in capsys.readouterr().out
+
+
+def test_the_end_of_a_run_waits_no_longer_than_the_bucket_is_silent(root, monkeypatch):
+    monkeypatch.setattr(mirror, "STALLED_SECS", 0.05)
+    save(root, 10)
+    with bucket(share=1.1) as faults:
+        faults._random.choice = lambda kinds: "fails"
+        assert upload(root) == ["checkpoints/10", "metrics.jsonl"]
+
+
+def test_who_has_lost_the_lease_seals_and_deletes_nothing(root):
+    def lost():
+        raise LockLost("taken over")
+
+    save(root, 10)
+    with bucket(share=0.0):
+        assert "checkpoints/10" in upload(root, verify=lost)
+        assert sealed_steps(RemoteDirectory(URL).list()) == []

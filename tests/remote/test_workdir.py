@@ -1,0 +1,149 @@
+"""A run whose workdir is a bucket: the promises of a disk, with unreliable requests, on one machine after the other."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import distloop
+from distloop.checkpoints.checkpoint import load
+from distloop.distributed.workers import Workers
+from distloop.remote import mirror
+from distloop.remote.directory import RemoteDirectory
+from distloop.remote.fetching import fetch_workdir
+from distloop.remote.tree import sealed_steps, whole_checkpoints
+from tests import forked
+from tests.problems import assert_equal, classification, classifier, everything, on
+from tests.remote.unreliable import URL, Killed, Unreliable, bucket, empty
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A machine whose cache is empty, and a bucket that is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    empty()
+    MemoryFileSystem.store.clear()
+    return tmp_path / "cache"
+
+
+def data():
+    return distloop.make_dataset(classification(67), 16, shuffle=True)
+
+
+def train(workdir, steps=12, actions=(), **settings):
+    settings = {"checkpoint_every": 3, "keep_checkpoints": 2, "log_every": 2, "console": "quiet", **settings}
+    trainer = distloop.Trainer(classifier(dropout=0.5), on(1, workdir=str(workdir), **settings))
+    trainer.fit(data(), steps=steps, actions=actions)
+    return trainer
+
+
+def rows_of(directory):
+    lines = (directory.read("metrics.jsonl") or b"").splitlines()
+    return [(row["step"], row["loss"]) for row in map(json.loads, lines)]
+
+
+def checkpoints_of(directory, place):
+    """Returns the steps of the whole checkpoints, each of which is loaded, every byte verified."""
+    shutil.rmtree(place, ignore_errors=True)
+    fetch_workdir(directory, str(place))
+    steps = sorted(whole_checkpoints(directory, directory.list()))
+    assert [load(str(place / "checkpoints" / str(step))).step for step in steps] == steps
+    return steps
+
+
+def train_on_a_host_of_its_own():
+    """Trains on a worker whose cache no other worker sees, and restores the best; a function of `forked`."""
+    strategy = distloop.Trainer(classifier(), on(1)).strategy
+    place, index = os.environ["PLACE"], Workers(strategy).index
+    os.environ["XDG_CACHE_HOME"] = f"{place}/host{index}"
+    trainer = train(f"file://{place}/bucket/run", 9, [distloop.SaveBest("loss", restore=True)])
+    return trainer.step, distloop.digest(trainer.model), os.path.isdir(f"{place}/host{index}/distloop")
+
+
+@pytest.mark.slow
+def test_workers_that_share_no_disk_go_on_from_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    train(f"file://{tmp_path}/bucket/run", steps=3)
+    one, other = forked.run_in_workers(train_on_a_host_of_its_own, 2)
+    assert one == other and one[2]
+    best = json.loads((tmp_path / "bucket" / "run" / "checkpoints" / "best.json").read_text())["loss"]
+    assert one[0] == best[0] > 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """All values, and the rows, of a run on a disk that nothing disturbs."""
+    place = tmp_path_factory.mktemp("disk")
+    return everything(train(place)), rows_of(RemoteDirectory(f"file://{place}"))
+
+
+class Pause(distloop.Action):
+    """Lets the upload come along, which training does not wait for."""
+
+    every = 3
+
+    def __init__(self, faults):
+        self.faults = faults
+
+    def __call__(self, report):
+        manifest = f"/bucket/run/checkpoints/{report.step - 3}/manifest.json"
+        while report.step > 3 and manifest not in Unreliable.store and not self.faults.is_dead:
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kill_at", [40, 110, 180, 250])
+def test_a_machine_that_is_lost_costs_no_bit_and_no_row(kill_at, cache, tmp_path, undisturbed):
+    with bucket(seed=kill_at, kill_at=kill_at) as faults:
+        with pytest.raises((Killed, OSError)):
+            train(URL, actions=[Pause(faults)])
+    assert faults.is_dead
+    with bucket(share=0.0):
+        directory = RemoteDirectory(URL)
+        whole, rows = checkpoints_of(directory, tmp_path / "copy"), rows_of(directory)
+        assert not whole or max(step for step, _ in rows) >= max(whole) - 1
+    shutil.rmtree(cache)
+    with bucket(seed=kill_at + 1):
+        trainer = train(URL)
+    assert_equal(everything(trainer), undisturbed[0])
+    with bucket(share=0.0):
+        assert rows_of(directory) == undisturbed[1]
+        assert checkpoints_of(directory, tmp_path / "copy") == [9, 12]
+        assert not [name for name in directory.list() if ".old" in name or "run.lock" in name]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_leaves_when_all_is_in_the_bucket(cache, tmp_path, capsys):
+    with bucket(seed=5):
+        with pytest.raises(SystemExit) as left:
+            train(URL, steps=10**6, max_secs=0.2, log_every=0, checkpoint_every=0, console="auto")
+    assert left.value.code == 75
+    *_, saved, uploaded = capsys.readouterr().out.splitlines()
+    assert "checkpoint saved. Run the same command to resume." in saved and uploaded == f"distloop: all is in {URL}"
+    with bucket(share=0.0):
+        (step,) = checkpoints_of(RemoteDirectory(URL), tmp_path / "copy")
+        assert f"at step {step}" in saved and "run.lock" not in RemoteDirectory(URL).list()
+
+
+@pytest.mark.slow
+def test_a_bucket_that_goes_away_before_the_end_is_an_error_and_the_same_machine_uploads_the_rest(monkeypatch):
+    class Away(distloop.Action):
+        every = 3
+
+        def __call__(self, report):
+            faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
+
+    monkeypatch.setattr(mirror, "STALLED_SECS", 0.05)
+    with bucket(share=0.0) as faults:
+        with pytest.raises(
+            OSError, match=r"checkpoints/6, .* could not be uploaded to .*: run the same command on this"
+        ):
+            train(URL, steps=6, actions=[Away()])
+    with bucket():
+        assert train(URL, steps=6).step == 6
+    with bucket(share=0.0):
+        assert sealed_steps(RemoteDirectory(URL).list()) == [3, 6]
