@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from distloop import urls
 from distloop.monitoring.tags import GROUPS
 
 # Measurements of time and memory: they differ between runs that compute the same.
@@ -26,7 +27,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     """Returns the metrics of a run; the run may still be training.
 
     Args:
-        workdir: the run's workdir; `~` is expanded.
+        workdir: the run's workdir; `~` is expanded. Of a URL, the rows that are uploaded.
 
     Returns:
         One row per log, in order: `step` (an integer), `time` (Unix, seconds), and the metrics that were measured, by
@@ -37,17 +38,22 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
         ValueError: if the directory does not exist, or holds no metrics.
     """
     directory = os.path.expanduser(os.fspath(workdir))
-    if not os.path.isdir(directory):
+    is_url = urls.is_url(directory)
+    if not is_url and not os.path.isdir(directory):
         raise ValueError(f"There is no directory {directory!r}: give the workdir of a run.")
     try:
-        rows = read_rows(os.path.join(directory, "metrics.jsonl"))
+        if is_url:
+            rows = _parse_rows(urls.file_system(directory, "remote").cat_file(f"{directory.rstrip('/')}/metrics.jsonl"))
+        else:
+            rows = read_rows(os.path.join(directory, "metrics.jsonl"))
     except FileNotFoundError:
         raise ValueError(
             f"The directory {directory!r} holds no metrics.jsonl: give the workdir of one run that has begun to train."
         ) from None
     except OSError as error:
         raise ValueError(
-            f"metrics.jsonl in {directory!r} cannot be read ({error.strerror}): give a workdir that you may read."
+            f"metrics.jsonl in {directory!r} cannot be read ({error.strerror or error}): give a workdir that you may "
+            "read."
         ) from error
     return [{name: value if name == "step" else as_number(value) for name, value in row.items()} for row in rows]
 
@@ -59,7 +65,11 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         OSError: if it cannot be read.
     """
     with open(path, "rb") as file:
-        rows = [parse_row(line) for line in file]
+        return _parse_rows(file.read())
+
+
+def _parse_rows(content: bytes) -> list[dict[str, Any]]:
+    rows = map(parse_row, content.splitlines())
     return [row for row in rows if row is not None]
 
 

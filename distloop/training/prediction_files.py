@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from distloop import urls
 from distloop.atomic_files import make_directory, replacing
 
 _KINDS = "biufcSUmM"  # of dtypes that a file can hold without pickle
@@ -65,6 +66,8 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
         ValueError: if something else is at the path, there is no batch, or a file cannot hold an output.
         OSError: if a file cannot be written.
     """
+    if urls.is_url(path):
+        raise ValueError(f"path={path!r} is a URL, and predictions go to a disk: give a directory of this machine.")
     path = os.path.abspath(path)
     if is_chief:
         _require_replaceable(path)

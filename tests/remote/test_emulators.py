@@ -87,6 +87,7 @@ def test_a_run_goes_on_from_a_bucket_on_another_machine(url, cache, tmp_path, ca
     capsys.readouterr()
     assert report.main([url, "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [(row["step"], row["loss"]) for row in distloop.read_metrics(url)] == rows_of(directory)
     assert (run["workdir"], run["step"], run["status"]) == (url, 12, "complete")
     shutil.rmtree(cache)
     trainer.restore("best")

@@ -69,3 +69,12 @@ def test_what_a_file_cannot_hold_is_refused_in_a_sentence(tmp_path):
             ValueError, match="is not a directory of .npy files alone, and predictions would replace it"
         ):
             write_outputs(path, [np.zeros(2)], is_chief=True)
+
+
+def test_a_url_is_refused_before_a_batch_is_taken():
+    def batches():
+        raise AssertionError
+        yield
+
+    with pytest.raises(ValueError, match=r"path='s3://bucket/out' is a URL, .*: give a directory of this machine\."):
+        write_outputs("s3://bucket/out", batches(), is_chief=True)
