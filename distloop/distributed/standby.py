@@ -9,6 +9,7 @@ other threads, no devices and no ports. A fork of it shares its memory, is a chi
 own, and runs the program as `python` does. Linux only. The launcher imports this module without TensorFlow.
 """
 
+import array
 import contextlib
 import ctypes
 import gc
@@ -151,8 +152,10 @@ def _prctl(option: int, value: int) -> bool:
 
 def _send(control: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
     data = json.dumps(message).encode() + b"\n"
-    sent = socket.send_fds(control, [data], descriptors)
-    control.sendall(data[sent:])
+    # Without SIGPIPE, at which the launcher ends the run; `socket.send_fds` does not pass flags on.
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    sent = control.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+    control.sendall(data[sent:], socket.MSG_NOSIGNAL)
 
 
 def _receive(control: socket.socket) -> tuple[Any, list[int]]:

@@ -182,8 +182,8 @@ def test_a_worker_of_it_that_is_killed_falls(start, write_program, tmp_path):
     assert not any(map(is_running, pids))
 
 
-@pytest.mark.parametrize("told", ["", "'starts_thread'", "'kills_itself'"])
-def test_without_it_workers_start_as_ever(told, start, write_program, tmp_path):
+@pytest.mark.parametrize(("told", "secs"), [("", 0.0), ("", 1.5), ("'starts_thread'", 0.0), ("'kills_itself'", 0.0)])
+def test_without_it_workers_start_as_ever(told, secs, start, write_program, tmp_path):
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=[60]).start()"
     )
@@ -191,7 +191,9 @@ def test_without_it_workers_start_as_ever(told, start, write_program, tmp_path):
     path = write_program(WAITS_AND_FAILS_ONCE + "print(is_fork)", told=told)
     process = start("--standby=1", *AGAIN, path, cwd=tmp_path)
     if not told:
-        os.kill(wait_for_standby(process), signal.SIGKILL)
+        pid = wait_for_standby(process)
+        time.sleep(secs)  # until it has imported, and waits
+        os.kill(pid, signal.SIGKILL)
     (tmp_path / "go").touch()
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "[worker 0] False\n") and ENDED in err.splitlines()
