@@ -46,6 +46,7 @@ class Goodput(Action):
 
     def on_end(self, report: Report) -> None:
         """Notes the end."""
+        self._starts = self._starts or run_starts.read_starts(self._workdir)
         if self._starts:
             self._note({**self._progress(report), "is_end": True})
 

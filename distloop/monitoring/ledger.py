@@ -72,6 +72,8 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
         seconds["meeting"] += meeting
         seconds["starting"] += max(0.0, _secs(start, "process_secs") - restoring - meeting)
         last_time = as_number(start.get("time"))
+        if end is not None and as_number(end.get("time")) < last_time:
+            end = None  # an earlier start noted it, and this one nothing
         if end is not None:
             last_time = as_number(end.get("time"))
             _add_work(seconds, start, end, following)

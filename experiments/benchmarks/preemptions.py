@@ -10,6 +10,7 @@ workers again after a crash, and this program types the command again where the 
 Wasted steps are those that were trained twice. Seconds are those from a signal to the next row of ten steps.
 """
 
+import itertools
 import json
 import os
 import random
@@ -98,7 +99,11 @@ def run(is_elastic: bool, workdir: str, log: str) -> list[str]:
     command_of_report = [sys.executable, "-m", "distloop.report", "--json", workdir]
     (found,) = json.loads(subprocess.run(command_of_report, capture_output=True, check=True).stdout)["runs"]
     starts, seconds = found["starts"], found["time_spent"]
-    wasted = sum(max(0, after["progress"]["step"] - after["step"]) for after in starts[1:] if after["progress"])
+    wasted = sum(
+        max(0, after["progress"]["step"] - after["step"])
+        for before, after in itertools.pairwise(starts)
+        if after["progress"] and after["progress"]["time"] > before["time"]
+    )
     return [
         "elastic" if is_elastic else "all start again",
         str(wasted),

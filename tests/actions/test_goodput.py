@@ -31,6 +31,14 @@ def test_a_worker_that_is_not_the_chief_reports_and_writes_nothing(tmp_path):
     assert ledger.read_progress(str(tmp_path)) is None
 
 
+def test_a_start_that_ends_before_its_first_log_notes_its_end(tmp_path):
+    run_starts.note_start(str(tmp_path), step=253, devices=1, kind="CPU")
+    goodput = Goodput(str(tmp_path), lambda: {"step": 1.0}, True, lambda: None)
+    goodput.on_end(distloop.Report(254, 600, {}, None, time=0.0))
+    noted = ledger.read_progress(str(tmp_path))
+    assert noted["step"] == 254 and noted["is_end"]
+
+
 @pytest.mark.slow
 def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_for(tmp_path, capsys):
     data = distloop.make_dataset(classification(33), 8)

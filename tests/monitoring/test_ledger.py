@@ -60,6 +60,13 @@ def test_a_start_that_saved_and_left_has_done_no_step_twice():
     assert seconds["stopping"] == 3.0 and "steps done twice" not in seconds
 
 
+def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted_anything():
+    third = start(180.0, 30, process_secs=5.0, fell_at=170.0, ended_at=172.0, progress=STARTS[1]["progress"])
+    seconds = ledger.account([*STARTS, third], progress(205.0, 50, step=20.0))
+    assert seconds["steps done twice"] == 10.0 + 3.0 and seconds["steps"] == 30.0 + 20.0
+    assert seconds["tracing"] == 6.0 + 5.0 + 5.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
+
+
 def test_a_fall_that_nobody_saw_is_time_of_waiting_and_a_start_without_a_log_has_no_steps():
     starts = [STARTS[0], start(165.0, 0, process_secs=7.0)]
     seconds = ledger.account(starts, NOW)
