@@ -12,9 +12,9 @@ import re
 from typing import Any
 
 
-def is_url(path: str) -> bool:
+def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path goes through fsspec."""
-    return "://" in path
+    return "://" in os.fspath(path)
 
 
 def file_system(url: str, extra: str = "records", **options: Any) -> Any:

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
-
-LARGEST_PACKED_BYTES = 256 * 1024  # smaller tensors of a worker travel together
+from distloop.optimizers import gradients
 
 
 class Exchange:
@@ -71,7 +70,7 @@ class Exchange:
         """
         groups: dict[Any, list[int]] = {}  # which values travel together
         for i, (value, sender) in enumerate(zip(values, senders, strict=True)):
-            is_large = value.shape.num_elements() * value.dtype.size > LARGEST_PACKED_BYTES
+            is_large = value.shape.num_elements() * value.dtype.size > gradients.LARGEST_PACKED_BYTES
             groups.setdefault((sender, value.dtype, i if is_large else None), []).append(i)
         received: dict[int, tf.Tensor] = {}
         before: list[tf.Tensor] = []  # one after the other: all workers in one order, and little memory
