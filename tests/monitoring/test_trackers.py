@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import distloop
+from distloop import urls
 from distloop.monitoring import wandb_files
 from distloop.monitoring.deliveries import Deliveries
 
@@ -160,6 +161,18 @@ def test_wandb_has_media_of_a_run_that_is_not_killed(tmp_path):
 def mlflow_client(uri):
     mlflow = pytest.importorskip("mlflow", reason='needs MLflow: pip install "distloop[mlflow]"')
     return mlflow.MlflowClient(tracking_uri=uri)
+
+
+def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    writer = distloop.WandbWriter("digits", mode="offline")
+    seen = {}
+    monkeypatch.setattr(writer._wandb, "init", lambda **settings: seen.update(settings) or sys.exit())
+    with pytest.raises(SystemExit):
+        writer.open({"workdir": "memory://bucket/run"}, "abc")
+    assert seen["dir"] == urls.staging_directory("memory://bucket/run") and seen["dir"].startswith(str(tmp_path))
+    assert seen["config"]["workdir"] == "memory://bucket/run"
 
 
 @pytest.mark.slow
