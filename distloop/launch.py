@@ -36,9 +36,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from distloop.distributed import cores, elastic, environment, hosts, meeting, notices, ports, processes, ray_actors
+from distloop.distributed import cores, environment, notices
 from distloop.distributed.notes import Membership, Notes
-from distloop.distributed.standby import Standby
+from distloop.launcher import elastic, hosts, meeting, ports, processes, ray_actors
+from distloop.launcher.standby import Standby
 
 FIRST_PORT = 12345  # of each host, with --hosts
 
@@ -48,30 +49,40 @@ _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # name -> type, default, minimum, help
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "devices_per_worker": (int, None, 1, "devices of each worker, passed to the program as --num_devices"),
-    "cores_per_worker": (int, None, 0, "cores reserved for each worker; 0: none; all / workers without GPUs"),
+    "cores_per_worker": (int, None, 0, "cores reserved for each worker, 0: none (default: without GPUs an equal part)"),
     "max_restarts": (
         int,
         None,
         0,
-        "crashes without a newer checkpoint after which to start again; 0, or 3 with MIN:MAX",
+        "crashes without a newer checkpoint after which to start again (default: 0, or 3 with MIN:MAX)",
     ),
     "standby": (
         int,
         None,
         0,
-        "1: keep a process with TensorFlow imported, from which workers start again sooner; 0, or 1 with MIN:MAX",
+        "1: keep a process with TensorFlow imported, from which workers start sooner (default: 0, with MIN:MAX 1)",
     ),
-    "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped; 10"),
-    "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75; 600"),
+    "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped (default: 10)"),
+    "wait_secs": (
+        float,
+        600.0,
+        0,
+        "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75 (default: 600)",
+    ),
     "workers_per_host": (
         int,
         None,
         1,
-        "places here, for a run over all hosts that give this command; with MIN:MAX in a task of Slurm or an indexed "
-        "Job of Kubernetes, 1",
+        "places here, for a run over all hosts that give this command (default: 1 with MIN:MAX in a task of Slurm or "
+        "an indexed Job of Kubernetes)",
     ),
-    "host_index": (int, None, 0, "index of this machine in --hosts, from 0; default: Kubernetes' JOB_COMPLETION_INDEX"),
-    "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow; {FIRST_PORT}"),
+    "host_index": (
+        int,
+        None,
+        0,
+        "of this machine in --hosts, from 0 (default: Kubernetes' JOB_COMPLETION_INDEX)",
+    ),
+    "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow (default: {FIRST_PORT})"),
 }
 
 
@@ -215,13 +226,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     usage = "%(prog)s [flags] (-m module | script.py) [the program's flags]"
     parser = _Parser(prog="python -m distloop.launch", usage=usage, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--workers", metavar="N", default="1", help="workers on this machine, or MIN:MAX; 1")
+    parser.add_argument("--workers", metavar="N", default="1", help="workers on this machine, or MIN:MAX (default: 1)")
     for name, (kind, default, _, text) in _NUMBERS.items():
         parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=text)
     for name, metavar, text in (
         ("hosts", "A,B", "every machine; run the same command on each, with its own --host_index"),
-        ("meet", "DIR", "with --workers_per_host: a directory that all hosts share; the program's --workdir"),
-        ("address", "HOST", "with --workers_per_host: under which other hosts reach this one; its default route's"),
+        ("meet", "DIR", "with --workers_per_host: a directory that all hosts share (default: the program's --workdir)"),
+        (
+            "address",
+            "HOST",
+            "with --workers_per_host: where other hosts reach this one (default: by its default route)",
+        ),
     ):
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.add_argument("--ray", action="store_true", help="start each worker in a Ray actor, wherever Ray has room")

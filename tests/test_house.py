@@ -20,6 +20,7 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 # Imports point down this list, which is the map in WORKSPACE.md; within a folder they run in no circle.
 ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report", "plan"],
+    ["launcher"],
     ["trainer"],
     ["fit"],
     ["diagnostics"],
@@ -83,10 +84,12 @@ WITHOUT_TENSORFLOW |= {
 }
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"
-    for name in ("cores", "elastic", "environment", "heartbeat", "liveness", "membership", "notes", "output")
+    for name in ("cores", "environment", "heartbeat", "liveness", "notes", "notices", "output", "preemption")
 }
-WITHOUT_TENSORFLOW |= {f"distributed.{name}" for name in ("preemption", "children", "processes", "standby")}
-WITHOUT_TENSORFLOW |= {f"distributed.{name}" for name in ("hosts", "meeting", "notices", "ports", "ray_actors")}
+WITHOUT_TENSORFLOW |= {
+    f"launcher.{name}"
+    for name in "children elastic hosts meeting membership ports processes ray_actors standby".split()
+}
 WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror sending tree".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 

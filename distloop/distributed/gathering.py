@@ -66,7 +66,7 @@ class NeedsRowsError(Exception):
     """`gather_rows` was called in a turn before all virtual replicas have given their rows."""
 
 
-class Exchange:
+class RowExchange:
     """The rows that virtual replicas, which take turns, give and get in `gather_rows`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def exchanging(exchange: Exchange) -> Iterator[Exchange]:
+def exchanging(exchange: RowExchange) -> Iterator[RowExchange]:
     """Enters the turn of a virtual replica: what is traced inside gives and gets rows by an exchange."""
     _current.exchange = exchange
     try:
@@ -125,9 +125,9 @@ def exchanging(exchange: Exchange) -> Iterator[Exchange]:
         del _current.exchange
 
 
-def current_exchange() -> Exchange | None:
+def current_exchange() -> RowExchange | None:
     """Returns that of the turn that is traced now; None: no virtual replica is traced."""
-    exchange: Exchange | None = getattr(_current, "exchange", None)
+    exchange: RowExchange | None = getattr(_current, "exchange", None)
     return exchange
 
 

@@ -15,6 +15,9 @@ import itertools
 import json
 import math
 import os
+import site
+import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,6 +76,25 @@ def tell(**values: Any) -> None:
         membership.tell(**values)
 
 
+def installed_modules() -> list[str]:
+    """Returns the modules that this process has imported, but for those of the user's program."""
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))]
+    prefixes = tuple(os.path.join(place, "") for folder in folders for place in (folder, os.path.realpath(folder)))
+    program = getattr(sys.modules["__main__"], "__spec__", None)
+    own = program.name.partition(".")[0] if program is not None else "__main__"
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] != own]
+    return [name for name, module in modules if name != "__main__" and _origin(module).startswith(prefixes)]
+
+
+def _origin(module: Any) -> str:
+    """Returns the file of a module; "" if it has none."""
+    with contextlib.suppress(Exception):  # of a module that is no module
+        return module.__spec__.origin or ""
+    return ""
+
+
 _marks: dict[str, float] = {}  # when this process came to a point for the first time; Unix, seconds
 
 
@@ -109,6 +131,7 @@ class Notes:
     Attributes:
         step: from which the run went on; None: no worker came so far.
         began_at: when a worker came so far, in seconds on the monotonic clock; None: the run does not train now.
+        start_secs: from here until a worker came so far for the first time; 0: none did.
         sizes: numbers of workers that the run can have; empty: nothing was told.
         leavers: indices of the workers that somebody asked to leave.
         on_modules: called with the names of the modules that a worker has imported, once it has told all.
@@ -128,6 +151,7 @@ class Notes:
         self._rest = b""  # of a line
         self.step: int | None = None
         self.began_at: float | None = None
+        self.start_secs, self._made_at = 0.0, time.monotonic()
         self.sizes: tuple[int, ...] = ()
         self.leavers: set[int] = set()
         self.on_modules: Callable[[list[str]], None] = lambda names: None
@@ -154,6 +178,7 @@ class Notes:
     def _take(self, note: dict[str, Any]) -> None:
         if "begins" in note:
             self.step, self.began_at = note["begins"], time.monotonic()
+            self.start_secs = self.start_secs or self.began_at - self._made_at
         if "sizes" in note:
             self.sizes = tuple(note["sizes"])
         if "traced" in note and self._on_traced is not None:

@@ -27,8 +27,8 @@ _ANNOUNCED = {"instance/preempted": "TRUE", "instance/maintenance-event": "TERMI
 def watched() -> Iterator[None]:
     """Sends this process SIGTERM, once, when its machine is announced to go; does nothing in a launcher's worker."""
     is_over = threading.Event()
-    if find_membership() is None and _find_server():
-        threading.Thread(target=_watch, args=(is_over,), name="distloop-notices", daemon=True).start()
+    if find_membership() is None and (server := _find_server()):
+        threading.Thread(target=_watch, args=(server, is_over), name="distloop-notices", daemon=True).start()
     try:
         yield
     finally:
@@ -46,20 +46,20 @@ def _find_server() -> str:
         return ""
 
 
-def _watch(is_over: threading.Event) -> None:
+def _watch(server: str, is_over: threading.Event) -> None:
     while not is_over.wait(_POLL_SECS):
         for name, value in _ANNOUNCED.items():
-            if _read(name) == value and not is_over.is_set():
+            if _read(server, name) == value and not is_over.is_set():
                 output.say(f"distloop: {name} is {value}: this machine is about to go.", 0.1)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
 
-def _read(name: str) -> str:
+def _read(server: str, name: str) -> str:
     """Returns a value of this machine's metadata; empty if the server does not answer."""
     import urllib.request  # takes a tenth of a second
 
-    url = f"http://{_find_server()}/computeMetadata/v1/{name}"
+    url = f"http://{server}/computeMetadata/v1/{name}"
     try:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECS) as answer:

@@ -3,7 +3,7 @@
     with announced(state, config, source):      # around training; without a launcher, it does nothing
         note_traced(state, config)              # once the step is traced
 
-A change of workers is noted in `incidents.jsonl`. It does not know how workers are started (`distributed.elastic`).
+A change of workers is noted in `incidents.jsonl`. It does not know how workers are started (`launcher.elastic`).
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import notes, workers
 from distloop.distributed.notes import Membership
-from distloop.distributed.standby import installed_modules
 from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.records import append_row
 from distloop.training.state import TrainState
@@ -77,7 +76,7 @@ def note_traced(state: TrainState, config: Config) -> None:
     if membership is None or not notes.mark("traced"):
         return
     if membership.tells_modules:
-        membership.tell_modules(installed_modules())
+        membership.tell_modules(notes.installed_modules())
     if not _changes:
         return
     row, phases = _changes.pop(), notes.phases(membership)

@@ -2,12 +2,18 @@
 
 import math
 import os
+import pathlib
 import select
+import subprocess
+import sys
 import time
+import types
 
 import pytest
 
 from distloop.distributed import notes
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -33,14 +39,19 @@ def test_a_worker_knows_its_membership_and_its_notes_arrive(launcher, monkeypatc
     membership = notes.find_membership()
     assert (membership.number, membership.cause, membership.is_elastic) == (2, "worker 1 fell", True)
     launcher.read()
-    assert (launcher.step, launcher.began_at, launcher.leavers) == (None, None, set())
+    assert (launcher.step, launcher.began_at, launcher.leavers) == (None, None, set()) and launcher.start_secs == 0
     membership.tell(begins=20, sizes=[1, 2])
     notes.tell(leaves=True)
     launcher.read()
     assert (launcher.step, launcher.sizes, launcher.leavers) == (20, (1, 2), {1}) and launcher.began_at is not None
+    first = launcher.start_secs
+    assert 0 < first < 60
     membership.tell(ends=True)
     launcher.read()
     assert launcher.began_at is None and launcher.step == 20
+    membership.tell(begins=30)  # a second call of fit
+    launcher.read()
+    assert launcher.step == 30 and launcher.start_secs == first
 
 
 def test_names_of_modules_arrive_whole_and_in_notes_that_a_pipe_keeps_together(launcher, monkeypatch):
@@ -91,3 +102,24 @@ def test_another_thread_of_the_launcher_tells_when_workers_are_to_be_stopped_and
     launcher.tell(stop_secs=10)
     launcher.read()
     assert now + 10 <= launcher.take_stop_at() < now + 30 and launcher.take_stop_at() == math.inf
+
+
+def test_modules_of_the_program_are_not_told(tmp_path):
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "stray.py").write_text("import sys; sys.modules['stray'] = 5")
+    names = ["own", "stray", "__main__", "json", "absl", "distloop.distributed.notes"]
+    code = "import own, stray, json, absl; from distloop.distributed import notes; told = notes.installed_modules()"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}; print([name in told for name in {names}])"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "[False, False, False, True, True, True]\n", result.stderr
+
+
+def test_neither_are_those_of_an_installed_program(monkeypatch):
+    assert "json.decoder" in notes.installed_modules()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", types.SimpleNamespace(name="json.tool"), raising=False)
+    assert "json.decoder" not in notes.installed_modules() and "subprocess" in notes.installed_modules()

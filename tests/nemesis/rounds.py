@@ -149,6 +149,7 @@ class RunningLife:
             "NEMESIS_STEP_SECS": str(self._step_secs),
             "NEMESIS_NOISE": str(self.setting.noise),
             "NEMESIS_CHILD": str(self.setting.child_of),
+            "NEMESIS_PAUSE_SECS": str(self.setting.pause_secs),
             "TMPDIR": os.path.join(self._disk, "tmp"),
             "PYTHONPATH": ROOT,
             "CUDA_VISIBLE_DEVICES": "-1",

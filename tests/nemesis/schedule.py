@@ -82,6 +82,7 @@ def draw_elastic_plan(seed, number, most=ELASTIC_REPLICAS):
         checkpoint_every=generator.choice([1, 3, 5, 5]),
         keep=generator.choice([1, 2, 3]),
         least=generator.choice([1, 1, 2]),
+        pause_secs=generator.choice([1.0, 4.0]),
     )
     deadly = generator.choice([None, None, None, faults.KillLauncher(0), faults.Terminate(0, True)])
     lives = [Life((*_draw_falls(generator, setting), Strike(deadly, after_steps=generator.randint(1, STEPS))))]

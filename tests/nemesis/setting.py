@@ -19,6 +19,7 @@ class Setting(NamedTuple):
         is_first_process: whether each command has the process number 1, as in containers.
         noise: bytes that each worker prints a step.
         least: workers of an elastic run, below which it waits.
+        pause_secs: how long a place of an elastic run is empty after the first fall: shorter than a start, or longer.
     """
 
     placement: str
@@ -29,6 +30,7 @@ class Setting(NamedTuple):
     is_first_process: bool = False
     noise: int = 0
     least: int = 1
+    pause_secs: float = 1.0
 
     @property
     def virtual_replicas(self):

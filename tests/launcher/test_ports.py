@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from distloop.distributed import ports
+from distloop.launcher import ports
 
 
 def test_ports_are_free_each_once_and_below_those_that_the_system_picks():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from distloop.distributed import children
+from distloop.launcher import children
 
 
 @pytest.mark.slow

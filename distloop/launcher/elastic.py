@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from distloop.distributed import processes
-from distloop.distributed.membership import Plan
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+from distloop.launcher import processes
+from distloop.launcher.membership import Plan
 
 
 class Change(NamedTuple):
@@ -37,6 +37,16 @@ class Change(NamedTuple):
     started_at: float = 0.0
 
 
+# The phases of `notes.phases`, by what the time was spent on.
+_DOING = {
+    "ended": "until all had",
+    "waited": "waiting for places",
+    "imported": "importing",
+    "met": "meeting",
+    "restored": "restoring",
+    "traced": "tracing",
+}
+
 Start = Callable[[Change, int, Notes], Sequence[processes.Process]]
 
 
@@ -46,7 +56,7 @@ class Settings(NamedTuple):
     Attributes:
         least: workers without which the run waits.
         most: workers to start with, and to come back to.
-        max_restarts: crashes after which it starts again without a newer checkpoint.
+        max_restarts: how often it starts again after crashes while no newer checkpoint appears.
         grace_secs: time from SIGTERM to SIGKILL for workers that are stopped.
         wait_secs: how long it waits for `least` workers.
     """
@@ -84,12 +94,11 @@ def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
         workers = start(change._replace(started_at=time.time()), len(places), notes)
         outcome = _run_membership(plan, settings, workers, signals, notes)
         notes.close()
-        plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step)
-        plan, cause, code = conclude(settings, plan, outcome, name_workers(notes.leavers))
+        plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step, notes.start_secs)
+        plan, cause, code = conclude(settings, plan, outcome, name_workers(outcome.leavers))
         if code is not None:
             return code
-        leavers = () if outcome.is_crash or outcome.has_left_for_more else notes.leavers
-        lost = sorted({*outcome.fallen, *leavers}) or range(len(places) if outcome.is_crash else 0)
+        lost = sorted({*outcome.fallen, *outcome.leavers}) or range(len(places) if outcome.is_crash else 0)
         now = time.monotonic()
         plan = plan.lose([places[i] for i in lost], now)
         if notes.step is None and change.cause:  # nobody has noted the change before
@@ -111,8 +120,8 @@ def conclude(settings: Settings, plan: Plan, outcome: processes.Outcome, leavers
     if outcome.is_crash:
         plan = plan.crash()
         # An error before any step, such as a wrong flag, would come again; one in the number of workers will not.
-        is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128 and not (plan.sizes and plan.allowed)
-        if is_wrong or plan.restarts > settings.max_restarts:
+        is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128 and not plan.sizes
+        if is_wrong or not plan.allowed or plan.restarts > settings.max_restarts:
             if settings.is_elastic:
                 processes.log(_explain_end(plan))
             return plan, outcome.cause, outcome.code
@@ -128,14 +137,13 @@ def _run_membership(
     plan: Plan, settings: Settings, workers: Sequence[processes.Process], signals: processes.Signals, notes: Notes
 ) -> processes.Outcome:
     """Returns how the workers ended, once all have."""
-    started_at = time.monotonic()
 
     def leaves_at() -> float:
         """Returns when the workers make room for more: once they have trained for as long as a start takes."""
         if not settings.is_elastic or notes.began_at is None:
             return math.inf
         grows_at = dataclasses.replace(plan, sizes=notes.sizes).grows_at(len(workers))
-        return max(grows_at, notes.began_at + (notes.began_at - started_at))
+        return max(grows_at, notes.began_at + notes.start_secs)
 
     return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
 
@@ -148,25 +156,23 @@ def say_membership(plan: Plan, number: int, count: int, cause: str) -> None:
 
 def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
     """Prints how long a run stood still for a change of workers, and where the time went."""
-    parts = ", ".join(f"{name} {secs:.1f}" for name, secs in phases.items())
+    parts = ", ".join(f"{secs:.1f} {_DOING.get(name, name)}" for name, secs in phases.items())
     processes.log(
         f"membership {number} trains from step {step}, {sum(phases.values()):.1f} s after the change: {parts}."
     )
 
 
 def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals, now: float) -> int | None:
-    """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
-    ends_at = now + settings.wait_secs if settings.is_elastic else math.inf
-    while (secs := plan.grows_at(0) - now) > 0:
+    """Waits until the next membership starts; returns an exit code if the run is to end."""
+    starts_at, has_limit = plan.starts_at(now), settings.is_elastic and not plan.size(now)
+    ends_at = now + settings.wait_secs if has_limit else math.inf
+    while (secs := starts_at - now) > 0:
         left_secs = ends_at - now
         if left_secs <= 0:
-            processes.log(
-                f"for {settings.wait_secs:g} s there were places for {len(plan.there(now))} workers, and "
-                f"{plan.allowed[0]} are needed: the run ends, and the same command goes on from its newest checkpoint."
-            )
+            say_too_few(settings, plan, len(plan.there(now)))
             return SAVED_EXIT_CODE
         restart = f" (restart {plan.restarts} of {settings.max_restarts})" if plan.restarts else ""
-        processes.log(f"{_count(plan.allowed[0], settings)} in {secs:.2g} s{restart}.")
+        processes.log(f"{_count(plan.size(starts_at), settings)} in {secs:.2g} s{restart}.")
         if number := signals.wait(min(secs, left_secs)):
             processes.log(f"{number.name}, the workers do not start again.")
             return 128 + number
@@ -174,8 +180,21 @@ def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals,
     return None
 
 
-def _count(least: int, settings: Settings) -> str:
-    return f"there are places for {least} workers" if settings.is_elastic else "all workers start again"
+def say_too_few(settings: Settings, plan: Plan, places: int) -> None:
+    """Prints that the run ends, as there were too few places for too long."""
+    processes.log(
+        f"for {settings.wait_secs:g} s there were places for {count_workers(places)}, and {plan.allowed[0]} are "
+        "needed: the run ends, and the same command goes on from its newest checkpoint."
+    )
+
+
+def count_workers(count: int) -> str:
+    """Returns `1 worker` or `2 workers`."""
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _count(workers: int, settings: Settings) -> str:
+    return f"there are places for {count_workers(workers)}" if settings.is_elastic else "all workers start again"
 
 
 def _explain_end(plan: Plan) -> str:

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from distloop.distributed import processes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+from distloop.launcher import processes
 
 _LOOK_SECS = 0.5
 _ANSWER_SECS = 2.0  # for an actor that runs; one that waits for a place does not answer
@@ -139,13 +139,14 @@ class _Driver:
             if not self._is_stopping:
                 self._take_ends(_FOLLOW_SECS)
             running = self._running()
-            if not running or self._failures():
-                return max(self._failures() or self._codes.values(), default=SAVED_EXIT_CODE)
+            if not running or self._final_codes():
+                return max(self._final_codes(), default=SAVED_EXIT_CODE)
             for actor in () if self._is_stopping else list(self._codes):  # its host has left, and the run goes on
                 del self._codes[actor]
                 self._runs[self._start(actor)] = actor
 
-    def _failures(self) -> list[int]:
+    def _final_codes(self) -> list[int]:
+        """Returns how launchers ended, but for those whose host has left a run that may go on."""
         return [code for code in self._codes.values() if code != SAVED_EXIT_CODE]
 
     def _take_ends(self, secs: float) -> None:
@@ -154,7 +155,12 @@ class _Driver:
             self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=secs) if self._runs else ([], [])
         )
         for run in ended:
-            self._codes[self._runs.pop(run)] = self._ray.get(run)
+            try:
+                code = self._ray.get(run)
+            except self._ray.exceptions.RayTaskError as error:
+                processes.log(f"a launcher in Ray failed ({str(error).strip().splitlines()[-1]}).")
+                code = 1
+            self._codes[self._runs.pop(run)] = code
 
     def _running(self) -> list[Any]:
         """Returns the actors whose launchers run; those that have no place do not answer."""

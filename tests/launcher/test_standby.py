@@ -3,16 +3,13 @@
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
-import types
 
 import pytest
 
-from distloop.distributed import standby
-from tests.distributed import test_processes
-from tests.distributed.test_processes import ROOT, is_running, patched, read, until
+from distloop.launcher import standby
+from tests.launcher import test_processes
+from tests.launcher.test_processes import is_running, patched, read, until
 
 launch, start, write = test_processes.launch, test_processes.start, test_processes.write  # fixtures
 
@@ -54,7 +51,7 @@ def standbys(launcher):
     """Returns the standby processes of a launcher."""
     children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     commands = {int(pid): pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return [pid for pid, command in commands.items() if b"distloop.distributed.standby" in command]
+    return [pid for pid, command in commands.items() if b"distloop.launcher.standby" in command]
 
 
 def wait_for_standby(process):
@@ -228,28 +225,18 @@ def test_a_program_that_tells_nothing_has_no_standby_process(start, write, tmp_p
     assert process.wait(30) == 0
 
 
-def test_modules_of_the_program_are_not_told(tmp_path):
-    (tmp_path / "own.py").write_text("")
-    (tmp_path / "stray.py").write_text("import sys; sys.modules['stray'] = 5")
-    names = ["own", "stray", "__main__", "json", "absl", "distloop.distributed.notes"]
-    code = "import own, stray, json, absl; from distloop.distributed import standby; told = standby.installed_modules()"
-    result = subprocess.run(
-        [sys.executable, "-c", f"{code}; print([name in told for name in {names}])"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.stdout == "[False, False, False, True, True, True]\n", result.stderr
-
-
-def test_neither_are_those_of_an_installed_program(monkeypatch):
-    assert "json.decoder" in standby.installed_modules()
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", types.SimpleNamespace(name="json.tool"), raising=False)
-    assert "json.decoder" not in standby.installed_modules() and "subprocess" in standby.installed_modules()
-
-
 def test_a_directory_or_an_archive_is_started_as_ever(tmp_path):
     (tmp_path / "program.py").touch()
     programs = [["-m", "program"], [str(tmp_path / "program.py")], [str(tmp_path)], ["program.zip"]]
     assert [standby._can_run(program) for program in programs] == [True, True, False, False]
+
+
+def test_one_that_does_not_come_so_far_is_not_tried_again(monkeypatch):
+    lines = []
+    monkeypatch.setattr(standby.processes, "log", lines.append)
+    monkeypatch.setattr(standby, "_can_run", lambda program: True)
+    process = standby.Standby(["program.py"], dict(os.environ), standby.processes.Signals())
+    process.start(["no_such_module", "tests.launcher.starts_a_thread"])
+    monkeypatch.setattr(process, "_wait_for_imports", lambda: (_ for _ in ()).throw(EOFError))
+    assert process.fork({}, [], 0, {}) is None and not process.is_wanted
+    assert lines == ["the standby process has ended, workers start without it."]

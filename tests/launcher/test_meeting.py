@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from distloop.distributed import meeting
-from distloop.distributed.meeting import Host, Meeting, Member, Record, Report
+from distloop.launcher import meeting
+from distloop.launcher.meeting import Host, Meeting, Member, Record, Report
 
 REPORT = Report(3, 75, False, True, False, "", False, 12.5, 20, (1, 2), (0,))
 

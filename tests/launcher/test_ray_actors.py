@@ -7,7 +7,7 @@ import types
 import pytest
 
 from distloop import launch
-from distloop.distributed import ray_actors
+from distloop.launcher import ray_actors
 
 
 class Method:

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from distloop.distributed import children, output
+from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+from distloop.launcher import children
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
@@ -211,6 +212,7 @@ class Outcome(NamedTuple):
     cause: str = ""  # which worker failed first, and how
     has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are places for more
     fell_at: float = 0.0  # when the first one ended; Unix, seconds
+    leavers: Sequence[int] = ()  # indices of the workers that somebody else than the launcher asked to leave
 
 
 class Group:
@@ -221,8 +223,8 @@ class Group:
         processes: Sequence[Process],
         signals: Signals,
         grace_secs: float,
-        notes: Notes | None = None,
-        leaves_at: Callable[[], float] = lambda: math.inf,
+        notes: Notes,
+        leaves_at: Callable[[], float],
     ):
         """Takes processes that are running.
 
@@ -258,6 +260,7 @@ class Group:
             self._blame(self._follower, [])
         if self._verdict:
             log(self._verdict)
+        leavers = [process for process in self._processes if process.index in self._notes.leavers]
         code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
         return Outcome(
             128 + self._second_signal if self._second_signal else code or 0,
@@ -267,6 +270,7 @@ class Group:
             cause=self._cause,
             has_left_for_more=self._has_left_for_more,
             fell_at=self._fell_at,
+            leavers=[self._processes.index(process) for process in leavers if not process.was_signalled],
         )
 
     def _running(self) -> list[Process]:
@@ -278,13 +282,13 @@ class Group:
         held = [pipe for pipe in pipes if not pipe.has_room()]  # their workers wait for a slow reader, as without us
         look_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
         remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), look_again_at)
-        sources = [self._signals, *([self._notes] if self._notes else []), *(p for p in pipes if p not in held)]
+        sources = [self._signals, self._notes, *(pipe for pipe in pipes if pipe not in held)]
         ready = children.wait(sources, remaining_secs - time.monotonic())
-        if self._notes:
-            self._notes.read()
-            self._stop_at = min(self._stop_at, self._notes.take_stop_at())
+        self._notes.read()
+        self._stop_at = min(self._stop_at, self._notes.take_stop_at())
         self._handle_signals()
-        for process in [process for process in running if process.has_ended()]:  # all, before one stops the others
+        ended = [process for process in running if process.has_ended()]  # all, before one stops the others
+        for process in sorted(ended, key=lambda process: process.code == FOLLOWER_EXIT_CODE):  # who failed comes first
             self._handle_end(process)  # before the output, so that the order of ends is right
         for pipe in pipes:
             if pipe in ready and pipe.is_open:
@@ -367,6 +371,6 @@ class Group:
         self._stop()
 
     def _stop(self) -> None:
-        self._stop_at, self._kill_at = math.inf, time.monotonic() + self._grace_secs
+        self._stop_at, self._kill_at = math.inf, min(self._kill_at, time.monotonic() + self._grace_secs)
         for process in self._running():
             process.signal_once(signal.SIGTERM)

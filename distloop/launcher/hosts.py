@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from distloop.distributed import elastic, ports, processes
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
-from distloop.distributed.meeting import LOOK_SECS, Host, Meeting, Member, Record, Report, View
-from distloop.distributed.membership import Plan
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+from distloop.launcher import elastic, ports, processes
+from distloop.launcher.meeting import LOOK_SECS, Host, Meeting, Member, Record, Report, View
+from distloop.launcher.membership import Plan
 
 SILENT_SECS = 4.0  # after which a host is not waited for, nor counted, between two memberships
 GONE_SECS = 30.0  # after which a host is taken for gone whose workers may be training
@@ -166,18 +166,15 @@ class Launcher:
     def _wait_for_places(self, draft: Record, plan: Plan, places: int, now: float) -> Record | None:
         """Returns the end of the run once there were too few places for too long."""
         settings = self._settings
-        needed = f"{plan.allowed[0]} are needed"
         if self._short_since is None:
             self._short_since = now
             processes.log(
-                f"there are places for {places} workers, and {needed}: waiting {settings.wait_secs:g} s for more."
+                f"there are places for {elastic.count_workers(places)}, and {plan.allowed[0]} are needed: waiting "
+                f"{settings.wait_secs:g} s for more."
             )
         if now < self._short_since + settings.wait_secs:
             return None
-        processes.log(
-            f"for {settings.wait_secs:g} s there were places for {places} workers, and {needed}: the run ends, and the "
-            "same command goes on from its newest checkpoint."
-        )
+        elastic.say_too_few(settings, plan, places)
         return draft._replace(code=SAVED_EXIT_CODE)
 
     def _run_membership(self, record: Record) -> processes.Outcome:
@@ -188,17 +185,16 @@ class Launcher:
             plan = Plan(settings.least, settings.most, record.sizes)
             elastic.say_membership(plan, record.number, len(record.addresses), record.cause)
         notes = Notes(functools.partial(elastic.say_phases, record.number))
-        started_at = time.monotonic()
         workers = self._start(record, indices, notes)
         with self._lock:
             self._number, self._notes, self._told = record.number, notes, set()
-        leaves_at = functools.partial(self._leaves_at, notes, started_at)
+        leaves_at = functools.partial(self._leaves_at, notes)
         outcome = processes.Group(workers, self._signals, settings.grace_secs, notes, leaves_at).wait()
         with self._lock:
             self._notes = None
         notes.close()
-        leavers = {i for i, worker in enumerate(workers) if worker.index in notes.leavers and not worker.was_signalled}
-        self._plan = self._plan.lose([places[i] for i in sorted({*outcome.fallen, *leavers})], time.monotonic())
+        lost = sorted({*outcome.fallen, *outcome.leavers})
+        self._plan = self._plan.lose([places[i] for i in lost], time.monotonic())
         report = Report(
             record.number,
             outcome.code,
@@ -210,13 +206,13 @@ class Launcher:
             outcome.fell_at,
             notes.step,
             notes.sizes,
-            tuple(indices[i] for i in leavers),
+            tuple(indices[i] for i in outcome.leavers),
         )
         host = self._host._replace(ports=tuple(ports.choose(self._places)), report=report, has_left=outcome.is_last)
         self._announce(host)
         return outcome
 
-    def _leaves_at(self, notes: Notes, started_at: float) -> float:
+    def _leaves_at(self, notes: Notes) -> float:
         """Returns when the workers here make room for more, which the first host decides, as `elastic` does."""
         view = self._meeting.view
         record = view.record
@@ -227,7 +223,7 @@ class Launcher:
         plan = _with_places(plan, sum(len(host.ports) for host in available(view)))
         if plan.grows_at(len(record.addresses)) == math.inf:
             return math.inf
-        return notes.began_at + (notes.began_at - started_at)
+        return notes.began_at + notes.start_secs
 
     def _look_after_workers(self, view: View) -> None:
         """Wakes the group of workers, and tells it to stop where the others do; in the meeting's thread."""

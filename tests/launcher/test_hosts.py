@@ -7,9 +7,9 @@ import textwrap
 
 import pytest
 
-from distloop.distributed import hosts
-from distloop.distributed.elastic import Settings
-from distloop.distributed.meeting import Host, Member, Record, Report, View
+from distloop.launcher import hosts
+from distloop.launcher.elastic import Settings
+from distloop.launcher.meeting import Host, Member, Record, Report, View
 
 SETTINGS = Settings(1, 3, 3, 10, 600)
 ENDED = Report(7, 0, False, False, False, "", False, 0.0, 20, (), ())
@@ -199,7 +199,7 @@ def test_an_error_before_any_step_ends_the_launchers_of_all_hosts(start):
 @pytest.mark.slow
 def test_below_the_least_number_the_run_waits_for_hosts_and_the_wait_has_a_limit(start):
     code, lines = end_of(start("", "--workers=2:3", "--wait_secs=0"))
-    assert code == 75 and "for 0 s there were places for 1 workers, and 2 are needed: the run ends" in lines
+    assert code == 75 and "for 0 s there were places for 1 worker, and 2 are needed: the run ends" in lines
 
 
 @pytest.mark.slow

@@ -19,18 +19,16 @@ import json
 import os
 import runpy
 import signal
-import site
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import types
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from distloop.distributed import children, processes
+from distloop.launcher import children, processes
 
 _READY_SECS = 60.0  # that the launcher waits for the imports
 _ANSWER_SECS = 10.0  # and for a fork
@@ -53,12 +51,13 @@ class Standby:
         self._program, self._environment, self._signals = list(program), dict(environment), signals
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_ready = False
+        self._is_ready = self._is_given_up = False
 
     @property
     def is_wanted(self) -> bool:
         """Whether there is no process yet, and there could be one."""
-        return self._control is None and sys.platform == "linux" and _can_run(self._program)
+        can_be = sys.platform == "linux" and not self._is_given_up and _can_run(self._program)
+        return self._control is None and can_be
 
     def start(self, modules: Sequence[str]) -> None:
         """Starts the process, which imports these modules."""
@@ -67,7 +66,7 @@ class Standby:
         self._control, other = socket.socketpair()
         self._control.settimeout(_ANSWER_SECS)
         numbers = [str(other.fileno()), str(os.getpid())]
-        command = [sys.executable, "-m", "distloop.distributed.standby", *numbers, *self._program]
+        command = [sys.executable, "-m", "distloop.launcher.standby", *numbers, *self._program]
         self._process = subprocess.Popen(
             command,
             env=self._environment,
@@ -105,13 +104,18 @@ class Standby:
             if pid := _receive(self._control)[0]:
                 os.write(go_write_end, b"+")
                 return children.Child(pid)
+        except TimeoutError:
+            end = "does not answer"
         except (OSError, EOFError):
-            pass
+            end = "has ended"
+        else:
+            end = "cannot fork"
         finally:
             os.close(go_read_end)
             os.close(go_write_end)
+        self._is_given_up = not self._is_ready  # another one would not come so far either
         self.close()
-        processes.log("the standby process has ended, workers start without it.")
+        processes.log(f"the standby process {end}, workers start without it.")
         return None
 
     def _wait_for_imports(self) -> bool:
@@ -170,25 +174,6 @@ def _receive(control: socket.socket) -> tuple[Any, list[int]]:
             raise EOFError
         data += more
     return json.loads(data), descriptors
-
-
-def installed_modules() -> list[str]:
-    """Returns the modules that this process has imported, but for those of the user's program."""
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))]
-    prefixes = tuple(os.path.join(place, "") for folder in folders for place in (folder, os.path.realpath(folder)))
-    program = getattr(sys.modules["__main__"], "__spec__", None)
-    own = program.name.partition(".")[0] if program is not None else "__main__"
-    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] != own]
-    return [name for name, module in modules if name != "__main__" and _origin(module).startswith(prefixes)]
-
-
-def _origin(module: Any) -> str:
-    """Returns the file of a module; "" if it has none."""
-    with contextlib.suppress(Exception):  # of a module that is no module
-        return module.__spec__.origin or ""
-    return ""
 
 
 # The rest runs in the standby process and its forks.

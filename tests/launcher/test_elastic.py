@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from distloop.distributed import elastic
-from distloop.distributed.processes import Outcome
+from distloop.launcher import elastic
+from distloop.launcher.processes import Outcome
 
 
 class Signals:
@@ -37,6 +37,7 @@ class World:
         self.clock = Clock()
         self.signals = Signals(self.clock)
         self.started, self.lines, self.leaves_at = [], [], []
+        self.start_secs = 0.5  # shorter than each place is empty
         monkeypatch.setattr(elastic, "time", self.clock)
         monkeypatch.setattr(elastic.processes, "log", self.lines.append)
         world = self
@@ -50,7 +51,8 @@ class World:
                 for name, value in told.items():
                     setattr(self.notes, name, value)
                 if self.notes.step is not None:
-                    self.notes.began_at = world.clock.now + 5
+                    self.notes.began_at = world.clock.now + world.start_secs
+                    self.notes.start_secs = world.start_secs
                 world.leaves_at.append(self.leaves_at() - world.clock.now)
                 world.clock.now += secs
                 return outcome
@@ -87,8 +89,30 @@ def test_those_left_go_on_at_once_and_one_that_comes_back_is_taken_in(world):
     assert world.run(script) == 0
     assert world.started == [(1, 3, ""), (2, 2, "worker 1 failed first"), (3, 3, "there are places for more")]
     assert world.signals.pauses == []
-    assert world.leaves_at == [math.inf, 10.0, math.inf]  # the second, once it has trained for as long as it started
+    assert world.leaves_at == [math.inf, 1.0, math.inf]  # the second, once it has trained for as long as it started
     assert world.lines[0] == "membership 2 has 2 of 3 workers: worker 1 failed first."
+
+
+def test_a_place_that_is_back_sooner_than_workers_start_saves_a_stop(world):
+    world.start_secs = 5
+    script = [(9, {"step": 0}, crash(1)), (20, {"step": 20}, SAVED._replace(leavers=[2])), (9, {"step": 40}, DONE)]
+    assert world.run(script) == 0
+    assert world.started == [(1, 3, ""), (2, 3, "worker 1 failed first"), (3, 3, "worker 2 was asked to leave")]
+    assert world.signals.pauses == [1.0, 1.0] and world.leaves_at == [math.inf] * 3
+    assert world.lines[0] == "there are places for 3 workers in 1 s (restart 1 of 3)."
+
+
+def test_a_worker_that_crashes_at_once_again_is_left_out(world):
+    world.start_secs = 5
+    script = [(9, {"step": 0}, crash(1)), (9, {"step": 0}, crash(1)), (9, {"step": 0}, DONE)]
+    assert world.run(script) == 0
+    assert [count for _, count, _ in world.started] == [3, 3, 2] and world.signals.pauses == [1.0]
+
+
+def test_a_limit_below_the_pause_of_a_place_ends_no_run_that_can_go_on(world):
+    world.start_secs = 5
+    assert world.run([(9, {"step": 0}, crash(1)), (9, {"step": 0}, DONE)], wait_secs=0.5) == 0
+    assert [count for _, count, _ in world.started] == [3, 3]
 
 
 def test_a_membership_that_does_not_train_is_not_asked_to_leave(world):
@@ -97,20 +121,20 @@ def test_a_membership_that_does_not_train_is_not_asked_to_leave(world):
 
 
 def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
-    assert world.run([(9, {"step": 0, "leavers": {2}}, SAVED), (0.5, {"step": 9}, DONE)]) == 0
+    assert world.run([(9, {"step": 0}, SAVED._replace(leavers=[2])), (0.5, {"step": 9}, DONE)]) == 0
     assert world.started[1:] == [(2, 2, "worker 2 was asked to leave")]
 
 
 def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
     assert world.run([(9, {"step": 0}, SAVED)]) == 75
-    assert world.run([(9, {"step": 0, "leavers": {0, 1}}, Outcome(75, is_crash=False, is_last=True))]) == 75
-    assert world.run([(9, {"leavers": {0}}, SAVED)], least=3) == 75  # the number is fixed
+    assert world.run([(9, {"step": 0}, Outcome(75, is_crash=False, is_last=True, leavers=[0, 1]))]) == 75
+    assert world.run([(9, {}, SAVED._replace(leavers=[0]))], least=3) == 75  # the number is fixed
 
 
 def test_below_the_least_number_the_run_waits(world):
     assert world.run([(9, {"step": 0}, crash(0, 1)), (9, {"step": 0}, DONE)], least=2) == 0
     assert world.started[1:] == [(2, 3, "worker 1 failed first")] and world.signals.pauses == [1.0]
-    assert world.lines[0] == "there are places for 2 workers in 1 s (restart 1 of 3)."
+    assert world.lines[0] == "there are places for 3 workers in 1 s (restart 1 of 3)."
 
 
 def test_the_wait_has_a_limit(world):
@@ -118,7 +142,7 @@ def test_the_wait_has_a_limit(world):
     assert world.run(script, least=2, wait_secs=3) == 75
     assert world.signals.pauses == [1, 2, 3]
     assert world.lines[-1] == (
-        "for 3 s there were places for 1 workers, and 2 are needed: the run ends, and the same command goes on from "
+        "for 3 s there were places for 1 worker, and 2 are needed: the run ends, and the same command goes on from "
         "its newest checkpoint."
     )
 
@@ -148,6 +172,7 @@ def test_workers_whose_number_does_not_fit_start_again_with_one_that_fits(world)
     assert world.run([(5, {"sizes": (1, 2)}, error), (5, {"step": 0}, DONE)]) == 0
     assert [count for _, count, _ in world.started] == [3, 2]
     assert world.run([(5, {"sizes": (1, 2)}, error)], least=3, most=5) == 1  # none fits
+    assert world.run([(5, {"sizes": (1, 2)}, crash(0))], least=3, most=5) == 137
 
 
 def test_the_cause_of_a_change_that_nobody_noted_is_told_again(world):

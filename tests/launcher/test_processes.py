@@ -13,8 +13,9 @@ import time
 import pytest
 
 from distloop import launch as launcher
-from distloop.distributed import heartbeat, membership, output, processes
+from distloop.distributed import heartbeat, output
 from distloop.distributed.preemption import EXIT_CODE
+from distloop.launcher import membership, processes
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +176,8 @@ def test_a_progress_bar_is_shown_every_few_seconds(launch, write):
 
 def patched(**constants):
     """Returns the launcher's command with other constants in its modules."""
-    lines = ["import sys; from distloop import launch; from distloop.distributed import membership, output, processes"]
+    lines = ["import sys", "from distloop import launch", "from distloop.distributed import output"]
+    lines.append("from distloop.launcher import membership, processes")
     for name, value in constants.items():
         module = next(module for module in (launcher, membership, output, processes) if hasattr(module, name))
         lines.append(f"{module.__name__.rpartition('.')[2]}.{name} = {value}")
@@ -657,3 +659,17 @@ def test_as_process_1_the_launcher_reaps_processes_that_lost_their_parent(start,
     assert process.poll() is None
     (tmp_path / "go").touch()
     assert process.wait(SECS) == 4
+
+
+def test_who_failed_is_named_even_if_one_that_noticed_it_is_seen_at_the_same_time(start, write, tmp_path):
+    process = start("--workers=2", write("""
+        wait_for("go")
+        sys.exit(76) if index == 0 else os.kill(os.getpid(), signal.SIGKILL)
+    """))  # fmt: skip
+    pids = [int(read(tmp_path, f"pid{i}")) for i in range(2)]
+    process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    until(lambda: all(b") Z " in pathlib.Path(f"/proc/{pid}/stat").read_bytes() for pid in pids))
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(SECS) == 137
+    assert "worker 1 failed first, by signal 9 (Killed)" in process.stderr.read()

@@ -4,6 +4,7 @@
     plan.size(now)                              # 3
     plan = plan.lose([1], now)                  # the place of a worker that fell is empty for a second
     plan.size(now), plan.grows_at(2)            # 2, now + 1
+    plan.starts_at(now)                         # now + 1 if a start takes longer than that, else now
 
 A membership is a set of workers that start together, with one number. A place is where one of them runs. It does not
 know how workers start or end (`processes`), nor what they tell (`notes`).
@@ -23,12 +24,13 @@ class Plan:
 
     Attributes:
         least: workers without which the run waits.
-        most: workers that there are places for.
+        most: the number of places, of which some may be empty for a time.
         sizes: numbers of workers that the run says it can have; empty: any.
         back_at: when each place was or is there again, in seconds on a monotonic clock.
         pauses: how long each place is empty after its next fall, in seconds.
         step: the latest from which a membership went on; -1: none has trained.
         restarts: crashes since the first one that went on from there.
+        start_secs: how long workers took to start, the last time that they came to train.
     """
 
     least: int
@@ -38,6 +40,7 @@ class Plan:
     pauses: tuple[float, ...] = ()
     step: int = -1
     restarts: int = 0
+    start_secs: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.back_at:
@@ -62,6 +65,18 @@ class Plan:
         more = next((n for n in self.allowed if n > size), None)
         return math.inf if more is None else sorted(self.back_at)[more - 1]
 
+    def starts_at(self, now: float) -> float:
+        """Returns when the next membership starts.
+
+        A place that is there again sooner than workers start is waited for: to take it in later costs another start.
+        After a second crash without a newer checkpoint it is not, as what broke may stay broken.
+        """
+        back_at = sorted(max(now, at) for at in self.back_at)
+        soon = now + (self.start_secs if self.restarts <= 1 else 0.0)
+        count = sum(at <= soon for at in back_at)
+        size = max((n for n in self.allowed if n <= count), default=min(self.allowed, default=self.most))
+        return back_at[size - 1]
+
     def lose(self, places: Sequence[int], now: float) -> "Plan":
         """Returns the plan after workers have fallen, whose places are empty for a time."""
         back_at, pauses = list(self.back_at), list(self.pauses)
@@ -72,11 +87,12 @@ class Plan:
             pauses[place] = min(2 * pauses[place], _LAST_PAUSE_SECS)
         return dataclasses.replace(self, back_at=tuple(back_at), pauses=tuple(pauses))
 
-    def begin(self, step: int | None) -> "Plan":
+    def begin(self, step: int | None, start_secs: float = 0.0) -> "Plan":
         """Returns the plan once a membership went on from a step; None: it did not come so far."""
-        if step is None or step <= self.step:
+        if step is None:
             return self
-        return dataclasses.replace(self, step=step, restarts=0)
+        plan = dataclasses.replace(self, start_secs=start_secs or self.start_secs)
+        return dataclasses.replace(plan, step=step, restarts=0) if step > self.step else plan
 
     def crash(self) -> "Plan":
         """Returns the plan after a crash."""

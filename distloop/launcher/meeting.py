@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from distloop.distributed import processes
+from distloop.launcher import processes
 
 LOOK_SECS = 0.5
 _KEPT = 10  # memberships before the newest one, to read what happened
