@@ -2,7 +2,7 @@
 
 require(tf.equal(rows, batch_size), 'The value "loss" has another number of rows than its batch; ...')
 except tf.errors.OpError as error:
-raise as_user_error(error) or error
+    raise as_user_error(error) or error
 
 @with_short_tracebacks
 class Trainer: ...

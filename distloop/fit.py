@@ -93,15 +93,17 @@ class Fit:
     writers: Sequence[Writer]
     forward_pass: overview.ForwardPass
     clock: Clock
-    _stop_reason: str | None = None  # why the run was over at the checkpoint it resumed from
-    _loop: TrainLoop = dataclasses.field(init=False)
-    _plan: Plan = dataclasses.field(init=False)
-    _window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
-    _stop_requests: StopRequests | None = None
-    _recorder: Recorder = dataclasses.field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
-        self._notes = _make_notes(self.config.local_workdir, self.clock, self._is_chief, self.checkpoints.lock.verify)
+        self._loop: TrainLoop
+        self._stop_reason: str | None = None  # why the run was over at the checkpoint it resumed from
+        self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
+        self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
+        self._stop_requests: StopRequests | None = None
+        self._recorder = Recorder()
+        workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
+        self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify) if workdir else None
+        self._notes: list[Action] = [MemoryUse(workdir, held_by_device), self._goodput] if self._goodput else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
@@ -224,9 +226,12 @@ class Fit:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
         if self.config.on_divergence != "rollback":
             raise diverged
+        if self._goodput is not None:
+            self._goodput.start_again(self._step)
         self.checkpoints.roll_back(diverged)
         self._deliveries.discard(self._step + 1)
         self._attach()
+        self._secs_before = self.clock.seconds()
 
     def _attach(self) -> None:
         """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
@@ -277,7 +282,8 @@ class Fit:
         workdir, evals = self.config.local_workdir, [evaluation.name for evaluation in self.evaluations]
         if workdir:
             try:
-                _begin_in(workdir, self.state, self.checkpoints.costs.pop("restore_secs", None))
+                restore_secs = self.checkpoints.costs.pop("restore_secs", None)
+                _begin_in(workdir, self.state, restore_secs, self._secs_before)
                 writers.append(SummaryWriter(workdir, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
                 path, is_open = os.path.join(workdir, "metrics.jsonl"), self._loop.open_boundary is not None
@@ -320,18 +326,14 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
     check_writers(writers)
 
 
-def _make_notes(workdir: str, clock: Clock, is_chief: bool, verify: Callable[[], None]) -> list[Action]:
-    """Returns the actions that write files about a run, for its report; none without a workdir."""
-    return [MemoryUse(workdir, held_by_device), Goodput(workdir, clock.seconds, is_chief, verify)] if workdir else []
-
-
-def _begin_in(workdir: str, state: TrainState, restore_secs: float | None) -> None:
+def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_before: Mapping[str, float]) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     devices = len(state.placement.devices) or state.strategy.num_replicas_in_sync
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
     try:
-        run_starts.note_start(workdir, restore_secs, step=int(state.step), devices=devices, kind=kind)
+        facts: dict[str, Any] = {"step": int(state.step), "devices": devices, "kind": kind}
+        run_starts.note_start(workdir, restore_secs, **facts, secs_before=secs_before)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)
 

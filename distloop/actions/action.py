@@ -244,6 +244,11 @@ def run(
             with clock.phase(phase_of(action)):
                 returned = action(replace(report, metrics=dict(metrics))) or {}
         except StopTraining as stop:
+            if member(action, "only_writes") and report.state is not None and int(report.state.step) > report.step:
+                raise ValueError(
+                    f"The action {name_of(action)!r} has only_writes=True and raised StopTraining at step "
+                    f"{report.step}, but later steps are done already: leave only_writes out, or give it a period."
+                ) from stop
             reason = reason or stop.reason
             report = replace(report, until=report.step, stop_reason=reason)
             continue

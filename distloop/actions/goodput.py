@@ -39,19 +39,25 @@ class Goodput(Action):
         self._starts = self._starts or run_starts.read_starts(self._workdir)
         if not self._starts:  # the disk is full
             return {}
-        progress = self._progress(report)
+        progress = self._progress(report.step)
         if time.time() > self._noted_at + _NOTE_SECS:
             self._note(progress)
         return {"goodput": ledger.goodput(ledger.account(self._starts, progress))}
+
+    def start_again(self, step: int) -> None:
+        """Notes how far the run is before it goes back to a checkpoint, which counts as another start."""
+        if self._starts:
+            self._note(self._progress(step))
+        self._starts = []
 
     def on_end(self, report: Report) -> None:
         """Notes the end."""
         self._starts = self._starts or run_starts.read_starts(self._workdir)
         if self._starts:
-            self._note({**self._progress(report), "is_end": True})
+            self._note({**self._progress(report.step), "is_end": True})
 
-    def _progress(self, report: Report) -> dict[str, Any]:
-        return {"time": time.time(), "step": report.step, "secs": self._seconds()}
+    def _progress(self, step: int) -> dict[str, Any]:
+        return {"time": time.time(), "step": step, "secs": self._seconds()}
 
     def _note(self, progress: Mapping[str, Any]) -> None:
         if self._is_chief:

@@ -261,9 +261,12 @@ class Delivery:
         self._hand_over()
         if not self._is_open:
             return
-        try:
-            if error is not None and hasattr(self._writer, "on_error"):
+        if error is not None and hasattr(self._writer, "on_error"):
+            try:
                 self._writer.on_error(error)
+            except Exception as failure:
+                log.error("%s did not take the error that ended the run (%s).", self.name, _show(failure))
+        try:
             self._writer.close()
         except Exception as failure:
             log.error("%s cannot be closed (%s).", self.name, _show(failure))

@@ -96,6 +96,8 @@ def _add_work(
 ) -> None:
     """Adds what a start did until it was noted last."""
     phases = {name: as_number(secs) for name, secs in end.get("secs", {}).items() if name != "start-up"}
+    before = start.get("secs_before", {})
+    phases = {name: max(0.0, secs - as_number(before.get(name, 0.0))) for name, secs in phases.items()}
     all_secs = as_number(end.get("time")) - as_number(start.get("time"))
     seconds["tracing"] += max(0.0, all_secs - sum(phases.values()))
     first, last = as_number(start.get("step")), as_number(end.get("step"))
@@ -110,7 +112,8 @@ def _add_work(
 
 def _add_gap(seconds: defaultdict[str, float], last_time: float, following: Mapping[str, Any], unseen: str) -> None:
     """Adds the time between the last note of a start and the next process; `unseen` is what was done until a fall."""
-    began_at = as_number(following.get("time")) - _secs(following, "process_secs")
+    began_secs = _secs(following, "process_secs") or _secs(following, "restore_secs")  # none: in the same process
+    began_at = as_number(following.get("time")) - began_secs
     fell_at, ended_at = (as_number(following.get(name)) for name in ("fell_at", "ended_at"))
     if math.isfinite(fell_at) and fell_at > last_time:
         seconds[unseen] += fell_at - last_time

@@ -22,7 +22,15 @@ FILE = "starts.jsonl"
 _noted: set[int] = set()  # processes: a fork is another one
 
 
-def note_start(workdir: str, restore_secs: float | None = None, *, step: int, devices: int, kind: str) -> None:
+def note_start(
+    workdir: str,
+    restore_secs: float | None = None,
+    *,
+    step: int,
+    devices: int,
+    kind: str,
+    secs_before: Mapping[str, float] | None = None,
+) -> None:
     """Adds a row: time, step, devices, the age of the process, and what the start before it has noted last.
 
     That is the time of the last row of `metrics.jsonl`, and `ledger.read_progress`; null if there is none. So is the
@@ -34,6 +42,7 @@ def note_start(workdir: str, restore_secs: float | None = None, *, step: int, de
         step: the global step that the process starts from.
         devices: of all workers.
         kind: "GPU" or "CPU".
+        secs_before: what `Clock.seconds` counted before a rollback, after which the same call of `fit` starts again.
 
     Raises:
         OSError: if it cannot be written.
@@ -41,6 +50,7 @@ def note_start(workdir: str, restore_secs: float | None = None, *, step: int, de
     row = last_row(os.path.join(workdir, "metrics.jsonl"))
     facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
     facts |= {"restore_secs": restore_secs, "progress": ledger.read_progress(workdir)}
+    facts |= {"secs_before": secs_before} if secs_before else {}
     facts["process_secs"] = age = _age_at_first_start()
     facts |= notes.change() if age is not None else {}
     records.append_row(os.path.join(workdir, FILE), facts)

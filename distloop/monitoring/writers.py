@@ -1,11 +1,11 @@
 """The contract of a writer: what `fit(..., writers=[writer])` hands to it; without TensorFlow.
 
-class Losses:
-    def write(self, step, numbers, time):
-        print(step, numbers["loss"])
+    class Losses:
+        def write(self, step, numbers, time):
+            print(step, numbers["loss"])
 
-    def close(self):
-        pass
+        def close(self):
+            pass
 
 `deliveries` decides what comes when.
 """

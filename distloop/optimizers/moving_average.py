@@ -86,7 +86,7 @@ class MovingAverage(tf.Module):
         return list(zip(self._variables, self.variables, strict=True))
 
     def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Prepares for an update that applies gradients, one a variable; in replica context."""
+        """Prepares for an update that applies gradients, one a variable, or None; in replica context."""
         for variable, gradient in zip(variables, gradients, strict=True):
             if isinstance(average := self._averaged[id(variable)], TableAverage):
                 average.touch(gradient)

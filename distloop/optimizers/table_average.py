@@ -59,9 +59,11 @@ class TableAverage:
         """Brings up to date the rows that an update is about to change; in replica context.
 
         Args:
-            gradient: of the table; one that is not sparse changes all rows.
+            gradient: of the table; None: it changes no row, one that is not sparse all of them.
         """
-        self._is_sparse = isinstance(gradient, tf.IndexedSlices)
+        self._is_sparse = gradient is None or isinstance(gradient, tf.IndexedSlices)
+        if gradient is None:
+            return
         if not self._is_sparse:
             tf.cond(tf.equal(self._decay, 0), lambda: None, lambda: self.assign(tf.convert_to_tensor(self)))
             return

@@ -11,6 +11,7 @@ under another name and moved. Retries, credentials and limits of the package of 
 
 import contextlib
 import functools
+import math
 import os
 import random
 import re
@@ -49,6 +50,7 @@ class RemoteDirectory:
     Attributes:
         url: of the directory.
         answered_at: when a request last succeeded or showed progress, by `time.monotonic`.
+        patience_secs: without an answer, after which a request that fails is not tried again.
     """
 
     def __init__(self, url: str):
@@ -65,7 +67,7 @@ class RemoteDirectory:
         self._root = self._system._strip_protocol(self.url).rstrip("/")
         protocols = self._system.protocol
         self._is_store = bool(_OBJECT_STORES & {protocols, *([] if isinstance(protocols, str) else protocols)})
-        self.answered_at = time.monotonic()
+        self.answered_at, self.patience_secs = time.monotonic(), math.inf
 
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.
@@ -141,22 +143,27 @@ class RemoteDirectory:
 
         Args:
             name: of the file.
-            size: that it has.
+            size: that it had when it was listed; it may have been replaced since.
             path: of a file in a directory that is there.
         """
-        part = f"{path}.part"
+        parts: list[str] = []  # of each try: one that was given up may go on writing
 
         def get(progress: Any) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(part)
-            self._system.get_file(self._path(name), part, callback=progress)
+            parts.append(f"{path}.{secrets.token_hex(4)}.part")
+            self._system.get_file(self._path(name), parts[-1], callback=progress)
 
-        def get_again() -> int:
-            self._try(get, f"read {name}", size)
-            return os.path.getsize(part)
-
-        self._until_whole(f"read {name}", get_again, size)
-        os.replace(part, path)
+        try:
+            for _ in range(len(_PAUSES_SECS) + 1):
+                self._try(get, f"read {name}", size)
+                actual = os.path.getsize(parts[-1])
+                if actual == size or actual == (size := self._size(name)):
+                    os.replace(parts[-1], path)
+                    return
+            raise RemoteError(f"read {name}: {actual} of {size} bytes came")
+        finally:
+            for part in parts:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(part)
 
     def copy(self, name: str, new: str) -> None:
         """Copies a file within the directory, without its bytes coming here."""
@@ -257,7 +264,7 @@ class RemoteDirectory:
                 return result
             except Exception as error:  # the packages raise errors of many kinds
                 is_final = _is_final(error)
-                if is_final or pause is None:
+                if is_final or pause is None or time.monotonic() > self.answered_at + self.patience_secs:
                     raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
             time.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError

@@ -2,7 +2,7 @@
 
 fetch_workdir(directory, "staging")                     # all that a run goes on from
 with local_copy("s3://bucket/run") as path:             # its newest checkpoint; a local path stays as it is
-load_newest(path)
+    load_newest(path)
 """
 
 import contextlib
@@ -52,7 +52,12 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> list[str]:
                 _download(directory, path, size, root)
                 fetched.append(path)
     for step, unit in whole.items():
-        names = fetch_checkpoint(directory, unit, files, root, f"{CHECKPOINTS}/{step}")
+        try:
+            names = fetch_checkpoint(directory, unit, files, root, f"{CHECKPOINTS}/{step}")
+        except RemoteError:
+            if not directory.list(unit):  # the chief, which writes there, has deleted an old one
+                continue
+            raise
         if unit == f"{CHECKPOINTS}/{step}":
             fetched += names
     return fetched

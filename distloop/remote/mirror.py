@@ -10,7 +10,6 @@ to the step of every whole checkpoint, and nothing is deleted before its success
 being uploaded is held by hard links, so the run may delete its own as it always does.
 """
 
-import collections
 import contextlib
 import itertools
 import json
@@ -18,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from distloop.atomic_files import remove, replacing
@@ -80,10 +79,11 @@ class Mirror:
             What could not be uploaded: the paths of files and directories.
         """
         self._directory.answered_at, self._is_ending = time.monotonic(), True
+        self._directory.patience_secs = STALLED_SECS
         self._wake.set()
         self._thread.join(_PATIENT_SECS)
         if self._thread.is_alive():
-            self._say(f"uploading to {self._directory.url}: {_listed(self.missing())}")
+            self._say(f"uploading to {self._directory.url}: {listed(self.missing())}")
         self._thread.join()
         return self.missing()
 
@@ -166,7 +166,7 @@ class Mirror:
             self._must_prune = False
         if not late:
             self._delete_vanished()
-        self._write_state()
+        _write_state(self._root, self._uploaded)
         return bool(late)
 
     def _most_urgent(self) -> Unit | None:
@@ -244,10 +244,6 @@ class Mirror:
     def _is_changed(self, path: str, stamp: Stamp | dict[str, Stamp]) -> bool:
         return self._uploaded.get(path) != (_as_stamps(stamp) if isinstance(stamp, dict) else list(stamp))
 
-    def _write_state(self) -> None:
-        with replacing(os.path.join(self._root, _STATE)) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump(self._uploaded, file)
-
     def _is_all_there(self) -> bool:
         """Returns whether the bucket has each uploaded file with its size; what it lacks is uploaded again.
 
@@ -297,6 +293,15 @@ def mark_uploaded(root: str, paths: Collection[str]) -> None:
     files, units = tree.scan(root)
     state: dict[str, list[Any]] = {path: list(stamp) for path, stamp in files.items() if path in paths}
     state |= {u.path: _as_stamps(u.files) for u in units if all(f"{u.path}/{name}" in paths for name in u.files)}
+    _write_state(root, state)
+
+
+def listed(paths: Sequence[str], most: int = 3) -> str:
+    """Returns the first paths, and how many more there are."""
+    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+
+
+def _write_state(root: str, state: dict[str, list[Any]]) -> None:
     with replacing(os.path.join(root, _STATE)) as temporary, open(temporary, "w", encoding="utf-8") as file:
         json.dump(state, file)
 
@@ -341,9 +346,3 @@ def _link(path: str, target: str) -> None:
         if isinstance(error, FileNotFoundError):
             raise
         shutil.copyfile(path, target)  # a file system without links
-
-
-def _listed(paths: list[str], most: int = 3) -> str:
-    kinds = collections.Counter(path.partition("/")[0] for path in paths[most:])
-    more = f" and {sum(kinds.values())} more" if kinds else ""
-    return ", ".join(paths[:most]) + more

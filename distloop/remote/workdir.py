@@ -26,7 +26,7 @@ from distloop.remote import tree
 from distloop.remote.directory import RemoteDirectory, RemoteError
 from distloop.remote.fetching import fetch_checkpoints, fetch_workdir, local_copy
 from distloop.remote.lease import Lease
-from distloop.remote.mirror import Mirror, mark_uploaded
+from distloop.remote.mirror import Mirror, listed, mark_uploaded
 from distloop.remote.tree import TOKEN
 from distloop.urls import is_url
 
@@ -59,8 +59,13 @@ class Workdir(Outer):
         if not self._url:
             return
         if self._depth == 0:
-            self._agree(self._open if self._workers.is_chief else None)
-            self._share_all()
+            try:
+                self._agree(self._open if self._workers.is_chief else None)
+                self._share_all()
+            except BaseException as error:
+                if self._mirror is not None:
+                    self._close(error)
+                raise
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -205,7 +210,7 @@ class Workdir(Outer):
                 say(f"all is in {self._url}")
             return
         text = (
-            f"{_listed(missing)} could not be uploaded to {self._url} ({mirror.failure}); {self._root} has it: run the "
+            f"{listed(missing)} could not be uploaded to {self._url} ({mirror.failure}); {self._root} has it: run the "
             "same command on this machine to upload it."
         )
         if error is None:
@@ -227,7 +232,3 @@ def _read(path: str) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def _listed(paths: list[str], most: int = 3) -> str:
-    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")

@@ -72,7 +72,8 @@ class Application:
         summed, variables = self._gradients(update, segments, scale), _reached(update)
         optimizer = self._state.plain_optimizers[update.name]
         if self._state.average is not None:
-            self._state.average.touch(variables, summed)
+            by_variable = dict(zip(map(id, variables), summed, strict=True))
+            self._state.average.touch(update.variables, [by_variable.get(id(v)) for v in update.variables])
         # Keras assigns a variable's new value where it would apply a gradient.
         gradients.apply(optimizer, [*summed, *new_values], [*variables, *update.overwritten])
         if self._state.average is not None:

@@ -137,14 +137,14 @@ class CompiledLoop:
     ) -> dict[str, Any]:
         """Runs `count` steps, or up to the first that fails; a row for each log and for the steps after the last.
 
-        After the deadline (Unix, seconds) no step begins, but for the first one.
+        After the deadline (Unix, seconds) no step begins, but for the first one of a row that has begun.
         """
         first = self._state.step.read_value()
 
-        def goes_on(done: tf.Tensor, failed: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+        def goes_on(done: tf.Tensor, failed: tf.Tensor, target: tf.Tensor, begun: Any = 0) -> tf.Tensor:
             with tf.control_dependencies([failed]):  # the clock is read when the step before has ended
                 in_time = tf.timestamp() < deadline
-            return (done < target) & ~failed & (in_time | (done == 0))
+            return (done < target) & ~failed & (in_time | (done == begun))
 
         def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
             target = tf.minimum(count, done + log_every - (first + done) % log_every)
@@ -209,7 +209,8 @@ class CompiledLoop:
         goes_on: Callable[..., tf.Tensor],
         while_loop: Callable[..., Any],
     ) -> Any:
-        """Runs steps as long as `goes_on(done, failed, target)`."""
+        """Runs steps as long as `goes_on(done, failed, target, begun)`, where `begun` is what was done before."""
+        begun = done
 
         def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
             start = tf.timestamp()
@@ -244,7 +245,7 @@ class CompiledLoop:
         with tf.device(HOST):
             # The number of values that loss_fn returns is known only when the body is traced: one zero stands for all.
             return while_loop(
-                lambda done, failed, *_: goes_on(done, failed, target),
+                lambda done, failed, *_: goes_on(done, failed, target, begun),
                 body,
                 (done, tf.constant(False), tf.zeros([1], tf.float64), tf.zeros([0])),
                 shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),

@@ -1,6 +1,7 @@
 """Evaluations: an action for each dataset that `fit` evaluates on, with its own schedule, limit and values.
 
-actions = make_evaluations({"test": test, "hard": Evaluation(hard, every=100)}, config, passes, eval_loop, predictor)
+evals = {"test": test, "hard": Evaluation(hard, every=100)}
+actions = make_evaluations(evals, config, passes, eval_loop, predictor)
 """
 
 import functools

@@ -70,7 +70,7 @@ def _explain(
     device = match[1] if (match := _DEVICE.search(message)) else "the device"
     tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
     held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in held_bytes(state).items())
-    sentence = f"Memory ended on {device} {when}{memory.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
+    sentence = f"{device} ran out of memory {when}{memory.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
     return tf.errors.ResourceExhaustedError(None, None, f"{sentence}{advice}.")
 
 
@@ -147,7 +147,7 @@ class Halving:
         microbatches = 2 * self._step.microbatches
         self._step.set_microbatches(microbatches)
         source.set_microbatches(microbatches)
-        log.warning("Memory ended: each replica computes its batch in %d microbatches.", microbatches)
+        log.warning("Out of memory: each replica computes its batch in %d microbatches.", microbatches)
 
     def _fits(self, source: Source) -> bool:
         """Returns whether this worker has memory for the forward and backward pass of the first batch."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from distloop.data.shards import Batch, Layout, place_of_shard, take_shard
 from distloop.distributed import cores, gathering, strategies, workers
-from distloop.distributed.gathering import Exchange, NeedsRowsError
+from distloop.distributed.gathering import NeedsRowsError, RowExchange
 from distloop.graph_functions import graph_function
 from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState
@@ -164,7 +164,7 @@ class Turns:
         nothing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([])
         recorded = nothing if tf.executing_eagerly() else recorded_writes(candidates)
         with recorded as found, own_values(self._variables, values) as own:
-            with gathering.exchanging(Exchange(*place, all_rows)) as exchange:
+            with gathering.exchanging(RowExchange(*place, all_rows)) as exchange:
                 result = fn(rows, row_weights)
         found += [v for v in trained if own.get_current_value(v) is not None]
         if found:

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import distloop
 from distloop import report
@@ -61,3 +63,19 @@ def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_
     capsys.readouterr()
     report.main([str(tmp_path)])
     assert "goodput" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_to_a_checkpoint_accounts_for_each_second_once(tmp_path):
+    data = classification(48)
+    data["x"][-3] = np.nan  # in the last batch of the first epoch
+    config = on(1, workdir=str(tmp_path), checkpoint_every=2, log_every=1, on_divergence="rollback")
+    distloop.Trainer(classifier(), config).fit(tf.data.Dataset.from_tensor_slices(data).batch(8), steps=7)
+    starts, progress = run_starts.read_starts(str(tmp_path)), ledger.read_progress(str(tmp_path))
+    assert [start["step"] for start in starts] == [0, 4] and starts[1]["process_secs"] is None
+    seconds = ledger.account(starts, progress)
+    before = starts[0]["time"] - (starts[0]["process_secs"] or 0.0)
+    assert sum(seconds.values()) == pytest.approx(progress["time"] - before, abs=0.05)
+    assert seconds["steps done twice"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["goodput"] == pytest.approx(ledger.goodput(seconds), abs=0.05)

@@ -215,6 +215,17 @@ def test_an_error_reaches_the_writer_before_it_is_closed(capsys):
     assert writer.steps == [1] and isinstance(writer.errors[0], KeyError) and writer.num_closed == 1
 
 
+def test_a_writer_that_fails_at_the_error_of_a_run_is_closed_all_the_same(caplog):
+    class Failing(Rows):
+        def on_error(self, error):
+            raise ConnectionError("no route")
+
+    writer = Failing("first")
+    with pytest.raises(RuntimeError), Deliveries([writer], "").open(0, {}):
+        raise RuntimeError("the loss exploded")
+    assert writer.num_closed == 1 and "first did not take the error that ended the run" in caplog.text
+
+
 def test_a_writer_that_cannot_be_opened_ends_fit_in_a_sentence_and_closes_the_others():
     class Broken(Rows):
         def open(self, settings, run_id):

@@ -46,3 +46,13 @@ def test_what_is_stored_comes_back_with_every_bit_and_a_given_average_starts_ane
     assert other.numpy().tobytes() == average.numpy().tobytes()
     average.assign(other.numpy())
     assert average.raw() == {} and other.numpy().tobytes() == average.numpy().tobytes()
+
+
+def test_a_step_that_does_not_reach_the_table_moves_the_average_of_rows_that_are_not_up_to_date():
+    table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+    average, restored = TableAverage(table), TableAverage(table)
+    expected = train(average, table, table.numpy(), lambda step: True)
+    restored.restore_raw(average.raw())
+    restored.touch(None)
+    restored.move(tf.constant(0.5))
+    assert_close({"average": restored.numpy()}, {"average": expected + 0.5 * (table.numpy() - expected)})

@@ -1,6 +1,7 @@
 """Fetching: what comes from a bucket, and what is refused."""
 
 import os
+import shutil
 
 import pytest
 import tensorflow as tf
@@ -62,3 +63,39 @@ def test_a_report_reads_a_run_or_a_directory_of_them(below, url, capsys):
 def test_what_a_report_cannot_read_is_refused_in_a_sentence(arguments, words, url, capsys):
     assert report.main([argument.format(url=url) for argument in arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_report_reads_rows_that_were_replaced_since_they_were_listed(url, tmp_path, monkeypatch, capsys):
+    found = RemoteDirectory.list
+
+    def list_then_replace(directory, below=""):
+        files = found(directory, below)
+        with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+            file.write('{"step": 21, "time": 2.0, "loss": 0.4}\n')
+        return files
+
+    monkeypatch.setattr(RemoteDirectory, "list", list_then_replace)
+    assert report.main([url]) == 0
+    assert "0.4" in capsys.readouterr().out
+
+
+def test_an_old_checkpoint_that_is_deleted_meanwhile_is_passed_over(url, tmp_path, monkeypatch):
+    read = RemoteDirectory.download
+
+    def download(directory, name, size, path):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "10", ignore_errors=True)
+        read(directory, name, size, path)
+
+    monkeypatch.setattr(RemoteDirectory, "download", download)
+    fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
+    assert Checkpoints(str(tmp_path / "copy" / "checkpoints")).steps == [20]
+
+
+def test_of_a_file_that_is_cut_short_nothing_is_left(url, tmp_path, monkeypatch):
+    directory = RemoteDirectory(url)
+    system = type(directory._system)
+    monkeypatch.setattr(system, "get_file", lambda self, source, target, **_: open(target, "wb").close())
+    monkeypatch.setattr("distloop.remote.directory._PAUSES_SECS", ())
+    with pytest.raises(OSError, match="0 of 39 bytes came"):
+        directory.download("metrics.jsonl", 39, str(tmp_path / "rows"))
+    assert [name for name in os.listdir(tmp_path) if name.startswith("rows")] == []

@@ -46,7 +46,7 @@ def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
     state = TrainState.make(classifier(), tf.distribute.get_strategy())
     text = str(out_of_memory.explain_step(exhausted(), state, 12, microbatches=2))
     assert text.startswith(
-        "Memory ended on GPU:1 in step 12 or soon after (70.1 GB in use, 78.9 at most), for a tensor of shape "
+        "GPU:1 ran out of memory in step 12 or soon after (70.1 GB in use, 78.9 at most), for a tensor of shape "
         "[4096,1024] and type float; weights take "
     )
     for part in (
@@ -83,12 +83,14 @@ def test_evaluation_prediction_and_audit_without_memory_say_so_in_one_sentence()
 
     trainer = distloop.Trainer(model_fn, on(1))
     data = distloop.make_dataset(classification(16), 8)
-    sentence = "Memory ended on CPU:0 while {} batches of 8 rows, for a tensor .*; weights take .*: try smaller batches"
+    sentence = (
+        "CPU:0 ran out of memory while {} batches of 8 rows, for a tensor .*; weights take .*: try smaller batches"
+    )
     with pytest.raises(tf.errors.ResourceExhaustedError, match=sentence.format("evaluating")):
         trainer.evaluate(data)
     with pytest.raises(tf.errors.ResourceExhaustedError, match=sentence.format("predicting")):
         trainer.predict(data)
-    assert "Memory ended on CPU:0 while auditing" in str(trainer.audit(data))
+    assert "CPU:0 ran out of memory while auditing" in str(trainer.audit(data))
 
 
 @pytest.mark.slow
