@@ -239,9 +239,9 @@ class Group:
         self._notes, self._leaves_at = notes, leaves_at
         self._fallen: list[Process] = []
         self._fell_at = 0.0
-        self._was_asked = False  # by SIGINT or SIGTERM
-        self._is_last = False  # by any signal
-        self._is_leaving = False  # by any signal, or as a worker saved and left: from now on no exit is a crash
+        self._next_signal_kills = False  # SIGINT or SIGTERM has come once
+        self._was_signalled = False  # the launcher, by any signal
+        self._ends_are_expected = False  # a signal has come, or a worker saved and left: no end is a crash any more
         self._has_left_for_more = False
         self._second_signal = 0
         self._failed: Process | None = None  # the first one
@@ -264,8 +264,8 @@ class Group:
         code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
         return Outcome(
             128 + self._second_signal if self._second_signal else code or 0,
-            is_crash=bool(self._failed) and not self._is_leaving,
-            is_last=self._is_last,
+            is_crash=bool(self._failed) and not self._ends_are_expected,
+            is_last=self._was_signalled,
             fallen=[i for i, process in enumerate(self._processes) if process in self._fallen],
             cause=self._cause,
             has_left_for_more=self._has_left_for_more,
@@ -295,12 +295,12 @@ class Group:
                 pipe.read()
 
     def _leave_at(self) -> float:
-        is_ending = self._is_leaving or self._failed or self._follower
+        is_ending = self._ends_are_expected or self._failed or self._follower
         return math.inf if is_ending else self._leaves_at()
 
     def _handle_deadlines(self) -> None:
         if time.monotonic() >= self._leave_at():
-            self._is_leaving = self._has_left_for_more = True
+            self._ends_are_expected = self._has_left_for_more = True
             log("there are places for more workers, these are asked to save and leave.")
             for process in self._running():
                 process.signal_once(signal.SIGTERM)
@@ -311,7 +311,7 @@ class Group:
                     process.finish_output()
                 self._blame(self._follower, self._running())
             elif not self._failed:
-                self._is_leaving = True  # the ends that follow are no crashes
+                self._ends_are_expected = True  # the ends that follow are no crashes
             self._stop()
         if time.monotonic() >= self._kill_at:
             self._kill_at = math.inf
@@ -321,13 +321,14 @@ class Group:
     def _handle_signals(self) -> None:
         """Passes on the first signal, kills at the second."""
         for number in self._signals.read():
-            if number in _STOP_SIGNALS and self._was_asked and self._running():
+            if number in _STOP_SIGNALS and self._next_signal_kills and self._running():
                 self._second_signal = number
                 log(f"{number.name} again, the workers are killed.")
                 for process in self._running():
                     process.kill()
-            elif number in _STOP_SIGNALS or (number in _LOST_SIGNALS and not self._is_leaving):
-                self._was_asked, self._is_leaving, self._is_last = number in _STOP_SIGNALS, True, True
+            elif number in _STOP_SIGNALS or (number in _LOST_SIGNALS and not self._ends_are_expected):
+                self._next_signal_kills = number in _STOP_SIGNALS
+                self._ends_are_expected = self._was_signalled = True
                 log(f"{number.name}, the workers are asked to end; again to kill them.")
                 for process in self._running():
                     process.signal_once(number if number in _STOP_SIGNALS else signal.SIGTERM)
@@ -339,7 +340,7 @@ class Group:
         if process.code not in (0, SAVED_EXIT_CODE, FOLLOWER_EXIT_CODE) and not process.was_signalled:
             self._fallen.append(process)
         is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._failed is None
-        is_crash = is_failure and not self._is_leaving
+        is_crash = is_failure and not self._ends_are_expected
         is_follower = is_crash and process.code == FOLLOWER_EXIT_CODE and bool(others)  # the failed one still runs
         if is_failure and not is_follower:
             self._failed = process
@@ -348,7 +349,7 @@ class Group:
                 other.finish_output()
         for pipe in process.outputs:
             pipe.close()
-        if process.code or self._failed or self._is_leaving:
+        if process.code or self._failed or self._ends_are_expected:
             log(f"worker {process.index} ended {process.describe_end()}.")
         if is_follower:
             self._follower = self._follower or process
@@ -356,7 +357,7 @@ class Group:
         elif is_crash:
             self._blame(process, others)
         elif process.code and not self._verdict:
-            self._is_leaving = True
+            self._ends_are_expected = True
             self._stop_at = min(self._stop_at, time.monotonic() + FOLLOW_SECS + self._grace_secs)
 
     def _blame(self, process: Process, others: Sequence[Process]) -> None:
