@@ -34,16 +34,16 @@ _MIN_GAIN = 0.01  # of the time, from which copies in memory are said to pay
 
 # name -> default, help; None: it follows from another one
 _COSTS: dict[str, tuple[float | None, str]] = {
-    "step_secs": (1.0, "seconds of a step; 1"),
-    "save_pause_secs": (5.0, "seconds that a save holds training up; 5"),
-    "save_secs": (60.0, "seconds from the begin of a save until its checkpoint is whole; 60"),
-    "restore_secs": (30.0, "seconds to restore a checkpoint; 30"),
-    "start_secs": (120.0, "seconds from a new process to its first step, without restoring; 120"),
-    "notice_secs": (4.0, "seconds from a failure until new processes are started; 4"),
-    "copy_secs": (None, "seconds that a copy in memory holds training up; save_pause_secs"),
-    "copy_restore_secs": (None, "seconds to restore a copy in memory; restore_secs"),
-    "copies_lost": (0.01, "fraction of failures that take all copies in memory along; 0.01"),
-    "failures_per_worker_hour": (1.6e-4, "failures of one worker in an hour; 0.00016"),
+    "step_secs": (1.0, "seconds of a step (default: 1)"),
+    "save_pause_secs": (5.0, "seconds that a save holds training up (default: 5)"),
+    "save_secs": (60.0, "seconds from the begin of a save until its checkpoint is whole (default: 60)"),
+    "restore_secs": (30.0, "seconds to restore a checkpoint (default: 30)"),
+    "start_secs": (120.0, "seconds from a new process to its first step, without restoring (default: 120)"),
+    "notice_secs": (4.0, "seconds from a failure until new processes are started (default: 4)"),
+    "copy_secs": (None, "seconds that a copy in memory holds training up (default: save_pause_secs)"),
+    "copy_restore_secs": (None, "seconds to restore a copy in memory (default: restore_secs)"),
+    "copies_lost": (0.01, "fraction of failures that take all copies in memory along (default: 0.01)"),
+    "failures_per_worker_hour": (1.6e-4, "failures of one worker in an hour (default: 0.00016)"),
 }
 
 
