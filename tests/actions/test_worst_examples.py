@@ -2,17 +2,21 @@
 
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
 from distloop.actions.action import Report
+from tests import problems
 
 
 def show(action, loss_fn, model="model"):
     spec = types.SimpleNamespace(updates=[types.SimpleNamespace(loss_fn=loss_fn)])
-    state = types.SimpleNamespace(spec=spec, model=model, averaged=lambda: tf.name_scope("averaged"))
+    streams = types.SimpleNamespace(preserved=lambda: tf.name_scope("preserved"))
+    averaged = lambda: tf.name_scope("averaged")  # noqa: E731
+    state = types.SimpleNamespace(spec=spec, model=model, averaged=averaged, random_streams=streams)
     ((name, media),) = action(Report(1, 1, {}, state)).items()
     return name, media
 
@@ -42,3 +46,25 @@ def test_texts_are_a_table():
 def test_data_that_cannot_be_read_twice_is_refused():
     with pytest.raises(ValueError, match="WorstExamples was given .* as its data; it takes a tf.data.Dataset"):
         distloop.WorstExamples("test", iter([1]))
+
+
+@pytest.mark.slow
+def test_a_loss_that_draws_numbers_leaves_the_random_streams_of_the_replicas_as_they_were():
+    def model_fn():  # its loss draws in evaluations, too
+        spec = problems.classifier()()
+        noise = keras.random.SeedGenerator(7)
+        spec.model.noise = noise
+
+        def loss_fn(batch, training):
+            outputs = spec.updates[0].loss_fn(batch, training)
+            return {"loss": outputs["loss"] * (1 + keras.random.uniform((), seed=noise))}
+
+        return distloop.ModelSpec(spec.model, keras.optimizers.SGD(0.1), loss_fn)
+
+    data = distloop.make_dataset(problems.classification(16), 8)
+    trainers = []
+    for actions in ([], [distloop.WorstExamples("test", data, every=2)]):
+        trainers.append(distloop.Trainer(model_fn, problems.on(2)))
+        trainers[-1].fit(data, steps=4, actions=actions)
+    left, right = map(problems.everything, trainers)
+    assert [value.tobytes() for value in left.values()] == [value.tobytes() for value in right.values()]
