@@ -263,7 +263,7 @@ class Fit:
         actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile), *self._notes]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
-        if self.actions and workers.num_workers(self.state.strategy) > 1:
+        if self.actions:
             actions.append(SyncStop(functools.partial(workers.gather, self.state.strategy), self.actions, self._plan))
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
