@@ -117,8 +117,6 @@ class Fit:
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
-        if (histograms := self._loop.histograms) is not None:
-            histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
         self._attach()
         return self
 
@@ -237,6 +235,9 @@ class Fit:
         """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
         actions = [*self.actions, *self.evaluations]
         self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
+        if (histograms := self._loop.histograms) is not None:
+            histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
+            histograms.begin(self._step, is_restored=self._window is not None)
 
     def _announce(self) -> None:
         """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
@@ -342,7 +343,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     """Builds what trains; to be called when the weights are those that training begins with."""
     histograms = None
     if config.workdir and config.histograms_every:
-        histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, config.histograms_every)
+        histograms = WeightHistograms(state.variables_of_update, state.paths, config.histograms_every)
     step = TrainStep(
         state,
         microbatches=config.first_microbatches,
