@@ -43,6 +43,29 @@ def test_texts_are_a_table():
     assert media.text.splitlines()[2:] == ["7 | longest | 1 1", "3 | a\\|b | 1 0"]
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+def test_rows_of_weight_0_are_left_out_and_nan_is_the_worst(tokens):
+    data = {"loss": np.array([1.0, 9.0, np.nan, 3.0, np.nan, 8.0], "f"), "weight": np.array([1, 0, 1, 1, 0, 0], "f")}
+    action = distloop.WorstExamples("test", data, most=3, batch_size=3)
+
+    def loss_fn(batch, training):
+        values, weights = batch["loss"], batch["weight"]
+        if tokens:  # [B, 2], where the second token never counts
+            values, weights = tf.stack([values, values * np.nan], 1), tf.stack([weights, 0 * weights], 1)
+        return {"loss": distloop.weighted(values, weights)}
+
+    _, media = show(action, loss_fn)
+    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["nan", "3", "1"]
+
+
+def test_ragged_rows_of_weight_0_are_left_out():
+    data = tf.data.Dataset.from_tensors(tf.constant([1.0, 2.0, 3.0]))
+    action = distloop.WorstExamples("test", data, most=3)
+    values = tf.ragged.constant([[1.0, 2.0], [9.0], [3.0]])
+    _, media = show(action, lambda batch, training: {"loss": distloop.weighted(values, [1.0, 0.0, 1.0])})
+    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["3", "1.5"]
+
+
 def test_data_that_cannot_be_read_twice_is_refused():
     with pytest.raises(ValueError, match="WorstExamples was given .* as its data; it takes a tf.data.Dataset"):
         distloop.WorstExamples("test", iter([1]))
