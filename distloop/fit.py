@@ -182,7 +182,7 @@ class Fit:
 
     def _say_why_over(self) -> None:
         """Prints why nothing is done, of a run that is over."""
-        why = run_length.why_over(self.units.run, self._step, self._loop.secs, self._stop_reason)
+        why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
         self._finish()
 
