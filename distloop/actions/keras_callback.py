@@ -89,7 +89,7 @@ class FromCallback(Action):
         """Sets the attributes that had changed, and the others to what they are set to when the callback is made."""
         attributes = self._attributes()
         unchanged = {name: value for name, value in self._settings.items() if name in attributes}
-        vars(self._callback).update(unchanged | changed)
+        vars(self._callback).update({**unchanged, **changed})
 
     def _attributes(self) -> dict[str, Any]:
         return {

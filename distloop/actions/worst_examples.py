@@ -56,7 +56,7 @@ class WorstExamples(Summary):
             for batch in self._batches:
                 losses = self._losses_fn(batch).numpy()  # [B]
                 largest = sorted(np.flatnonzero(losses != -np.inf), key=lambda i: _rank(losses[i]))[: self._most]
-                rows = [(float(losses[i]), _row(batch, i)) for i in largest]
+                rows = [(float(losses[i]), _row(batch, int(i))) for i in largest]
                 worst = sorted([*worst, *rows], key=lambda row: _rank(row[0]))[: self._most]
         pictures = [next(_images(row), None) for _, row in worst]
         if pictures and all(picture is not None and picture.shape == pictures[0].shape for picture in pictures):  # type: ignore[union-attr]
