@@ -210,12 +210,21 @@ def _is_used(leftover: Leftover) -> bool:
 
 def start_time(process: int) -> float:
     """Returns when a process was started (Unix, seconds); 0 if that is not known."""
-    with open(f"/proc/{process}/stat", "rb") as file:
-        ticks = int(file.read().rpartition(b")")[2].split()[19])
+    ticks = int(process_fields(process)[19])
     with open("/proc/uptime", encoding="ascii") as file:
         boot_time = time.time() - float(file.read().split()[0])
     start = boot_time + ticks / os.sysconf("SC_CLK_TCK")
     return start if start <= time.time() else 0.0  # a container may have another uptime than its processes
+
+
+def process_fields(process: int) -> list[str]:
+    """Returns the fields of `/proc/<process>/stat` that follow the name: its state, ..., and at 19 its start, in ticks.
+
+    Raises:
+        OSError: if there is no such process, or the system keeps no such file.
+    """
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].decode().split()  # the name may hold spaces
 
 
 def _rename(temporary: str, path: str) -> None:

@@ -117,8 +117,6 @@ class Fit:
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
-        if (histograms := self._loop.histograms) is not None:
-            histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
         self._attach()
         return self
 
@@ -184,7 +182,7 @@ class Fit:
 
     def _say_why_over(self) -> None:
         """Prints why nothing is done, of a run that is over."""
-        why = run_length.why_over(self.units.run, self._step, self._loop.secs, self._stop_reason)
+        why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
         self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
         self._finish()
 
@@ -237,6 +235,9 @@ class Fit:
         """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
         actions = [*self.actions, *self.evaluations]
         self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
+        if (histograms := self._loop.histograms) is not None:
+            histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
+            histograms.begin(self._step, is_restored=self._window is not None)
 
     def _announce(self) -> None:
         """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
@@ -263,7 +264,7 @@ class Fit:
         actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile), *self._notes]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
-        if self.actions and workers.num_workers(self.state.strategy) > 1:
+        if self.actions:
             actions.append(SyncStop(functools.partial(workers.gather, self.state.strategy), self.actions, self._plan))
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
@@ -342,7 +343,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     """Builds what trains; to be called when the weights are those that training begins with."""
     histograms = None
     if config.workdir and config.histograms_every:
-        histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, config.histograms_every)
+        histograms = WeightHistograms(state.variables_of_update, state.paths, config.histograms_every)
     step = TrainStep(
         state,
         microbatches=config.first_microbatches,

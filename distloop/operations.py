@@ -19,6 +19,8 @@ DRAWS_FROM_KERNEL = re.compile(
     r"Multinomial|SampleDistortedBoundingBox(V2)?|\w+CandidateSampler"
 )
 
+BACKWARD_SCOPE = "gradient_tape/"  # of operations that a tape creates
+
 # Types of operations that only read a variable.
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 # TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.

@@ -227,7 +227,7 @@ def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> Table:
         for run, series in group:
             value, step = series.best or (None, None)
             numbers = [_show_known(number) for number in (series.last, value, series.least, series.largest)]
-            rows.append([name, run.name, *numbers[:2], str(step or "-"), *numbers[2:]])
+            rows.append([name, run.name, *numbers[:2], "-" if step is None else str(step), *numbers[2:]])
     taken = sum(max(map(cell_len, column)) + GAP for column in list(zip(header, *rows, strict=True))[1:])
     length = int(min(max(width - taken - INDENT, 10), 32))
     for _, group in run_files.by_metric(runs):

@@ -130,7 +130,7 @@ class Trainer:
     ) -> History:
         """Trains until a global step; says so and does nothing if the run is there already.
 
-        A second call with the same dataset goes on where the first stopped; another dataset starts at its beginning.
+        A second call with the same dataset or arrays goes on where the first stopped; another starts at its beginning.
         With a workdir, training resumes from the newest checkpoint, and saves every 10 minutes (`checkpoint_every`) and
         at the end. After SIGTERM, Ctrl-C or `max_secs` it saves after the current step, and exits with code 75.
 

@@ -20,4 +20,11 @@ def test_a_reference_near_zero_has_a_least_norm():
 
 
 def test_nan_is_no_match():
-    assert not relative_difference([np.nan], [1.0]) <= 1.0
+    for values, reference in (([np.nan], [1.0]), ([1.0], [np.nan]), ([np.inf], [1.0]), ([np.inf], [-np.inf])):
+        assert relative_difference(values, reference) == float("inf")
+
+
+def test_nan_and_infinity_match_themselves_and_the_other_entries_count():
+    odd = [np.nan, np.inf, -np.inf]
+    assert relative_difference(odd, odd) == 0.0
+    assert relative_difference([*odd, 3.0], [*odd, 4.0]) == 0.25

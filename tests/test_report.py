@@ -120,6 +120,15 @@ def test_a_pipe_gets_one_line_per_metric_and_run_the_best_first(sweep, capsys):
     assert shown[5] == ["2", "-", "-", "1", "2", "▁▅"]
 
 
+def test_the_best_value_may_be_that_of_before_the_first_step(tmp_path, capsys):
+    write_run(
+        tmp_path / "a", [{"step": step, "test/loss": 1.0 + step, "nan": None} for step in (0, 1, 2)], {"steps": 2}
+    )
+    report.main([str(tmp_path / "a")])
+    places = {row["metric"]: row["at step"] for row in table(capsys.readouterr().out.splitlines(), "metric")}
+    assert places == {"test/loss": "0", "nan": "-"}
+
+
 def test_incidents_are_listed(sweep, capsys):
     write_run(sweep / "c", [{"step": 9}], saved={"step": 9, "until": 20, "stop_reason": "loss was no better"})
     report.main([str(sweep)])

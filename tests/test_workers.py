@@ -235,7 +235,7 @@ def test_only_the_chief_writes_files(on_workers):
 def test_a_stop_on_the_last_worker_stops_all(on_workers):
     results, *_ = on_workers
     for result in results["stops"]:
-        assert int(result["step"]) == 8
+        assert int(result["step"]) == 8 and int(result["local/workers"]) == 2
     assert [result["local/rows"].tolist() for result in results["stops"]] == [[4, 8, -1], []]  # the chief's writer
     for result in results["interrupts"]:
         assert int(result["code"]) == 75 and int(result["step"]) == 8 and result["local/is_left"]

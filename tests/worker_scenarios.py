@@ -316,7 +316,7 @@ def equal_shards(make, workdir):
 def stops(make, workdir):
     """The chief profiles steps 4 and 5, which every worker runs by themselves; the last worker alone ends the run.
 
-    All batches are smaller than the number of replicas.
+    All batches are smaller than the number of replicas. What is due at the end alone is called then, on every worker.
     """
     trainer = make(classifier(), workdir=os.path.join(workdir, "stops"), profile="3:5", log_every=4)
 
@@ -333,9 +333,14 @@ def stops(make, workdir):
         def close(self):
             self.steps.append(-1)
 
-    stop.every = 4
-    trainer.fit(batches(2, 5), steps=40, actions=[stop], writers=[Rows()])
-    return {"step": np.array(trainer.step), "local/rows": np.array(Rows.steps), **weights(trainer)}
+    def count(report):
+        return {"workers": float(len(trainer.workers.gather(report.step)))}  # all workers must call it
+
+    stop.every, count.every = 4, 0
+    evals = {"test": distloop.Evaluation(batches(2, 5), every=0)}
+    last = trainer.fit(batches(2, 5), steps=40, evals=evals, actions=[stop, count], writers=[Rows()])
+    local = {"local/rows": np.array(Rows.steps), "local/workers": np.array(last["workers"])}
+    return {"step": np.array(trainer.step), "test/loss": np.array(last["test/loss"]), **local, **weights(trainer)}
 
 
 def interrupts(make, workdir):

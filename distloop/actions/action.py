@@ -78,7 +78,7 @@ class Report:
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, not an error
-    """Raised by an action to end the run; later actions still run at this boundary."""
+    """Raised by an action to end the run; all others still run at this boundary, as at the end."""
 
     def __init__(self, reason: str):
         """Stores the reason, which the log shows."""
@@ -194,6 +194,16 @@ class Action(Protocol):
         return None
 
 
+class StopPoint(Action):
+    """Where a run ends that an earlier action of the boundary has stopped."""
+
+    every = None
+    only_writes = True
+
+    def __call__(self, report: Report) -> None:
+        """Does nothing."""
+
+
 def member(action: Action, name: str) -> Any:
     """Returns an optional attribute or method of an action; if it has none, the default that `Action` declares."""
     if hasattr(action, name):
@@ -225,47 +235,80 @@ def run(
         plan: when actions are due; None: durations are in steps.
 
     Returns:
-        All metrics, and the first reason to stop, if an action raised `StopTraining`. For the actions after that one
-        the boundary is the end of the run.
+        All metrics, and the first reason to stop, if an action raised `StopTraining`. The run then ends at the next
+        `StopPoint`, or behind the last action: what was not due is called there, and the actions that follow are at the
+        end of the run.
     """
-    metrics = dict(report.metrics)
-    reason = None
-    clock, plan = clock or Clock(), plan or Plan()
-    report = replace(report, is_complete=True)
-    called = []
+    plan = plan or Plan()
+    boundary = _Boundary(replace(report, is_complete=True), clock or Clock())
     for action in actions:
-        due = plan.is_due(action.every, report.step, report.until)
+        due = plan.is_due(action.every, report.step, boundary.report.until)
         if not (due and member(action, "has_fixed_metrics")):
-            report = replace(report, is_complete=False)  # for the actions after it
-        if not due or member(action, "chief_only") and not plan.is_chief:
+            boundary.report = replace(boundary.report, is_complete=False)  # for the actions after it
+        if member(action, "chief_only") and not plan.is_chief:
             continue
-        called.append(action)
+        if due:
+            boundary.call(action)
+        else:
+            boundary.not_due.append(action)
+        if isinstance(action, StopPoint):
+            boundary.end_run_if_stopped()
+    boundary.end_run_if_stopped()
+    boundary.end()
+    return dict(boundary.report.metrics), boundary.report.stop_reason
+
+
+class _Boundary:
+    """A boundary: the report, to which each action adds, and the actions that were called.
+
+    Attributes:
+        report: of the next action.
+        not_due: actions that were not called.
+    """
+
+    def __init__(self, report: Report, clock: Clock):
+        self.report = report
+        self.not_due: list[Action] = []
+        self._called: list[Action] = []
+        self._clock = clock
+
+    def call(self, action: Action) -> None:
+        """Calls an action; adds what it returns, or its reason to stop."""
+        report = self.report
+        self._called.append(action)
         try:
-            with clock.phase(phase_of(action)):
-                returned = action(replace(report, metrics=dict(metrics))) or {}
+            with self._clock.phase(phase_of(action)):
+                returned = action(replace(report, metrics=dict(report.metrics))) or {}
         except StopTraining as stop:
             if member(action, "only_writes") and report.state is not None and int(report.state.step) > report.step:
                 raise ValueError(
                     f"The action {name_of(action)!r} has only_writes=True and raised StopTraining at step "
                     f"{report.step}, but later steps are done already: leave only_writes out, or give it a period."
                 ) from stop
-            reason = reason or stop.reason
-            report = replace(report, until=report.step, stop_reason=reason)
-            continue
+            self.report = replace(report, stop_reason=report.stop_reason or stop.reason)
+            return
         if returned and member(action, "chief_only"):
             raise ValueError(
                 f"The action {action!r} is chief_only and returned {sorted(returned)}, which other workers would not "
                 "have: return None, or let every worker call it."
             )
         media = {name: value for name, value in returned.items() if isinstance(value, Media)}
-        metrics.update({name: value for name, value in returned.items() if not isinstance(value, Media)})
-        if media:
-            report = replace(report, media={**report.media, **media})
-    report = replace(report, metrics=metrics)
-    for action in called:
-        with clock.phase(phase_of(action)):
-            member(action, "end_boundary")(report)
-    return metrics, reason
+        numbers = {name: value for name, value in returned.items() if not isinstance(value, Media)}
+        self.report = replace(report, metrics={**report.metrics, **numbers}, media={**report.media, **media})
+
+    def end_run_if_stopped(self) -> None:
+        """Calls what was not due, as at the end of the run, if an action has ended it."""
+        if self.report.stop_reason is not None:
+            self.report = replace(self.report, until=self.report.step, is_complete=False)
+            late, self.not_due = self.not_due, []
+            for action in late:
+                self.call(action)
+
+    def end(self) -> None:
+        """Ends the boundary for the actions that were called."""
+        for action in self._called:
+            with self._clock.phase(phase_of(action)):
+                member(action, "end_boundary")(self.report)
 
 
 @contextlib.contextmanager

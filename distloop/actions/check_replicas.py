@@ -54,9 +54,9 @@ class CheckReplicas(Action):
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         raise ValueError(
             f"At step {report.step} {name}{more} of replica {replica} of worker {worker} differs from that of the "
-            "first replica: a gradient_fn or step_fn draws random numbers, code outside the step changes variables on "
-            "one replica or worker alone, or a device computes wrong: run without each, and go on from an older "
-            "checkpoint."
+            "first replica: the forward pass writes an integer variable, a gradient_fn or step_fn draws random "
+            "numbers, code outside the step changes variables on one replica or worker alone, or a device computes "
+            "wrong: run without each, and go on from an older checkpoint."
         )
 
 

@@ -108,9 +108,9 @@ class Evaluate(Action):
         self.rows = [row for name in metrics for row in _best_and_last([row for row in rows if name in row], name)]
         return metrics
 
-    def get_state(self) -> list[dict[str, float]] | None:
-        """Returns the best and the last values, for a run that goes on; None: nothing was measured."""
-        return self.rows or None
+    def get_state(self) -> list[dict[str, float]]:
+        """Returns the best and the last values, for a run that goes on."""
+        return self.rows
 
     def set_state(self, state: list[dict[str, float]]) -> None:
         """Restores a state that `get_state` returned."""

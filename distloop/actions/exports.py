@@ -107,8 +107,9 @@ class Export(Action):
         """
         if self.metric and not self._is_better(report):
             return
+        path, self._failure = self._path(report.step), None
         try:
-            self._export(path := self._path(report.step))
+            self._export(path)
         except Exception as error:  # as of a checkpoint: a full disk raises many kinds of errors
             self._failure = error
             self.num_failed += 1
@@ -118,8 +119,8 @@ class Export(Action):
                 _first_line(error),
                 self.num_failed,
             )
+        if any(workers.gather(report.state.strategy, self._failure is not None)):  # the chief alone writes
             return
-        self._failure = None
         if self.metric:
             self.best = float(report.metrics[self.metric])
         if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
@@ -165,9 +166,9 @@ class Export(Action):
         path = os.path.join(self.directory, name)
         return os.path.isfile(path) if self._suffix else os.path.isfile(os.path.join(path, "saved_model.pb"))
 
-    def get_state(self) -> dict[str, Any] | None:
-        """Returns the best value; None: there is none."""
-        return None if self.best is None else {"best": self.best}
+    def get_state(self) -> dict[str, Any]:
+        """Returns the best value."""
+        return {"best": self.best}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""

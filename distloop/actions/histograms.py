@@ -1,8 +1,9 @@
 """`WeightHistograms`: the action that shows histograms of weights and gradients, and how far the weights move.
 
-    histograms = WeightHistograms(state.variables_of_update, state.paths, state.step, every=500)
+    histograms = WeightHistograms(state.variables_of_update, state.paths, every=500)
     histograms.allocate("", packing)           # for an update's gradients, before the step is traced
     histograms.record("", segments, scale)     # in the compiled step
+    histograms.begin(step, is_restored=False)  # before the first step
     metrics_and_media = histograms(report)     # as an action
 
 Of a large table every n-th row counts, about 10,000 of them, and of a sparse gradient the rows that it has.
@@ -32,24 +33,37 @@ _SAMPLED_ROWS = 10_000
 class WeightHistograms(Action):
     """Records the gradients of the last step, and reports histograms and norms."""
 
-    def __init__(self, variables: Mapping[str, Sequence[Any]], paths: Mapping[int, str], step: Any, every: int | str):
-        """Reads the weights if the run is at a multiple of `every`.
+    def __init__(self, variables: Mapping[str, Sequence[Any]], paths: Mapping[int, str], every: int | str):
+        """Stores the variables, without those that get new values in place of gradients, as the scales of float8.
 
         Args:
             variables: the variables that each update trains, by the update's name.
             paths: names of the variables, by identity.
-            step: the counter of steps done.
             every: how often; `Fit` puts steps in the place of epochs, examples and percents.
         """
         self.every = every
-        self._variables, self._paths = variables, paths
+        self._variables = {
+            update: [v for v in trained if not getattr(v, "overwrite_with_gradient", False)]
+            for update, trained in variables.items()
+        }
+        self._paths = paths
         self._packings: dict[str, Packing] = {}
         self._gradients: dict[str, list[tf.Variable]] = {}  # by update: packed segments, then their scale
         self._sparse: dict[str, set[int]] = {}  # by update: which segments were rows when the step was traced
         self._read_all = graph_function(self._weights_and_gradients)  # faster than many small reads
         self._previous: dict[str, list[np.ndarray]] | None = None  # the weights at the last multiple of `every`
-        if self._is_multiple(int(step)):
+
+    def begin(self, step: int, *, is_restored: bool) -> None:
+        """Begins or goes on with a run: reads the weights if it is at a multiple of `every`.
+
+        Args:
+            step: number of steps done.
+            is_restored: whether the weights are those of a checkpoint, so that earlier ones do not count.
+        """
+        if self._is_multiple(step):
             self._previous = {update: [w.numpy() for w in weights] for update, weights in self._weights().items()}
+        elif is_restored:
+            self._previous = None
 
     def allocate(self, update: str, packing: Packing) -> None:
         """Creates the variables for an update's gradients, on the device of its weights, or where each is used.

@@ -40,18 +40,22 @@ class FromCallback(Action):
         self.every = every
         self.name = f"from_callback({type(callback).__name__})"
         self._callback = callback
+        self._settings = self._attributes()  # and the counters at the start
         self._model: _Model | None = None
-        self._restored: Mapping[str, Any] = {}
+        self._restored: Mapping[str, Any] | None = None  # by the first `on_start`
         self._epochs = 0  # that have ended, if they are no number of steps
 
     def on_start(self, report: Report) -> None:
         """Calls `on_train_begin`; the callback's attributes go on from the checkpoint, or from the `fit` before."""
-        attributes = self._restored if self._model is None else self._attributes()
+        before = None if self._model is None else self._attributes()
         self._model = _Model(report.state)
         self._callback.set_model(self._model)
         self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
         self._callback.on_train_begin({})
-        vars(self._callback).update(attributes)  # on_train_begin often resets them
+        if before is not None:  # on_train_begin often resets them
+            vars(self._callback).update(before)
+        elif self._restored is not None:
+            self._restore(self._restored)
 
     def __call__(self, report: Report) -> None:
         """Calls `on_epoch_end`.
@@ -69,13 +73,23 @@ class FromCallback(Action):
         self._callback.on_train_end(_logs(report))
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the callback's attributes that are numbers or strings, and the number of epochs if it is counted."""
-        return self._attributes() | ({_EPOCHS: self._epochs} if self._epochs else {})
+        """Returns the attributes that are numbers or strings and have changed, and the number of epochs if counted."""
+        settings = self._settings
+        changed = {n: v for n, v in self._attributes().items() if n not in settings or settings[n] != v}
+        return changed | ({_EPOCHS: self._epochs} if self._epochs else {})
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Stores a state that `get_state` returned, to be restored after `on_train_begin`."""
+        """Restores a state that `get_state` returned, after `on_train_begin` if that is to come."""
         self._restored = {name: value for name, value in state.items() if name != _EPOCHS}
         self._epochs = state.get(_EPOCHS, 0)
+        if self._model is not None:
+            self._restore(self._restored)
+
+    def _restore(self, changed: Mapping[str, Any]) -> None:
+        """Sets the attributes that had changed, and the others to what they are set to when the callback is made."""
+        attributes = self._attributes()
+        unchanged = {name: value for name, value in self._settings.items() if name in attributes}
+        vars(self._callback).update({**unchanged, **changed})
 
     def _attributes(self) -> dict[str, Any]:
         return {
@@ -115,8 +129,8 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
     Supported are `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own callbacks if they define only
     `on_epoch_end`, `on_train_begin` and `on_train_end` (called whenever `fit` ends). `logs` are the
     report's metrics; an evaluation's `val/loss` also has the name `val_loss`. `model` is the user's model, with
-    `optimizer` and `stop_training`. The callback's attributes that are numbers or strings are saved with the run. Every
-    worker calls the callback.
+    `optimizer` and `stop_training`. The callback's attributes that are numbers or strings, and have changed, are saved
+    with the run. Every worker calls the callback.
 
     Args:
         callback: the Keras callback.

@@ -145,8 +145,8 @@ class SaveBest(Action):
         self.best = [(value, step) for value, step in state["best"]]
 
 
-def check_best(action_name: str, mode: str, keep: int) -> None:
-    """Checks the arguments of an action that keeps what is best.
+def check_best(action_name: str, mode: str, keep: int = 1) -> None:
+    """Checks the arguments of an action that looks for what is best.
 
     Raises:
         ValueError: for another mode, or if `keep` is below 1.

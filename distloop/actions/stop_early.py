@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopTraining
-from distloop.actions.save import SaveBest
+from distloop.actions.save import SaveBest, check_best
 
 
 class StopEarly(Action):
@@ -30,10 +30,7 @@ class StopEarly(Action):
         Raises:
             ValueError: for another mode, or a patience below 1.
         """
-        if mode not in ("min", "max"):
-            raise ValueError(
-                f"mode={mode!r} was given to StopEarly; say 'min' if smaller is better, 'max' if larger is."
-            )
+        check_best("StopEarly", mode)
         if patience < 1:
             raise ValueError(f"patience={patience} was given to StopEarly; it waits for 1 measurement at least.")
         self.name = f"StopEarly({metric})"

@@ -31,12 +31,13 @@ class Summary(Action):
         self._fn = fn
 
     def __call__(self, report: Report) -> dict[str, float | Media]:
-        """Returns the function's result, with the name before each entry.
+        """Returns the function's result, with the name before each entry; random streams are as before.
 
         Raises:
             ValueError: if the result is neither a number nor media.
         """
-        result = self._fn(report.state)
+        with report.state.random_streams.preserved():
+            result = self._fn(report.state)
         entries = result.items() if isinstance(result, Mapping) else [("", result)]
         named = {f"{self.name}/{key}" if key else self.name: value for key, value in entries}
         for name, value in named.items():

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distloop.actions.action import Action, Report, StopTraining
+from distloop.actions.action import Action, Report, StopPoint, StopTraining
 from distloop.actions.schedule import Plan
 
 
-class SyncStop(Action):
-    """Ends the run on every worker when one of the user's actions ends it on any; placed after those actions."""
+class SyncStop(StopPoint):
+    """Ends the run on every worker when one of the user's actions ends it on any; placed after those actions.
 
-    every = None
+    Until then each worker calls the same actions, whether or not it is the one that ends the run.
+    """
+
     only_writes = True  # does nothing unless a user's action is due, so no boundary is needed for it
 
     def __init__(self, gather: Callable[[float], Any], actions: Sequence[Action], plan: Plan):

@@ -55,8 +55,9 @@ class WorstExamples(Summary):
         with state.averaged():
             for batch in self._batches:
                 losses = self._losses_fn(batch).numpy()  # [B]
-                rows = [(float(losses[i]), _row(batch, i)) for i in np.argsort(-losses)[: self._most]]
-                worst = sorted([*worst, *rows], key=lambda row: -row[0])[: self._most]
+                largest = sorted(np.flatnonzero(losses != -np.inf), key=lambda i: _rank(losses[i]))[: self._most]
+                rows = [(float(losses[i]), _row(batch, int(i))) for i in largest]
+                worst = sorted([*worst, *rows], key=lambda row: _rank(row[0]))[: self._most]
         pictures = [next(_images(row), None) for _, row in worst]
         if pictures and all(picture is not None and picture.shape == pictures[0].shape for picture in pictures):  # type: ignore[union-attr]
             captions = ["  ".join([f"loss {show_number(loss)}", *_numbers(row)]) for loss, row in worst]
@@ -66,24 +67,36 @@ class WorstExamples(Summary):
         return Text("\n".join([" | ".join(head), "|".join(["---"] * len(head)), *lines]))
 
 
+def _rank(loss: float) -> float:
+    """Returns the key to sort losses by, the worst first: NaN, then the largest."""
+    return -np.inf if np.isnan(loss) else -loss
+
+
 def _compile_losses(loss_fn: Any) -> Any:
-    """Returns a compiled function from a batch to its rows' losses, `[B]`: weighted means over the other axes."""
+    """Returns a compiled function from a batch to its rows' losses, `[B]`; those of rows of weight 0 are -inf."""
 
     def losses(batch: Any) -> tf.Tensor:
         value = loss_fn(batch, False)["loss"]
         values, weights = value if isinstance(value, tuple) else (value, None)  # a tuple: from distloop.weighted
-        if isinstance(values, tf.RaggedTensor):
-            return tf.reduce_mean(tf.cast(values, tf.float32), list(range(1, values.shape.rank)))
-        values = tf.cast(values, tf.float32)  # [B, ...]
-        axes = list(range(1, values.shape.rank))
-        if weights is None or not axes:
-            return tf.reduce_mean(values, axes)
+        if weights is None:
+            return _row_means(values, None)
         weights = tf.cast(weights, tf.float32)
-        missing = [1] * (values.shape.rank - weights.shape.rank)
-        weights = tf.reshape(weights, tf.concat([tf.shape(weights), missing], 0)) * tf.ones_like(values)
-        return tf.math.divide_no_nan(tf.reduce_sum(values * weights, axes), tf.reduce_sum(weights, axes))
+        counts = tf.reduce_max(tf.abs(weights), list(range(1, weights.shape.rank))) > 0  # [B]
+        return tf.where(counts, _row_means(values, weights), -np.inf)
 
     return graph_function(losses, reduce_retracing=True)
+
+
+def _row_means(values: Any, weights: Any) -> tf.Tensor:
+    """Returns the weighted means of rows over their other axes, `[B]`."""
+    values = tf.cast(values, tf.float32)  # [B, ...]
+    axes = list(range(1, values.shape.rank))
+    if weights is None or not axes or isinstance(values, tf.RaggedTensor):
+        return tf.reduce_mean(values, axes)
+    missing = [1] * (values.shape.rank - weights.shape.rank)
+    weights = tf.reshape(weights, tf.concat([tf.shape(weights), missing], 0)) * tf.ones_like(values)
+    total = tf.reduce_sum(tf.math.multiply_no_nan(values, weights), axes)
+    return tf.math.divide_no_nan(total, tf.reduce_sum(weights, axes))
 
 
 def _row(batch: Any, i: int) -> list[tuple[str, np.ndarray]]:

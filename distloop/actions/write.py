@@ -1,5 +1,6 @@
 """`Write`: the action that hands metrics and media to writers; rows for files are buffered for a second."""
 
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,7 +43,7 @@ class Write(Action):
         self._files = [_File(writer) for writer in self.writers if _is_file_writer(writer)]
         self._verify = verify
         self._lock = threading.Lock()  # held while files are written
-        self._rows: list[Report] = []  # not written to files yet
+        self._rows: collections.deque[Report] = collections.deque()  # not handed to files yet; the timer takes some
         self._timer: threading.Timer | None = None  # writes the rows if nothing else does before
         self._timer_error: Exception | None = None
 
@@ -72,14 +73,14 @@ class Write(Action):
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            error, self._timer_error = self._timer_error, None
-            if error is not None:
-                raise error
-            rows, self._rows = self._rows, []
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
             for file in self._files:
                 file.rows += rows
             for file in self._files:
                 file.write(self._verify)
+            error, self._timer_error = self._timer_error, None
+            if error is not None:
+                raise error
 
     def __enter__(self) -> "Write":
         return self

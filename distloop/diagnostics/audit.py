@@ -85,7 +85,8 @@ def print_and_exit(result: Audit) -> None:
     Raises:
         SystemExit: with code 1 if there are findings, else 0.
     """
-    say(f"audit: {len(result.findings)} findings")
+    count = len(result.findings)
+    say(f"audit: {count} {'finding' if count == 1 else 'findings'}")
     for line in str(result).splitlines():
         say(line)
     raise SystemExit(1 if result.findings else 0)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.operations import called_graphs
+from distloop.operations import BACKWARD_SCOPE, called_graphs
 from distloop.training.recomputed_call import SCOPE
 
-_BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
 _RECOMPUTED = re.compile(rf"(^|/){SCOPE}(_\d+)?/")  # those of a forward pass within the backward pass
 # Operations that pass on their first input: TensorFlow copies nothing.
 _SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
@@ -59,8 +58,8 @@ def peak_of(graph: Any) -> Peak:
     live = {False: 0, True: 0}  # whether of the backward pass -> bytes
     peaks, num_unknown, has_turned = [Peak()], 0, False
     for i, op in enumerate(operations):
-        has_turned |= _BACKWARD in op.name
-        is_backward = has_turned and (_BACKWARD in op.name or not _RECOMPUTED.search(op.name))
+        has_turned |= BACKWARD_SCOPE in op.name
+        is_backward = has_turned and (BACKWARD_SCOPE in op.name or not _RECOMPUTED.search(op.name))
         for most in [peak_of(called) for called in called_graphs(op)]:
             num_unknown += most.num_unknown
             peaks.append(_peak(live, Peak(0, most.total) if is_backward else most))

@@ -390,7 +390,7 @@ def _say(settings: Config, text: str) -> None:
 def _report(result: RateTest, settings: Config) -> None:
     """Prints the suggestion and writes the curve for TensorBoard."""
     if result.suggestion is None:
-        _say(settings, "learning rate: the loss never fell by more than its noise, so there is no suggestion.")
+        _say(settings, "No learning rate is suggested: the loss never fell by more than its noise.")
     else:
         _say(settings, f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest.")
     if settings.workdir and settings.workdir == settings.local_workdir:

@@ -73,11 +73,6 @@ class Pipeline(ModelRunner):
             self._place_variables()  # of layers that this call has built
         return inputs
 
-    @property
-    def output_names(self) -> list[str]:
-        """The names of a Keras model's outputs; empty for other networks."""
-        return list(getattr(self.whole, "output_names", None) or [])
-
     def variables_of(self, stage: int) -> list[Any]:
         """Returns the variables of a stage."""
         return list(named_variables(self.parts[stage]).values())

@@ -94,8 +94,8 @@ class FitData:
         }
 
     def is_asked_for(self, asked_for: tuple[Any, ...]) -> bool:
-        """Returns whether these arguments ask for this data to train on."""
-        return bool(asked_for) and asked_for[0] is self.asked_for[0] and asked_for[1:] == self.asked_for[1:]
+        """Returns whether these arguments ask for this data to train on; of arrays, whether they are the same ones."""
+        return bool(asked_for) and _is_same(asked_for[0], self.asked_for[0]) and asked_for[1:] == self.asked_for[1:]
 
 
 def read_arguments(train: Data, evals: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> FitData:
@@ -139,6 +139,13 @@ def read_arguments(train: Data, evals: Mapping[str, Any] | None, arguments: Mapp
             validation = make_dataset(validation, batch_size)
         evals = {**(evals or {}), EVALUATION: validation}
     return FitData(train, dict(evals or {}), batch_size, steps_per_epoch, map_batch, asked_for)
+
+
+def _is_same(data: Any, other: Any) -> bool:
+    """Returns whether two arguments are one object, or structures of the same arrays."""
+    if are_arrays(data) and are_arrays(other):
+        return bool(tf.nest.map_structure(id, data) == tf.nest.map_structure(id, other))
+    return data is other
 
 
 def _hint(name: str) -> str:

@@ -165,7 +165,7 @@ def weigh(owner: str, values: tf.Tensor, mask: Any, sample_weight: Any) -> tf.Te
     """
     weights = [
         _fit(owner, role, factor, values)
-        for role, factor in (("mask of the output", mask), ("sample weights", sample_weight))
+        for role, factor in (("mask of the output has", mask), ("sample weights have", sample_weight))
         if factor is not None
     ]
     if not weights:
@@ -188,7 +188,7 @@ def _fit(owner: str, role: str, weights: Any, values: tf.Tensor) -> tf.Tensor:
         w != v and None not in (w, v) and (w != 1 or axis == 0) for axis, (w, v) in pairs
     ):
         raise ValueError(
-            f"The {role} have the shape {list(weights.shape)} and the values of the {owner} {list(values.shape)}; "
+            f"The {role} the shape {list(weights.shape)} and the values of the {owner} {list(values.shape)}; "
             "there is one weight per example, or per value: give them a shape that matches the leading axes."
         )
     return weights

@@ -58,8 +58,14 @@ def supervised(
         the order of its sorted keys, as in Keras.
 
     Raises:
-        ValueError: if a loss sums over the batch, or dicts and lists do not match the outputs.
+        ValueError: if a loss sums over the batch, dicts and lists do not match the outputs, or the model is none of
+            Keras's, such as a network in stages.
     """
+    if not isinstance(model, keras.layers.Layer):
+        raise ValueError(
+            f"supervised was given a {type(model).__name__}; it takes a keras.Model: return ModelSpec(model, "
+            "optimizer, loss_fn), whose loss_fn calls it."
+        )
     measures = make_measures(metrics, weighted_metrics, names_before_call(model))
     call = _caller(model)
     has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)

@@ -27,6 +27,7 @@ import time
 import uuid
 from typing import NamedTuple
 
+from distloop.atomic_files import process_fields
 from distloop.distributed.notes import find_membership
 from distloop.monitoring.console import say
 
@@ -287,11 +288,10 @@ def _start(process: int) -> str | None:
     except (OSError, OverflowError):
         pass  # another user's
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # those after the name, which may hold spaces
+        fields = process_fields(process)
     except OSError:
         return ""
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()  # a zombie has ended
+    return None if fields[0] in ("Z", "X") else fields[19]  # a zombie has ended
 
 
 def _create(path: str, holder: Holder) -> bool:

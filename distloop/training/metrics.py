@@ -96,11 +96,10 @@ def is_per_token(value: Any, rows: Any) -> bool:
         rows: of the batch.
     """
     values, weights = value if isinstance(value, Weighted) else (value, None)
-    shape = getattr(values, "shape", None)
-    if shape is None or len(shape) != 2 or shape[1] == 1:
+    shape, weights_shape = (tf.TensorShape(getattr(value, "shape", None)) for value in (values, weights))
+    if shape.rank != 2 or shape[1] == 1:
         return False
-    entries = tf.nest.flatten(rows)
-    return len(getattr(weights, "shape", ())) == 2 or any(e.dtype.is_integer and e.shape.rank == 2 for e in entries)
+    return weights_shape.rank == 2 or any(e.dtype.is_integer and e.shape.rank == 2 for e in tf.nest.flatten(rows))
 
 
 def flatten(tallies: Iterable[Tally]) -> tf.Tensor:

@@ -22,8 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.errors import user_line
-
-_BACKWARD = "gradient_tape/"  # the scope of operations that a tape creates
+from distloop.operations import BACKWARD_SCOPE
 
 
 def floating_tensors(graph: tf.Graph) -> list[tf.Tensor]:
@@ -78,7 +77,7 @@ def describe(op: tf.Operation, layers: Iterable[Any], *, has_direction: bool = T
     if (layer := _layer_of(op, layers)) is not None:
         words.append(f"in layer {getattr(layer, 'path', None) or layer.name}")
     if has_direction:
-        words.append("in the backward pass" if _BACKWARD in op.name else "in the forward pass")
+        words.append("in the backward pass" if BACKWARD_SCOPE in op.name else "in the forward pass")
     forward = _forward_op(op)
     if forward is not None and (line := user_line(forward.traceback)):
         words.append(f"({line})")
@@ -87,13 +86,13 @@ def describe(op: tf.Operation, layers: Iterable[Any], *, has_direction: bool = T
 
 def _forward_op(op: tf.Operation) -> tf.Operation | None:
     """Returns the forward operation whose gradient an operation is part of: the user's line is about that one."""
-    if _BACKWARD not in op.name:
+    if BACKWARD_SCOPE not in op.name:
         return op
     for source in op.inputs:  # SqrtGrad takes the output of Sqrt
-        if _BACKWARD not in source.op.name and op.type.startswith(source.op.type):
+        if BACKWARD_SCOPE not in source.op.name and op.type.startswith(source.op.type):
             return source.op
     by_name = {other.name: other for other in op.graph.get_operations()}
-    scopes = op.name.replace(_BACKWARD, "").split("/")  # gradient_tape/net/truediv/RealDiv
+    scopes = op.name.replace(BACKWARD_SCOPE, "").split("/")  # gradient_tape/net/truediv/RealDiv
     names = ["/".join(scopes[:end]) for end in range(len(scopes) - 1, 0, -1)]
     return next((by_name[name] for name in names if name in by_name), None)
 

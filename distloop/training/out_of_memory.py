@@ -150,7 +150,11 @@ class Halving:
         log.warning("Out of memory: each replica computes its batch in %d microbatches.", microbatches)
 
     def _fits(self, source: Source) -> bool:
-        """Returns whether this worker has memory for the forward and backward pass of the first batch."""
+        """Returns whether this worker has memory for the forward and backward pass of the first batch.
+
+        What the pass itself exchanges is exchanged: rows for metrics that are no sums, `gather_rows`, the statistics of
+        synchronized normalizations. A worker without memory may leave the others waiting there.
+        """
 
         def compute(batch: Batch) -> Any:
             local = [update(batch, source.layout, tf.constant(1.0)).segments for update in self._step.updates]

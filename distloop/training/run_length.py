@@ -11,7 +11,7 @@ import numpy as np
 from distloop import durations
 from distloop.config import Config
 from distloop.data.source import Source
-from distloop.durations import Period, Units, parse
+from distloop.durations import Units, parse
 from distloop.monitoring.timing import show_secs
 
 
@@ -64,19 +64,20 @@ def make_units(source: Source, length: int | str) -> Units:
     return Units(source.batches_per_epoch, source.examples_per_step, units.period(length), parse(length).unit)
 
 
-def why_over(run: Period, step: int, secs: float, stop_reason: str | None) -> str:
+def why_over(units: Units, step: int, secs: float, stop_reason: str | None) -> str:
     """Returns a sentence, without its end, about a run in which nothing is left to train.
 
     Args:
-        run: its length.
+        units: of its durations; `units.run` is its length.
         step: number of steps done.
         secs: for which it has trained.
         stop_reason: why an action ended it; None: no action did.
     """
+    run = units.run
     if stop_reason:
         place = f"Stopped at step {step} before ({stop_reason})"
     elif run.secs:
         place = f"Already at step {step}, after {show_secs(secs)} of {show_secs(run.secs)}"
     else:
         place = f"Already at step {step} of {run.steps}"
-    return f"{place}: raise {'until' if run.secs else 'steps'}"
+    return f"{place}: raise {units.run_unit if units.run_unit in ('steps', 'epochs') else 'until'}"

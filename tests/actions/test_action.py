@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from distloop.actions.action import Action, Report, Saves, StopTraining, member, phase_of, run, started
+from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining, member, phase_of, run, started
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
 from distloop.actions.schedule import Plan
@@ -104,6 +104,34 @@ def test_stopping_returns_the_reason_and_still_calls_the_later_actions_as_at_the
     assert reason == "enough"
     assert metrics == {"a": 1.0, "b": 2.0}
     assert len(seen) == 1
+
+
+def test_a_stop_calls_what_is_due_at_the_end_alone_before_the_run_is_written():
+    log = []
+
+    def note(name, every, returned=None):
+        def act(report):
+            log.append((name, report.step >= report.until, report.stop_reason, sorted(report.metrics)))
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+        act.every = every
+        return act
+
+    actions = [note("test", 0, {"test": 1.0}), note("val", 5, {"val": 1.0}), note("stop", None, StopTraining("enough"))]
+    actions += [note("often", 5), note("export", 0, StopTraining("no more")), StopPoint(), note("write", None)]
+    metrics, reason = run([*actions, note("save", 1000)], report(step=10))
+    assert (metrics, reason) == ({"val": 1.0, "test": 1.0}, "enough")
+    assert log == [
+        ("val", False, None, []),
+        ("stop", False, None, ["val"]),
+        ("often", False, "enough", ["val"]),
+        ("test", True, "enough", ["val"]),
+        ("export", True, "enough", ["test", "val"]),
+        ("write", True, "enough", ["test", "val"]),
+        ("save", True, "enough", ["test", "val"]),
+    ]
 
 
 def test_the_first_reason_to_stop_counts():

@@ -1,5 +1,6 @@
 """The check that replicas hold the same bits."""
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -34,6 +35,23 @@ def test_a_variable_that_differs_between_replicas_ends_the_run_before_it_is_save
     with pytest.raises(ValueError, match=message):  # the other one is its average
         trainer.fit(DATA, steps=8, actions=[change])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["2"]
+
+
+@pytest.mark.slow
+def test_an_integer_that_the_forward_pass_writes_is_named_as_a_cause():
+    def model_fn():
+        weight, total = tf.Variable(1.0), tf.Variable(0, trainable=False)
+
+        def loss_fn(batch, training):
+            if training:
+                total.assign_add(tf.reduce_sum(tf.cast(batch["label"], tf.int32)))
+            return {"loss": weight * batch["x"][:, 0]}
+
+        return distloop.ModelSpec([weight, total], keras.optimizers.SGD(0.1), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(2, check_replicas_every=1))
+    with pytest.raises(ValueError, match="model/1 of replica 1 .* differs .*: the forward pass writes an integer"):
+        trainer.fit(DATA, steps=1)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def test_evaluate_reports_under_its_name():
 def test_the_best_and_the_last_values_go_through_a_checkpoint():
     values = iter([0.5, 0.25, float("nan"), 0.75])
     evaluate = Evaluate("test", lambda _: {"loss": (value := next(values)), "other": value}, 1)
-    assert evaluate.get_state() is None
+    at_start = action_state.states_of({"test": evaluate})
     for step in (1, 2, 3, 4):
         evaluate(Report(step, 9, {}, None))
     again = Evaluate("test", lambda _: {"loss": 0.125, "other": 1.0}, 1)
@@ -28,6 +28,8 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
         {"step": 4, "test/other": 0.75},
     ]
     again(Report(5, 9, {}, None))
+    action_state.restore([evaluate], at_start)  # as a rollback does
+    assert evaluate.rows == []
     assert again.rows == [{"step": 5, "test/loss": 0.125}, {"step": 5, "test/other": 1.0}]
 
 

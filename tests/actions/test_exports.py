@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.actions import action_state
 from distloop.actions.action import Report, run
 from distloop.actions.exports import Export
 from tests.exports import dataset, make_trainer, serve
@@ -80,6 +81,23 @@ def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
     for step, value in [(70, 0.6), (80, 0.8)]:
         run([goes_on], report(step, **{"test/accuracy": value}))
     assert names_in(tmp_path) == ["40", "80"]
+
+
+def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_was(tmp_path, monkeypatch):
+    failed = []
+    gather = lambda strategy, value: failed.append(value) or [1, 0]  # noqa: E731
+    monkeypatch.setattr("distloop.actions.exports.workers.gather", gather)
+    action = Export(write, tmp_path, metric="loss")
+    action(report(10, loss=1.0))
+    assert failed == [False] and action.best is None
+
+
+def test_a_rollback_to_a_checkpoint_of_before_the_first_export_forgets_the_best_value(tmp_path):
+    action = Export(write, tmp_path, metric="loss")
+    states = action_state.states_of({action.name: action})
+    action(report(10, loss=1.0))
+    action_state.restore([action], states)
+    assert action.best is None
 
 
 def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):

@@ -106,6 +106,41 @@ def test_each_update_has_its_own_norms(tmp_path):
     assert {"a/weight_norm", "b/update_norm", "b/update_ratio"} <= set(distloop.read_metrics(tmp_path)[-1])
 
 
+def test_a_run_that_goes_back_or_goes_on_forgets_the_weights_of_before(tmp_path):
+    rows = problems.classification(128)
+    rows["x"][112:] = np.inf  # batch 7, of step 8
+
+    def fit(steps, name, **settings):
+        look, workdir = Look(), str(tmp_path / name)
+        config = problems.on(1, workdir=workdir, checkpoint_every=4, log_every=1, on_divergence="rollback", **settings)
+        data = distloop.make_dataset(rows, 16, shuffle=False)
+        distloop.Trainer(problems.classifier(), config).fit(data, steps=steps, actions=[look])
+        return look.weights, {row["step"]: row["update_norm"] for row in found(workdir)}
+
+    def found(workdir):
+        return [row for row in distloop.read_metrics(workdir) if "update_norm" in row]
+
+    weights, norms = fit(10, "back", histograms_every=3)  # from step 4, where the weights of step 6 are not known
+    pairs = zip(weights[9], weights[6], strict=True)
+    assert list(norms) == [3, 9]
+    assert norms[9] == pytest.approx(np.sqrt(sum(np.square(new - old).sum() for new, old in pairs)), rel=1e-4)
+    rows["x"][112:] = 0.0
+    fit(10, "on", histograms_every="1 epoch")
+    assert list(fit(17, "on", histograms_every="1 epoch")[1]) == [8]  # not 16: those of step 8 are not known
+
+
+def test_weights_that_get_new_values_in_place_of_gradients_are_left_out(tmp_path):
+    def model_fn():
+        float8 = keras.layers.Dense(1, use_bias=False, name="out")
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(6, name="in"), float8], name="net")
+        float8.quantize("float8")
+        return distloop.supervised(model, keras.losses.MeanSquaredError(), keras.optimizers.SGD(0.1))
+
+    trainer = distloop.Trainer(model_fn, problems.on(1, workdir=str(tmp_path), histograms_every=2))
+    trainer.fit(tf.data.Dataset.from_tensors((np.ones([4, 8], "f"), np.ones([4, 1], "f"))), steps=2)
+    assert distloop.read_metrics(tmp_path)[-1]["update_norm"] > 0
+
+
 def test_without_a_workdir_no_gradients_are_recorded():
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, histograms_every=2))
     assert "update_norm" not in trainer.fit(data(), steps=2)
@@ -124,8 +159,9 @@ def test_a_sparse_gradient_shows_its_rows_and_a_large_table_a_sample(monkeypatch
     monkeypatch.setattr(histograms, "_MOST_ROWS", 50)
     monkeypatch.setattr(histograms, "_SAMPLED_ROWS", 10)
     monkeypatch.setattr(gradients, "LARGEST_PACKED_BYTES", 0)
-    table, step = tf.Variable(tf.ones([100, 2])), tf.Variable(0)
-    action = WeightHistograms({"": [table]}, {id(table): "table"}, step, every=1)
+    table = tf.Variable(tf.ones([100, 2]))
+    action = WeightHistograms({"": [table]}, {id(table): "table"}, every=1)
+    action.begin(0, is_restored=False)
     packing = gradients.Packing([table], keeps_sparse=True)
     action.allocate("", packing)
 

@@ -1,10 +1,13 @@
 """Tests Keras callbacks as actions."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 
 import distloop
+from distloop.actions.action import Report
 from tests.problems import classification, classifier, on, refused
 
 
@@ -77,6 +80,35 @@ def test_a_callbacks_counters_resume_with_the_run(tmp_path):
         trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
         trainer.fit(data(), steps=steps, actions=[distloop.from_callback(seen, every=2)])
     assert seen.calls[0] == "begin" and seen.epochs_seen == 4
+
+
+@pytest.mark.slow
+def test_a_callbacks_counters_go_back_with_the_run(tmp_path):
+    trainer, seen = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), checkpoint_every=4)), Seen()
+    trainer.fit(data(), steps=10, actions=[action := distloop.from_callback(seen, every=2)])
+    trainer.restore(str(tmp_path / "checkpoints" / "4"))
+    trainer.fit(data(), steps=6, actions=[action])
+    assert seen.epochs_seen == 3
+
+
+def test_a_state_holds_counters_and_no_settings():
+    def make(patience):
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=patience)
+        action = distloop.from_callback(plateau, every=1)
+        action.on_start(Report(0, 10, {}, types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.1), model=None)))
+        return plateau, action
+
+    plateau, action = make(patience=5)
+    at_start = action.get_state()
+    for step in (1, 2, 3):
+        action(Report(step, 10, {"loss": 1.0}, None))
+    state = action.get_state()
+    assert (plateau.wait, plateau.best) == (2, 1.0)
+    action.set_state(at_start)
+    assert (plateau.wait, plateau.best) == (0, None)
+    plateau, action = make(patience=10)
+    action.set_state(state)
+    assert (plateau.wait, plateau.best, plateau.patience) == (2, 1.0, 10)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """When a metric that does not improve ends a run."""
 
 import math
+import os
 
 import pytest
 
+import distloop
 from distloop.actions.action import Report, StopTraining
 from distloop.actions.stop_early import StopEarly
+from tests import problems
 
 
 def report(step=10, until=100, **metrics):
@@ -89,3 +92,21 @@ def test_an_unknown_mode_is_refused():
 def test_no_patience_is_refused():
     with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
         StopEarly("m", 0)
+
+
+@pytest.mark.slow
+def test_a_run_that_it_ends_has_what_is_due_at_the_end_alone_in_its_row_and_its_checkpoint(tmp_path):
+    def trainer():
+        return distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path / "run"), log_every=2))
+
+    data, early = distloop.make_dataset(problems.classification(16), 8), StopEarly("val/loss", 1, min_delta=9.0)
+    trained = trainer()
+    export = distloop.Export(trained.export, tmp_path / "exports", suffix=".keras")
+    evals = {"val": distloop.Evaluation(data, every=2), "test": distloop.Evaluation(data, every=0)}
+    trained.fit(data, steps=100, evals=evals, actions=[export, early])
+    *_, row = distloop.read_metrics(tmp_path / "run")
+    assert row["step"] == 4 and row["test/loss"] == row["val/loss"]
+    assert os.listdir(tmp_path / "exports") == ["4.keras"]
+    again = trainer()
+    again.fit(data, steps=100, evals=evals, actions=[StopEarly("val/loss", 1, min_delta=9.0)])
+    assert again.step == 4

@@ -1,5 +1,8 @@
 """Media and numbers computed from the state."""
 
+import contextlib
+import types
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,12 @@ from distloop.monitoring.media import Text
 
 
 def show(result):
-    return Summary("shown", lambda state: result)(Report(10, 100, {}, state="state"))
+    return call(lambda state: result)
+
+
+def call(fn):
+    streams = types.SimpleNamespace(preserved=contextlib.nullcontext)
+    return Summary("shown", fn)(Report(10, 100, {}, types.SimpleNamespace(random_streams=streams, step=5)))
 
 
 def test_a_result_is_shown_under_the_name():
@@ -24,7 +32,7 @@ def test_each_entry_of_a_dict_has_the_name_before_its_own():
 
 
 def test_the_function_takes_the_state():
-    assert Summary("shown", len)(Report(10, 100, {}, state="state")) == {"shown": 5.0}
+    assert call(lambda state: state.step) == {"shown": 5.0}
 
 
 def test_a_result_that_cannot_be_shown_is_refused():

@@ -39,3 +39,23 @@ def test_the_run_goes_on_if_no_worker_stops():
 
 def test_workers_exchange_nothing_where_no_action_is_due():
     assert reason_to_stop([action(7)], [1, 1]) == (None, [])
+
+
+def test_workers_call_the_same_actions_in_the_same_order():
+    """A worker that ends the run and one that hears of it: what exchanges values between workers would hang else."""
+    calls = []
+    for stops_here in (True, False):
+        called = []
+
+        def note(name, every, called=called):
+            def act(report):
+                called.append(name)
+
+            act.every = every
+            return act
+
+        users = [note("first", 0), action(5, stops=stops_here), note("second", 7), note("third", 5)]
+        sync_stop = SyncStop(lambda value, called=called: called.append("gather") or [1, 0], users, Plan())
+        run([*users, sync_stop, note("save", 1000)], Report(10, 100, {}, None))
+        calls.append(called)
+    assert calls[0] == calls[1] == ["third", "gather", "first", "second", "save"]

@@ -2,17 +2,21 @@
 
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
 from distloop.actions.action import Report
+from tests import problems
 
 
 def show(action, loss_fn, model="model"):
     spec = types.SimpleNamespace(updates=[types.SimpleNamespace(loss_fn=loss_fn)])
-    state = types.SimpleNamespace(spec=spec, model=model, averaged=lambda: tf.name_scope("averaged"))
+    streams = types.SimpleNamespace(preserved=lambda: tf.name_scope("preserved"))
+    averaged = lambda: tf.name_scope("averaged")  # noqa: E731
+    state = types.SimpleNamespace(spec=spec, model=model, averaged=averaged, random_streams=streams)
     ((name, media),) = action(Report(1, 1, {}, state)).items()
     return name, media
 
@@ -39,6 +43,51 @@ def test_texts_are_a_table():
     assert media.text.splitlines()[2:] == ["7 | longest | 1 1", "3 | a\\|b | 1 0"]
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+def test_rows_of_weight_0_are_left_out_and_nan_is_the_worst(tokens):
+    data = {"loss": np.array([1.0, 9.0, np.nan, 3.0, np.nan, 8.0], "f"), "weight": np.array([1, 0, 1, 1, 0, 0], "f")}
+    action = distloop.WorstExamples("test", data, most=3, batch_size=3)
+
+    def loss_fn(batch, training):
+        values, weights = batch["loss"], batch["weight"]
+        if tokens:  # [B, 2], where the second token never counts
+            values, weights = tf.stack([values, values * np.nan], 1), tf.stack([weights, 0 * weights], 1)
+        return {"loss": distloop.weighted(values, weights)}
+
+    _, media = show(action, loss_fn)
+    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["nan", "3", "1"]
+
+
+def test_ragged_rows_of_weight_0_are_left_out():
+    data = tf.data.Dataset.from_tensors(tf.constant([1.0, 2.0, 3.0]))
+    action = distloop.WorstExamples("test", data, most=3)
+    values = tf.ragged.constant([[1.0, 2.0], [9.0], [3.0]])
+    _, media = show(action, lambda batch, training: {"loss": distloop.weighted(values, [1.0, 0.0, 1.0])})
+    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["3", "1.5"]
+
+
 def test_data_that_cannot_be_read_twice_is_refused():
     with pytest.raises(ValueError, match="WorstExamples was given .* as its data; it takes a tf.data.Dataset"):
         distloop.WorstExamples("test", iter([1]))
+
+
+@pytest.mark.slow
+def test_a_loss_that_draws_numbers_leaves_the_random_streams_of_the_replicas_as_they_were():
+    def model_fn():  # its loss draws in evaluations, too
+        spec = problems.classifier()()
+        noise = keras.random.SeedGenerator(7)
+        spec.model.noise = noise
+
+        def loss_fn(batch, training):
+            outputs = spec.updates[0].loss_fn(batch, training)
+            return {"loss": outputs["loss"] * (1 + keras.random.uniform((), seed=noise))}
+
+        return distloop.ModelSpec(spec.model, keras.optimizers.SGD(0.1), loss_fn)
+
+    data = distloop.make_dataset(problems.classification(16), 8)
+    trainers = []
+    for actions in ([], [distloop.WorstExamples("test", data, every=2)]):
+        trainers.append(distloop.Trainer(model_fn, problems.on(2)))
+        trainers[-1].fit(data, steps=4, actions=actions)
+    left, right = map(problems.everything, trainers)
+    assert [value.tobytes() for value in left.values()] == [value.tobytes() for value in right.values()]

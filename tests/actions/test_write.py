@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from distloop.actions.action import Report, run
 from distloop.actions.write import Write
-from distloop.monitoring.media import Histogram
+from distloop.monitoring.media import Histogram, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 
 
@@ -103,6 +103,29 @@ def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
             if step % 50 == 0:
                 time.sleep(0.0007)
     assert file.rows == list(range(1, 2001))
+
+
+def test_a_row_that_another_thread_writes_while_its_media_are_encoded_is_not_lost(monkeypatch):
+    def replace_slowly(report, **changes):
+        write.flush()  # by the timer, for another row
+        return replace(report, **changes)
+
+    monkeypatch.setattr("distloop.actions.write.replace", replace_slowly)
+    file = File()
+    with Write([file]) as write:
+        for step in (1, 2):
+            write(replace(report(step), media={"text": Text("a")}))
+    assert file.rows == [1, 2]
+
+
+def test_an_error_of_the_timer_loses_no_other_row(monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.1)
+    file, other = File(fails_at=2, error=ValueError("wrong")), File()
+    with pytest.raises(ValueError, match="wrong"), Write([file, other]) as write:
+        for step in (1, 2, 3):
+            write(report(step))
+        time.sleep(0.4)
+    assert file.rows == [1, 3] and other.rows == [1, 2, 3] and file.is_closed and other.is_closed
 
 
 @pytest.mark.parametrize("where", ["in the end", "at a flush", "by the timer"])

@@ -327,7 +327,8 @@ def test_the_setting_tells_the_findings_and_leaves(capsys, tmp_path):
     with pytest.raises(SystemExit) as left:
         trainer.fit(data(), steps=5)
     assert left.value.code == 1 and trainer.step == 0 and not workdir.exists()
-    assert "distloop: statistics of one replica: net/norm: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "distloop: audit: 1 finding\n" in printed and "distloop: statistics of one replica: net/norm: " in printed
 
 
 def test_the_setting_leaves_with_0_where_nothing_is_found():

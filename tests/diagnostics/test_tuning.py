@@ -98,9 +98,11 @@ def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loss_that_never_falls_gives_no_suggestion():
+def test_a_loss_that_never_falls_gives_no_suggestion(capsys):
     result = distloop.find_learning_rate(trainer_of(), batches(), lowest=1e3, highest=1e6, steps=4)
     assert result.suggestion is None
+    tuning._report(result, distloop.Config())
+    assert "distloop: No learning rate is suggested: the loss never fell by more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

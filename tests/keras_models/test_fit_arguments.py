@@ -9,7 +9,7 @@ import distloop
 from distloop.data.source import Source
 from distloop.keras_models.fit_arguments import read_arguments
 from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, assert_same_weights, batches, compiled, copy_of, net
-from tests.problems import on, refused
+from tests.problems import classification, classifier, on, refused
 from tests.python_batches import ONE, endless, taken, three
 
 ARRAYS = (X, LABEL)
@@ -32,8 +32,22 @@ def test_the_same_arguments_ask_for_the_same_data():
     asked_for = read_arguments(ARRAYS, None, {"batch_size": 8, "validation_split": 0.5}).asked_for
     assert read_arguments(ARRAYS, None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
     assert not read_arguments(ARRAYS, None, {"batch_size": 4, "validation_split": 0.5}).is_asked_for(asked_for)
-    assert not read_arguments((X, LABEL), None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
+    assert read_arguments((X, LABEL), None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
+    for other in ([X, LABEL], (X, LABEL.copy()), (LABEL, X), X):
+        assert not read_arguments(other, None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
     assert not read_arguments(ARRAYS, None, {}).is_asked_for(())
+
+
+@pytest.mark.slow
+def test_a_run_on_arrays_is_the_same_however_it_is_cut_into_calls_of_fit():
+    weights, rows = [], classification(24)
+    for cuts in ([2], [1, 2]):
+        trainer = distloop.Trainer(classifier(), on(1, batch_size=8, seed=1))
+        for epochs in cuts:
+            trainer.fit(dict(rows), epochs=epochs)
+        weights.append(trainer.model.get_weights())
+    for left, right in zip(*weights, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 @pytest.mark.parametrize("part", [0.25, 0.3, 0.5])

@@ -203,7 +203,7 @@ def test_sample_weights_may_have_an_axis_of_size_one_too_many(shape):
 def test_weights_and_masks_that_fit_no_values_are_refused():
     with pytest.raises(ValueError, match=r"The sample weights have the shape \[12, 5\] .* values of the loss \[12\]"):
         mean_of("mse", *map(tf.constant, NUMBERS), np.ones([ROWS, 5], np.float32))
-    with pytest.raises(ValueError, match=r"The mask of the output have the shape \[12, 4\] .* \[12\]"):
+    with pytest.raises(ValueError, match=r"The mask of the output has the shape \[12, 4\] .* \[12\]"):
         mean_of("mse", NUMBERS[0], masked(NUMBERS[1], NUMBERS[1] > 1))
 
 

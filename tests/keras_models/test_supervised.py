@@ -383,6 +383,12 @@ def test_other_reductions_all_mean_the_mean(reduction):
     assert found["loss"] == pytest.approx(np.mean((model.predict(X, verbose=0) - Y) ** 2), rel=1e-5)
 
 
+def test_a_network_in_stages_is_refused():
+    model = distloop.split(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(3)]), 2)
+    with pytest.raises(ValueError, match=r"supervised was given a Pipeline; it takes a keras.Model: return ModelSpec"):
+        distloop.supervised(model, "mse", keras.optimizers.SGD(0.1))
+
+
 def test_batches_that_are_no_pairs_are_refused():
     with pytest.raises(ValueError, match=r"type dict and length 2 was given; .*takes \(x, y\) or .*: map the dataset"):
         fit(data=tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8))

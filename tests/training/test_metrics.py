@@ -41,6 +41,17 @@ def test_ragged_values_of_a_batch_of_text_count_tokens():
     assert metrics.is_per_token(tf.cast(words, tf.float32), {"words": words})
 
 
+def test_values_of_unknown_rank_count_no_tokens():
+    @tf.function
+    def count(values, tokens):
+        assert values.shape.rank is None
+        for value in (values, metrics.Weighted(tf.ones([4, 6]), values)):
+            assert not metrics.is_per_token(value, tokens)
+        return values
+
+    count.get_concrete_function(tf.TensorSpec(None), tf.TensorSpec([4, 6]))
+
+
 def test_values_per_example_weigh_1_each():
     assert sums(tf.constant([1.0, 2.5])) == (3.5, 2.0)
 

@@ -76,6 +76,11 @@ def test_a_dry_run_ends_with_the_next_step():
 
 
 def test_a_run_that_is_over_says_what_to_raise():
-    assert run_length.why_over(Period(steps=9), 9, 5.0, None) == "Already at step 9 of 9: raise steps"
-    assert run_length.why_over(Period(secs=60.0), 9, 61.0, None).endswith("after 0:01:01 of 0:01:00: raise until")
-    assert run_length.why_over(Period(steps=9), 4, 5.0, "enough") == "Stopped at step 4 before (enough): raise steps"
+    def why(step, secs=5.0, reason=None, **length):
+        return run_length.why_over(run_length.make_units(SOURCE, chosen(**length)), step, secs, reason)
+
+    assert why(9, steps=9) == "Already at step 9 of 9: raise steps"
+    assert why(14, epochs=2) == "Already at step 14 of 14: raise epochs"
+    assert why(2, until="100 examples") == "Already at step 2 of 2: raise until"
+    assert why(9, 61.0, until="1 min").endswith("after 0:01:01 of 0:01:00: raise until")
+    assert why(4, reason="enough", steps=9) == "Stopped at step 4 before (enough): raise steps"
