@@ -51,6 +51,7 @@ class NumberedDataset(tf.data.Dataset):
 
     Attributes:
         order: which examples are in a batch.
+        mixes_rows: whether a function over batches may make a row from others of its batch.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class NumberedDataset(tf.data.Dataset):
         order: Order | MixedOrder,
         apply: TracedMap | None,
         maps: tuple[Callable[[tf.data.Dataset], tf.data.Dataset], ...] = (),
+        mixes_rows: bool = False,
     ):
         """Remembers its parts; a pipeline is built when it is read.
 
@@ -67,8 +69,9 @@ class NumberedDataset(tf.data.Dataset):
             order: which examples are in a batch.
             apply: changes the examples of a batch, by their seeds; None: nothing does.
             maps: what `map` adds to a pipeline of batches, in their order.
+            mixes_rows: whether one of them may make a row from others of its batch.
         """
-        self.order = order
+        self.order, self.mixes_rows = order, mixes_rows
         self._reader, self._apply, self._maps = reader, apply, maps
         self._uses_seeds = apply is not None or reader.uses_seeds
         self._batch_size = order.batch_size  # for `info`, as tf.data's own datasets
@@ -81,7 +84,7 @@ class NumberedDataset(tf.data.Dataset):
         Args:
             first: the number, counted from 0 over all epochs.
             repeat: whether epochs follow without end; else the epoch of the first batch is the last.
-            share: the rows to read; None: all.
+            share: the rows to read, if functions over batches need no others; None: all.
         """
         per_epoch = self.order.batches_per_epoch
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
@@ -118,7 +121,12 @@ class NumberedDataset(tf.data.Dataset):
 
     def map(self, map_func: Callable[..., Any], *args: Any, **kwargs: Any) -> "NumberedDataset":
         """Returns the dataset with a function applied to each batch, as `tf.data.Dataset.map` does."""
-        return self._with(maps=(*self._maps, lambda dataset: dataset.map(map_func, *args, **kwargs)))
+        maps = (*self._maps, lambda dataset: dataset.map(map_func, *args, **kwargs))
+        return self._with(maps=maps, mixes_rows=True)
+
+    def map_rows(self, map_func: Callable[..., Any]) -> "NumberedDataset":
+        """Returns the dataset with a function applied to each batch that changes each row by itself."""
+        return self._with(maps=(*self._maps, lambda dataset: dataset.map(map_func)))
 
     def take(self, count: int, name: str | None = None) -> tf.data.Dataset:
         """Returns the first batches of each epoch."""
@@ -135,7 +143,7 @@ class NumberedDataset(tf.data.Dataset):
 
     def _with(self, **changes: Any) -> "NumberedDataset":
         parts = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
-        return NumberedDataset(**(parts | changes))
+        return NumberedDataset(**(parts | {"mixes_rows": self.mixes_rows} | changes))
 
     def _read(self, batches: tf.data.Dataset, share: Share | None = None) -> tf.data.Dataset:
         """Returns the batches with some numbers."""
@@ -243,6 +251,10 @@ class NumberedFeed:
         self.share: Share | None = None
         self.oldest_place: Callable[[], int] = lambda: 0
         self._data, self._repeat = data, repeat
+
+    def read_share(self, share: Share) -> None:
+        """Reads some rows of each batch alone, unless a function over batches may need the others."""
+        self.share = None if self._data.mixes_rows else share
 
     def require_restart(self) -> None:
         """Does nothing: the data can be read again from any batch."""

@@ -19,7 +19,7 @@ from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
 from distloop.data.info import count_batches, inspect
 from distloop.data.iterators import iterate
-from distloop.data.numbered import Share
+from distloop.data.numbered import NumberedFeed, Share
 from distloop.data.opening import open_data
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
@@ -91,7 +91,7 @@ class Source:
             batch_size: of arrays, the examples in a global batch.
             shuffle_seed: of arrays, the seed of the order, which changes each epoch; None: the order given.
             steps_per_epoch: the batches of an epoch; None: those of a pass.
-            map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+            map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
             asked_for: the arguments of `fit` that it serves, to recognize them.
 
         Raises:
@@ -138,13 +138,13 @@ class Source:
         self._iterator: Any = None
         self.behind = Behind(None, 0)
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
-        if self._feed is not None and self._num_workers > 1 and not self.layout.is_sharded:
-            self._feed.share = Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows)
+        if isinstance(self._feed, NumberedFeed) and self._num_workers > 1 and not self.layout.is_sharded:
+            self._feed.read_share(Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows))
 
     @property
     def reads_own_rows(self) -> bool:
         """Whether this worker reads the rows of its own replicas alone."""
-        return self._feed is not None and self._feed.share is not None
+        return isinstance(self._feed, NumberedFeed) and self._feed.share is not None
 
     def seen(self) -> dict[str, float]:
         """Returns the epochs up to the place, if their length is known, and a mixture's examples of each source."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.copies import fresh_copy
-from distloop.data.numbered import NumberedDataset, Share, convert_place
+from distloop.data.numbered import NumberedDataset, NumberedFeed, Share, convert_place
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.problems import mirrored
@@ -213,3 +213,19 @@ def test_limits_and_overfitting_go_on_at_their_place():
         assert (whole[:2] == whole[2:4]) == ("is_cached" in settings)
         source.restore_position({**source.save_position(), "batches": 3})
         assert [next(source.iterator()).numpy().tolist() for _ in range(3)] == whole[3:]
+
+
+def test_a_function_over_batches_gets_the_rows_of_all_workers():
+    def reversed_rows(batch):
+        return tf.reverse(batch, [0])
+
+    data = distloop.make_dataset(np.arange(10) + 1, 4, shuffle=True)
+    changed = data.map(reversed_rows).take(2)
+    for worker in range(2):
+        feed = NumberedFeed(changed, repeat=True)
+        feed.read_share(Share(worker, 2, min_rows=2))
+        assert feed.share is None
+        assert batches_of(feed.dataset(), 4) == batches_of(changed.starting_at(0), 4)
+        feed = NumberedFeed(data.map_rows(lambda batch: batch * 10), repeat=True)
+        feed.read_share(Share(worker, 2, min_rows=2))
+        assert next(iter(feed.dataset())).numpy().tolist().count(0) == 2  # the other worker's
