@@ -10,6 +10,7 @@ from distloop.data.make_dataset import make_dataset
 from distloop.data.opening import WorkerContext
 from distloop.data.source import Source
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
+from tests.python_batches import Numbers, three
 
 ONE = tf.distribute.get_strategy()
 
@@ -280,3 +281,15 @@ def test_other_data_is_refused(data):
 def test_a_function_that_returns_no_dataset_is_refused():
     with pytest.raises(ValueError, match="is a list; distloop takes a tf.data.Dataset"):
         Source(lambda context: [1, 2], ONE)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_by_number"),
+    [(make_dataset(np.arange(8), 4), True), (Numbers(), False), (three, False), (numbers(8, 4), False)],
+    ids=["by number", "PyDataset", "generator", "tf.data"],
+)
+def test_only_data_by_number_is_read_in_part_by_each_of_several_workers(data, is_by_number):
+    source = Source(data, ONE)
+    source._num_workers = 2
+    source.set_microbatches(1)
+    assert source.reads_own_rows == is_by_number
