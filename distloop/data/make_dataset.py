@@ -63,9 +63,9 @@ def make_dataset(
         The dataset: shuffled, mapped, batched, prefetched.
 
     Raises:
-        ValueError: if a size or the seed is no integer, arrays differ in length, the source has no rows or is none of these, `map_fn` draws random
-            numbers that do not come from its seed, `lengths` do not fit the source, or `shuffle=True` is given with a
-            dataset of unknown length.
+        ValueError: if a size or the seed is no integer, arrays differ in length, the source has no rows or is none of
+            these, `map_fn` draws random numbers that do not come from its seed, `lengths` do not fit the source, or
+            `shuffle=True` is given with a dataset of unknown length.
     """
     sizes = by_batch(batch_size, "batch_size") if isinstance(batch_size, Mapping) else {0: batch_size}
     sizes = {batch: _as_int(size, "batch_size") for batch, size in sizes.items()}

@@ -21,6 +21,7 @@ from distloop.data.order import Order, example_seeds
 from distloop.data.rows import Uneven
 from distloop.log import log
 
+_OTHER_SIZE = "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples."
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
 _MOST_EPOCHS = 2**31
 _do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
@@ -295,10 +296,11 @@ def convert_place(
     describe_change: Callable[[str], str] | None = None,
     batch_at: Callable[[int], int] | None = None,
 ) -> Mapping[str, Any]:
-    """Returns a place from `Source.save_position` in batches of another size; a warning names both sizes.
+    """Returns a place from `Source.save_position` in other batches, or in epochs of another length; a warning says so.
 
     The order of the examples does not depend on the batch size. No example is left out: the place is the last batch
-    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more.
+    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more. A place
+    behind the end of a shorter epoch is the start of the next one.
 
     Args:
         place: as it was saved.
@@ -334,22 +336,40 @@ def convert_place(
             f"The run cannot go on at its place in the data, as {change}: give the data and the seed that it began "
             "with, or begin another run in a new workdir (from these weights, with init_from)."
         )
+    if batch_at is None:
+        return _in_other_epochs(place, facts)
+    saved_size, batch_size = place["batch_size"], facts["batch_size"]
+
+    def converted(num_batches: int) -> int:  # exact unless batches to skip are beyond a change of the size
+        return batch_at(place["examples"] + (num_batches - place["batches"]) * saved_size)
+
+    if (batches := converted(place["batches"])) == place["batches"]:
+        return place
+    log.warning(_OTHER_SIZE, saved_size, batch_size, batches)
+    return {**place, "batches": batches, "skipped": [converted(number) for number in place["skipped"]]}
+
+
+def _in_other_epochs(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a place in epochs of other batches: in the same epoch, at the same examples."""
     saved_size, batch_size = place.get("batch_size"), facts.get("batch_size")
-    if not batch_size or not saved_size or (saved_size == batch_size and batch_at is None):
+    saved_count: Any = place.get("batches_per_epoch")
+    count: Any = facts.get("batches_per_epoch")
+    if not batch_size or not saved_size or (saved_size == batch_size and saved_count in (count, None)):
         return place
-    num_rows = facts["num_rows"]
+    if saved_count is None:  # of a version that did not save it, and had no limit
+        saved_count, count = (math.ceil(facts["num_rows"] / size) for size in (saved_size, batch_size))
 
-    def converted(num_batches: int) -> int:
-        if batch_at is not None:  # exact unless batches to skip are beyond a change of the size
-            return batch_at(place["examples"] + (num_batches - place["batches"]) * saved_size)
-        epoch, batch = divmod(num_batches, math.ceil(num_rows / saved_size))
-        return epoch * math.ceil(num_rows / batch_size) + batch * saved_size // batch_size
+    def converted(num_batches: int) -> tuple[int, int]:
+        epoch, batch = divmod(num_batches, saved_count)
+        return epoch * count, min(batch * saved_size // batch_size, count)
 
-    batches, skipped = converted(place["batches"]), [converted(number) for number in place["skipped"]]
-    if batch_at is not None and batches == place["batches"]:
-        return place
-    log.warning(
-        "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples.",
-        *(saved_size, batch_size, batches),
-    )
-    return {**place, "batches": batches, "skipped": skipped, "batch_size": batch_size}
+    batches = sum(converted(place["batches"]))
+    skipped = [sum(found) for found in map(converted, place["skipped"]) if found[1] < count]  # others are in no batch
+    if saved_size != batch_size:
+        log.warning(_OTHER_SIZE, saved_size, batch_size, batches)
+    else:
+        log.warning(
+            "The checkpoint's epochs had %d batches, these have %d: going on at batch %d, in the same epoch.",
+            *(saved_count, count, batches),
+        )
+    return {**place, "batches": batches, "skipped": skipped}
