@@ -224,8 +224,7 @@ class SourceRows:
         """Returns the entry of all rows as one array, or as the parts of an `Uneven`."""
         dtype = spec.dtype.as_numpy_dtype
         for row, array in zip(rows, column, strict=True):
-            is_of_type = array.dtype.kind == np.dtype(dtype).kind or not array.size
-            if not is_of_type or not spec.shape.is_compatible_with(array.shape):
+            if not _holds(np.dtype(dtype), array) or not spec.shape.is_compatible_with(array.shape):
                 raise ValueError(
                     f"{self._row_name(row)} has an entry of {array.dtype.name} {list(array.shape)} where "
                     f"the first rows have {spec.dtype.name} {spec.shape.as_list()}: rows share their types, and their "
@@ -311,6 +310,17 @@ def is_arrays(source: Any) -> bool:
 def spread(count: int) -> np.ndarray:
     """Returns a few numbers of rows, from the first one to the last of so many, int64."""
     return np.unique(np.linspace(0, count - 1, _NUM_PEEKED, dtype=np.int64))
+
+
+def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
+    """Returns whether a type has the kind of an array, and holds its integers, and its floats but for their digits."""
+    if array.dtype == dtype or not array.size:
+        return True
+    if array.dtype.kind != dtype.kind:
+        return False
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    return bool(np.all(np.isinf(cast) <= np.isinf(array)) if dtype.kind == "f" else np.array_equal(cast, array))
 
 
 def _unreadable(what: str, error: Exception) -> ValueError:

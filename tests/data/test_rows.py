@@ -192,3 +192,33 @@ def test_the_fingerprint_of_a_source_is_a_fact_about_its_order():
     assert SourceRows(source).facts == {}
     source.fingerprint = "abc"
     assert SourceRows(source).facts == {"fingerprint": "abc"}
+
+
+def rows_but_one(usual, other):
+    """Returns what a reader reads of rows that are alike but for the last but one, which it does not look at before."""
+    reader = SourceRows(Source(lambda row: other if row == 18 else usual, 20))
+    return reader._read(np.arange(16, 20))[0]
+
+
+def test_values_that_fit_the_type_of_the_first_rows_take_it():
+    for usual, other in (
+        (np.uint8(7), np.uint16(255)),
+        (np.int32(7), np.int64(-5)),
+        (np.float32(1), np.float64("inf")),
+    ):
+        read = rows_but_one(usual, other)
+        assert read.dtype == usual.dtype and read.tolist() == [usual, usual, other, usual]
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [(np.uint8(7), np.uint16(256)), (np.int32(7), np.int64(2**31)), (np.float16(1), np.float32(1e6))],
+    ids=["uint8", "int32", "float16"],
+)
+def test_values_that_the_type_of_the_first_rows_cannot_hold_are_refused(usual, other):
+    with pytest.raises(RuntimeError) as error:
+        rows_but_one(usual, other)
+    sentence = (
+        f"Row 18 of the Source given has an entry of {other.dtype.name} [] where the first rows have {usual.dtype}"
+    )
+    assert sentence in str(error.value.__cause__)
