@@ -115,6 +115,7 @@ class Source:
             is_cached=is_cached,
         )
         self._dataset, self._feed = opened.dataset, opened.feed
+        self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
         if self._feed is not None:
             self._feed.oldest_place = lambda: self.batches_taken
             if may_go_back:
@@ -155,7 +156,7 @@ class Source:
         return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
 
     def batches_per_epoch(self) -> int:
-        """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length to count them.
+        """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length once.
 
         Raises:
             ValueError: if the data is endless or empty.
@@ -164,7 +165,7 @@ class Source:
             return self._steps_per_epoch
         num_batches = self.info.num_batches
         if num_batches is None and not self.layout.is_split and self._feed is None:  # a generator may never end
-            num_batches = count_batches(self._dataset)
+            num_batches = self._count_batches()
             if not num_batches:
                 raise ValueError(EMPTY_DATASET)
         if num_batches is None or self.info.is_endless:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from distloop.data.make_dataset import make_dataset
 from distloop.data.opening import WorkerContext
 from distloop.data.source import Source
+from distloop.training.run_length import make_units
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
 from tests.python_batches import Numbers, three
 
@@ -228,6 +229,18 @@ def test_a_known_batch_size_decides_whether_to_pad(batch_size, is_padded):
 @pytest.mark.parametrize("make", [lambda d: d, of_unknown_length], ids=["known", "unknown"])
 def test_an_epoch_is_counted(make):
     assert Source(make(numbers(10, 4)), ONE).batches_per_epoch() == 3
+
+
+@pytest.mark.parametrize("length", ["3 epochs", 2])
+def test_a_dataset_of_unknown_length_is_counted_once(length, monkeypatch):
+    counted = []
+    monkeypatch.setattr("distloop.data.source.count_batches", lambda dataset: counted.append(dataset) or 3)
+    source = Source(of_unknown_length(numbers(10, 4)), ONE)
+    units = make_units(source, length)
+    assert units.run.steps == (9 if length == "3 epochs" else 2) and len(counted) == (length == "3 epochs")
+    assert units.period("1 epoch").steps == 3 and source.batches_per_epoch() == 3
+    source.set_microbatches(2)
+    assert source.batches_per_epoch() == 3 and len(counted) == 1
 
 
 def test_counting_an_epoch_leaves_the_place():
