@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import DiskColumn, is_on_disk
+from distloop.data.columns import DIGITS, DiskColumn, is_on_disk
 from distloop.data.examples import as_example, common_spec, describe
 from distloop.data.padding import pad_row, pad_rows
 from distloop.distributed.devices import HOST
@@ -99,6 +99,8 @@ class ArrayRows:
     def describe_change(self, fingerprint: str) -> str:
         """Returns how the arrays on disk differ from those of a fingerprint, as a part of a sentence."""
         digests = fingerprint.split(":")
+        if any(len(digest) != DIGITS for digest in digests):
+            return "the source is another one"
         if len(digests) != len(self._on_disk):
             return f"{len(digests)} of its arrays were on disk, and {len(self._on_disk)} are"
         names = [c.name for c, digest in zip(self._on_disk, digests, strict=True) if c.digest != digest]
