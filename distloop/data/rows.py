@@ -23,10 +23,10 @@ from distloop.data.padding import pad_row, pad_rows
 from distloop.distributed.devices import HOST
 from distloop.errors import carry
 
+ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
 _NUM_PEEKED = 8  # rows that are looked at before, spread over the source
 _SLOW_SECS = 2e-4  # to read a row, from which on threads share the rows of a batch
 _THREADS = 16
-_ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
 
 
 @dataclasses.dataclass(frozen=True)  # no tuple, into which TensorFlow's structures would look
@@ -160,7 +160,7 @@ class SourceRows:
         self._num_rows = len(source)
         if not self._num_rows:
             raise ValueError(f"The {self._name} given has 0 rows; training needs one at least: check what it reads.")
-        if self._num_rows > _ENDLESS:
+        if self._num_rows > ENDLESS:
             raise ValueError(
                 f"The {self._name} given has no end; make_dataset starts each epoch itself: leave out its repeat()."
             )
@@ -348,14 +348,14 @@ def _column(array: Any) -> Any:
         return DiskColumn(array)
     if hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes)):
         raise ValueError(
-            f"A {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset one source, as "
-            "source['train'] of a dict of sources, or a distloop.Mixture of several."
+            f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset "
+            "one source, as source['train'] of a dict of sources, or a distloop.Mixture of several."
         )
     tensor = tf.constant(np.asarray(array))
     if not tensor.shape.rank:
         raise ValueError(
-            f"A {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of numbers or texts "
-            "into arrays with np.asarray."
+            f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of "
+            "numbers or texts into arrays with np.asarray."
         )
     return tensor
 

@@ -129,7 +129,9 @@ def test_datasets_of_hugging_face_are_sources(format):
     assert sorted(numbers) == list(range(12))
     column = datasets.Dataset.from_dict({"x": [3, 1, 2]})["x"]
     assert next(iter(make_dataset({"x": column}, 3)))["x"].numpy().tolist() == [3, 1, 2]
-    with pytest.raises(ValueError, match=r"A Dataset was given in a structure of arrays .* source\['train'\]"):
+    with pytest.raises(
+        ValueError, match=r"An entry of type Dataset was given in a structure of arrays .* source\['train'\]"
+    ):
         make_dataset(datasets.DatasetDict(train=source), 5)
 
 

@@ -140,8 +140,14 @@ def test_a_source_without_end_is_refused():
     [
         ({"a": np.arange(3), "b": np.arange(2)}, r"Arrays of \[2, 3\] rows were given"),
         ({"a": np.zeros([0, 2])}, r"Arrays of \[0\] rows were given; they need the same number, 1 at least"),
-        ({"a": [1, 2]}, "A int was given in a structure of arrays .*: turn lists of numbers or texts into arrays"),
-        ({"train": Source(lambda row: row)}, r"A Source was given in a structure .* as source\['train'\] of a dict"),
+        (
+            {"a": [1, 2]},
+            "An entry of type int was given in a structure of arrays .*: turn lists of numbers or texts into arrays",
+        ),
+        (
+            {"train": Source(lambda row: row)},
+            r"An entry of type Source was given in a structure .* as source\['train'\] of a dict",
+        ),
     ],
 )
 def test_what_are_no_arrays_of_one_length_is_refused(arrays, words):
