@@ -41,7 +41,7 @@ def augmented(source):
         return {**batch, "x": tf.ensure_shape(x, [None, 8])}
 
     given = []
-    return distloop.make_dataset(source, 16, shuffle=True, seed=3, map_fn=augment).map(watch), given
+    return distloop.make_dataset(source, 16, shuffle=True, seed=3, map_fn=augment).map_rows(watch), given
 
 
 def save_at(trainer, step):

@@ -210,6 +210,17 @@ def position(make, workdir):
     return many_rows.over_the_end_of_an_epoch(trainer, path, begins_at)
 
 
+def mixed_rows(make, workdir):
+    """A function over batches mixes rows of all workers."""
+
+    def mix(batch):
+        return {**batch, "x": 0.75 * batch["x"] + 0.25 * tf.reverse(batch["x"], [0])}
+
+    trainer = make(classifier())
+    trainer.fit(batches(shuffle=True).map(mix), steps=5)
+    return weights(trainer)
+
+
 def rollback(make, workdir):
     def poison(number, batch):
         is_bad = (number == 13) & (tf.range(16) == 15)  # a row in the last worker's shard
@@ -508,6 +519,7 @@ SCENARIOS = [
     resume,
     elastic,
     position,
+    mixed_rows,
     rollback,
     evaluation,
     prediction,

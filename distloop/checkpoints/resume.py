@@ -177,7 +177,7 @@ class RunCheckpoints:
         if (saved := self._saved) is not None:
             _require_same_virtual_replicas(saved, self._state)
             is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
-            if not is_over and source.save_position() != saved.notes["input"]:
+            if not is_over and (source.is_astray or source.save_position() != saved.notes["input"]):
                 source.restore_position(saved.notes["input"])
             action_state.restore(actions, saved.notes["actions"])
             window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")

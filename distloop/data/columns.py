@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+DIGITS = 8  # of a column's digest
 _NUM_DIGESTED = 32  # rows of which a digest is made, spread over the array
 
 
@@ -81,7 +82,7 @@ class DiskColumn:
     @functools.cached_property
     def digest(self) -> str:
         """Eight digits that depend on type, shape and some rows, so that another file in its place is noticed."""
-        digest = hashlib.blake2b(f"{self._dtype} {tuple(self._array.shape)}".encode(), digest_size=4)
+        digest = hashlib.blake2b(f"{self._dtype} {tuple(self._array.shape)}".encode(), digest_size=DIGITS // 2)
         for row in np.unique(np.linspace(0, len(self) - 1, _NUM_DIGESTED, dtype=np.int64)):
             value = self.read(row[None])
             digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())

@@ -71,7 +71,8 @@ def trace(map_fn: ExampleMap, example_spec: Any) -> TracedMap:
 
     Raises:
         NotTraceable: if tracing fails.
-        ValueError: if it draws random numbers that do not come from its seed, which a resumed run could not repeat.
+        ValueError: if it draws random numbers that do not come from its seed, which a resumed run could not repeat, or
+            returns None.
     """
     states, function = _states_of_python(), graph_function(map_fn, autograph=True)
     try:
@@ -86,6 +87,9 @@ def trace(map_fn: ExampleMap, example_spec: Any) -> TracedMap:
             f"map_fn draws from {what}, which a resumed run cannot repeat: draw from the seed it gets, as in "
             "tf.image.stateless_random_crop(image, size, seed) or np.random.default_rng(seed)."
         )
+    if any(entry is None for entry in tf.nest.flatten(traced.structured_outputs)):
+        what = "None" if traced.structured_outputs is None else "an example with None in it"
+        raise ValueError(f"map_fn returned {what}; its examples hold tensors: let it return the example to train on.")
     spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs)
     return TracedMap(function, spec)
 

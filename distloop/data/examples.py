@@ -67,7 +67,9 @@ def _common_spec(name: str, arrays: tuple[np.ndarray, ...]) -> tf.TensorSpec:
 
 
 def describe(example: Any) -> str:
-    """Returns types and shapes of an example, for a sentence."""
+    """Returns types and shapes of an example, or of the spec of one, for a sentence."""
+    if isinstance(example, tf.TensorSpec):
+        return f"{example.dtype.name} {example.shape.as_list()}"
     if isinstance(example, np.ndarray):
         is_other = example.dtype == object and not example.ndim and not isinstance(example.item(), (str, bytes))
         return type(example.item()).__name__ if is_other else f"{example.dtype.name} {list(example.shape)}"

@@ -31,10 +31,7 @@ class Feed:
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself, as it seeks or cannot start again.
         oldest_place: returns the first batch whose state may still be asked for.
-        share: unused; every worker reads whole batches.
     """
-
-    share: Any = None
 
     def __init__(self, reader: Reader, *, repeat: bool, map_batch: Callable[..., Any] | None = None):
         """Reads the first two batches.

@@ -108,12 +108,15 @@ def inspect(
         is_padded = bool(workers.gather(strategy, is_padded or num_missing > 0).any())
     batch_size = batch_size or (None if is_split else _find_batch_size(dataset))
     sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
+    padded_rows = min_rows if is_padded and static_size is None else 0
     if not (is_sharded or is_split):  # all workers read the same
         facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
         workers.require_same(strategy, "read a dataset", facts)
     return DataInfo(
         dataset.element_spec,
-        Layout(is_split, is_padded, is_sharded, _max_replica_rows(sizes, turns, strategy, is_sharded), turns),
+        Layout(
+            is_split, is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns
+        ),
         num_batches,
         num_missing,
         min_rows,
@@ -179,9 +182,16 @@ def _replica_batch_sizes(batch_size: int, replicas: int, min_rows: int) -> tuple
 
 
 def _max_replica_rows(
-    sizes: tuple[int, ...], turns: int, strategy: tf.distribute.Strategy, is_sharded: bool
+    sizes: tuple[int, ...], turns: int, padded_rows: int, strategy: tf.distribute.Strategy, is_sharded: bool
 ) -> int | None:
-    """Returns the largest number of rows that a replica of any worker takes.
+    """Returns the largest number of rows that a replica of any worker takes, without padding.
+
+    Args:
+        sizes: rows of a whole batch that each (virtual) replica takes.
+        turns: the virtual replicas that each replica runs.
+        padded_rows: the rows below which a batch that is no whole one is padded; 0: there is none.
+        strategy: of the replicas.
+        is_sharded: whether each worker has batches of its own.
 
     Returns:
         None if unknown, or if no collective needs it, since each number costs a trace.
@@ -189,6 +199,8 @@ def _max_replica_rows(
     if not strategies.uses_collectives(strategy):
         return None
     most = max((sum(sizes[i : i + turns]) for i in range(0, len(sizes), turns)), default=0)
+    for rows in range(1, min(padded_rows, sum(sizes))):  # the first replica may take all of them, before their copies
+        most = max(most, min(rows, math.lcm(rows, padded_rows) * turns // len(sizes)))
     if is_sharded:
         rows_by_worker = workers.gather(strategy, most)
         most = 0 if 0 in rows_by_worker else int(rows_by_worker.max())

@@ -5,6 +5,7 @@
 It does not know replicas or places in the data.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,11 +63,13 @@ def make_dataset(
         The dataset: shuffled, mapped, batched, prefetched.
 
     Raises:
-        ValueError: if arrays differ in length, the source has no rows or is none of these, `map_fn` draws random
-            numbers that do not come from its seed, `lengths` do not fit the source, or `shuffle=True` is given with a
-            dataset of unknown length.
+        ValueError: if a size or the seed is no integer, arrays differ in length, the source has no rows or is none of
+            these, `map_fn` draws random numbers that do not come from its seed, `lengths` do not fit the source, or
+            `shuffle=True` is given with a dataset of unknown length.
     """
     sizes = by_batch(batch_size, "batch_size") if isinstance(batch_size, Mapping) else {0: batch_size}
+    sizes = {batch: _as_int(size, "batch_size") for batch, size in sizes.items()}
+    seed = _as_int(seed, "seed")
     if min(sizes.values()) < 1:
         raise ValueError(f"batch_size={batch_size} was given; a batch has one row at least.")
     if not 0 <= seed < 2**31:
@@ -103,6 +106,14 @@ def make_dataset(
             f"The {order.num_rows} rows given are no whole batch of {batch_size}: set drop_remainder=False."
         )
     return NumberedDataset(reader, order if row_lengths is None else by_length(order, row_lengths, pad_to), apply)
+
+
+def _as_int(value: Any, name: str) -> int:
+    """Returns an integer of any kind, such as NumPy's, as one of Python's, which JSON can hold."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name}={value!r} was given; it takes an integer, such as {name}=64.") from error
 
 
 def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:

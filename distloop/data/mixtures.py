@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.examples import describe
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
 
 _MOST_SLOTS = 10_000  # of a block
@@ -211,8 +212,8 @@ def _common_spec(readers: Mapping[str, ArrayRows | SourceRows]) -> Any:
             spec = tf.nest.map_structure(_either, spec, other.spec)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"The examples of {first!r} are {_describe(reader.spec)} and those of {name!r} are "
-                f"{_describe(other.spec)}: all sources of a Mixture have examples of the same structure, types and "
+                f"The examples of {first!r} are {describe(reader.spec)} and those of {name!r} are "
+                f"{describe(other.spec)}: all sources of a Mixture have examples of the same structure, types and "
                 "numbers of axes."
             ) from error
     return spec
@@ -223,11 +224,3 @@ def _either(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
         raise ValueError
     axes = zip(one.shape.as_list(), other.shape.as_list(), strict=True)
     return tf.TensorSpec([size if size == also else None for size, also in axes], one.dtype)
-
-
-def _describe(spec: Any) -> str:
-    if isinstance(spec, tf.TensorSpec):
-        return f"{spec.dtype.name} {spec.shape.as_list()}"
-    if isinstance(spec, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_describe(part)}" for name, part in spec.items()) + "}"
-    return "(" + ", ".join(_describe(part) for part in spec) + ")"

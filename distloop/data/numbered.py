@@ -21,6 +21,7 @@ from distloop.data.order import Order, example_seeds
 from distloop.data.rows import Uneven
 from distloop.log import log
 
+_OTHER_SIZE = "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples."
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
 _MOST_EPOCHS = 2**31
 _do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
@@ -51,6 +52,7 @@ class NumberedDataset(tf.data.Dataset):
 
     Attributes:
         order: which examples are in a batch.
+        mixes_rows: whether a function over batches may make a row from others of its batch.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class NumberedDataset(tf.data.Dataset):
         order: Order | MixedOrder,
         apply: TracedMap | None,
         maps: tuple[Callable[[tf.data.Dataset], tf.data.Dataset], ...] = (),
+        mixes_rows: bool = False,
     ):
         """Remembers its parts; a pipeline is built when it is read.
 
@@ -67,8 +70,9 @@ class NumberedDataset(tf.data.Dataset):
             order: which examples are in a batch.
             apply: changes the examples of a batch, by their seeds; None: nothing does.
             maps: what `map` adds to a pipeline of batches, in their order.
+            mixes_rows: whether one of them may make a row from others of its batch.
         """
-        self.order = order
+        self.order, self.mixes_rows = order, mixes_rows
         self._reader, self._apply, self._maps = reader, apply, maps
         self._uses_seeds = apply is not None or reader.uses_seeds
         self._batch_size = order.batch_size  # for `info`, as tf.data's own datasets
@@ -81,7 +85,7 @@ class NumberedDataset(tf.data.Dataset):
         Args:
             first: the number, counted from 0 over all epochs.
             repeat: whether epochs follow without end; else the epoch of the first batch is the last.
-            share: the rows to read; None: all.
+            share: the rows to read, if functions over batches need no others; None: all.
         """
         per_epoch = self.order.batches_per_epoch
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
@@ -118,7 +122,12 @@ class NumberedDataset(tf.data.Dataset):
 
     def map(self, map_func: Callable[..., Any], *args: Any, **kwargs: Any) -> "NumberedDataset":
         """Returns the dataset with a function applied to each batch, as `tf.data.Dataset.map` does."""
-        return self._with(maps=(*self._maps, lambda dataset: dataset.map(map_func, *args, **kwargs)))
+        maps = (*self._maps, lambda dataset: dataset.map(map_func, *args, **kwargs))
+        return self._with(maps=maps, mixes_rows=True)
+
+    def map_rows(self, map_func: Callable[..., Any]) -> "NumberedDataset":
+        """Returns the dataset with a function applied to each batch that changes each row by itself."""
+        return self._with(maps=(*self._maps, lambda dataset: dataset.map(map_func)))
 
     def take(self, count: int, name: str | None = None) -> tf.data.Dataset:
         """Returns the first batches of each epoch."""
@@ -135,7 +144,7 @@ class NumberedDataset(tf.data.Dataset):
 
     def _with(self, **changes: Any) -> "NumberedDataset":
         parts = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
-        return NumberedDataset(**(parts | changes))
+        return NumberedDataset(**(parts | {"mixes_rows": self.mixes_rows} | changes))
 
     def _read(self, batches: tf.data.Dataset, share: Share | None = None) -> tf.data.Dataset:
         """Returns the batches with some numbers."""
@@ -244,6 +253,10 @@ class NumberedFeed:
         self.oldest_place: Callable[[], int] = lambda: 0
         self._data, self._repeat = data, repeat
 
+    def read_share(self, share: Share) -> None:
+        """Reads some rows of each batch alone, unless a function over batches may need the others."""
+        self.share = None if self._data.mixes_rows else share
+
     def require_restart(self) -> None:
         """Does nothing: the data can be read again from any batch."""
 
@@ -283,10 +296,11 @@ def convert_place(
     describe_change: Callable[[str], str] | None = None,
     batch_at: Callable[[int], int] | None = None,
 ) -> Mapping[str, Any]:
-    """Returns a place from `Source.save_position` in batches of another size; a warning names both sizes.
+    """Returns a place from `Source.save_position` in other batches, or in epochs of another length; a warning says so.
 
     The order of the examples does not depend on the batch size. No example is left out: the place is the last batch
-    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more.
+    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more. A place
+    behind the end of a shorter epoch is the start of the next one.
 
     Args:
         place: as it was saved.
@@ -322,22 +336,40 @@ def convert_place(
             f"The run cannot go on at its place in the data, as {change}: give the data and the seed that it began "
             "with, or begin another run in a new workdir (from these weights, with init_from)."
         )
+    if batch_at is None:
+        return _in_other_epochs(place, facts)
+    saved_size, batch_size = place["batch_size"], facts["batch_size"]
+
+    def converted(num_batches: int) -> int:  # exact unless batches to skip are beyond a change of the size
+        return batch_at(place["examples"] + (num_batches - place["batches"]) * saved_size)
+
+    if (batches := converted(place["batches"])) == place["batches"]:
+        return place
+    log.warning(_OTHER_SIZE, saved_size, batch_size, batches)
+    return {**place, "batches": batches, "skipped": [converted(number) for number in place["skipped"]]}
+
+
+def _in_other_epochs(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a place in epochs of other batches: in the same epoch, at the same examples."""
     saved_size, batch_size = place.get("batch_size"), facts.get("batch_size")
-    if not batch_size or not saved_size or (saved_size == batch_size and batch_at is None):
+    saved_count: Any = place.get("batches_per_epoch")
+    count: Any = facts.get("batches_per_epoch")
+    if not batch_size or not saved_size or (saved_size == batch_size and saved_count in (count, None)):
         return place
-    num_rows = facts["num_rows"]
+    if saved_count is None:  # of a version that did not save it, and had no limit
+        saved_count, count = (math.ceil(facts["num_rows"] / size) for size in (saved_size, batch_size))
 
-    def converted(num_batches: int) -> int:
-        if batch_at is not None:  # exact unless batches to skip are beyond a change of the size
-            return batch_at(place["examples"] + (num_batches - place["batches"]) * saved_size)
-        epoch, batch = divmod(num_batches, math.ceil(num_rows / saved_size))
-        return epoch * math.ceil(num_rows / batch_size) + batch * saved_size // batch_size
+    def converted(num_batches: int) -> tuple[int, int]:
+        epoch, batch = divmod(num_batches, saved_count)
+        return epoch * count, min(batch * saved_size // batch_size, count)
 
-    batches, skipped = converted(place["batches"]), [converted(number) for number in place["skipped"]]
-    if batch_at is not None and batches == place["batches"]:
-        return place
-    log.warning(
-        "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples.",
-        *(saved_size, batch_size, batches),
-    )
-    return {**place, "batches": batches, "skipped": skipped, "batch_size": batch_size}
+    batches = sum(converted(place["batches"]))
+    skipped = [sum(found) for found in map(converted, place["skipped"]) if found[1] < count]  # others are in no batch
+    if saved_size != batch_size:
+        log.warning(_OTHER_SIZE, saved_size, batch_size, batches)
+    else:
+        log.warning(
+            "The checkpoint's epochs had %d batches, these have %d: going on at batch %d, in the same epoch.",
+            *(saved_count, count, batches),
+        )
+    return {**place, "batches": batches, "skipped": skipped}

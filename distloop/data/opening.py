@@ -72,7 +72,7 @@ def open_data(
         worker: the index of this one.
         repeat: whether a feed starts again at the end of the data.
         shuffle_seed: of the order of a `PyDataset`'s batches; None: by their numbers.
-        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+        map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
         limit: the most batches in a pass; 0: all.
         is_cached: whether each pass repeats the batches of the first one.
 
@@ -92,7 +92,7 @@ def open_data(
         )
     map_batch = map_batch and tf.autograph.experimental.do_not_convert(map_batch)
     if isinstance(data, NumberedDataset):
-        data = data if map_batch is None else data.map(map_batch)
+        data = data if map_batch is None else data.map_rows(map_batch)
         data = data.take(limit) if limit else data
         data = data.first_pass_again() if is_cached else data
         return OpenedData(data, NumberedFeed(data, repeat), takes_context, begins_anywhere=True)

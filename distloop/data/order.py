@@ -96,7 +96,7 @@ class Order:
 
     def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a place depends on beside the rows and their order, for JSON."""
-        return {} if self.limit else {"batch_size": self.batch_size}
+        return {"batch_size": self.batch_size, "batches_per_epoch": self.batches_per_epoch}
 
 
 def permute(

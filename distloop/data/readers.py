@@ -18,12 +18,12 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
+from distloop.data.rows import ENDLESS
 from distloop.log import log
 
 READ_AGAIN = "a resumed run reads it again up to its place, which is exact if it gives the same batches each time"
 
 _NUM_PEEKED = 2  # batches that are looked at before
-_ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
 
 
 class Reader(NamedTuple):
@@ -121,7 +121,7 @@ def read_iterable(data: Any) -> Reader:
     length: float | None = None
     with contextlib.suppress(TypeError, NotImplementedError):  # such as a DataLoader of an IterableDataset
         length = len(data)
-    if length is not None and length > _ENDLESS:
+    if length is not None and length > ENDLESS:
         length = math.inf
     is_map_dataset = hasattr(data, "to_iter_dataset")
     endless = data.repeat() if is_map_dataset and length != math.inf else data
@@ -165,8 +165,8 @@ def reader_of_passes(open_pass: Callable[[int, bool], Iterator[Any]], num_batche
                 return
             if is_empty:
                 raise ValueError(
-                    f"The data given had no batch when it was read for the {epoch + 1}. time: give an object that "
-                    "starts anew whenever it is read, such as a function that returns a new generator."
+                    f"Pass {epoch + 1} over the data had no batch: give an object that starts anew whenever it is "
+                    "read, such as a function that returns a new generator."
                 )
             state, epoch = None, epoch + 1
             batches = open_pass(epoch, repeat)

@@ -115,7 +115,10 @@ class Records:
         """
         if fingerprint == self.fingerprint:
             return ""
-        (_, num_then, then), (_, num_now, now) = (text.split(":") for text in (fingerprint, self.fingerprint))
+        (whole, num_now, now), parts = self.fingerprint.split(":"), fingerprint.split(":")
+        if len(parts) != 3 or len(parts[0]) != len(whole):
+            return "the source is another one"
+        _, num_then, then = parts
         if num_then != num_now:
             return f"there were {num_then} files, and there are {num_now}"
         digests = [[text[i : i + _DIGITS] for i in range(0, len(text), _DIGITS)] for text in (then, now)]

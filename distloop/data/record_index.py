@@ -138,6 +138,8 @@ def _store(path: str, index: Index) -> None:
         with replacing(path) as temporary, open(temporary, "wb") as file:
             file.write(data)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not is_url(path):
+            return  # another host took the temporary file for what a killed process left, and writes an index itself
         log.warning(
             "The index %r cannot be written (%s), so each start reads the headers of the shards again: name a "
             "directory for it by open_records(..., index_dir=...).",

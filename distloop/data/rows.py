@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import DiskColumn, is_on_disk
+from distloop.data.columns import DIGITS, DiskColumn, is_on_disk
 from distloop.data.examples import as_example, common_spec, describe
 from distloop.data.padding import pad_row, pad_rows
 from distloop.distributed.devices import HOST
 from distloop.errors import carry
 
+ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
 _NUM_PEEKED = 8  # rows that are looked at before, spread over the source
 _SLOW_SECS = 2e-4  # to read a row, from which on threads share the rows of a batch
 _THREADS = 16
-_ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
 
 
 @dataclasses.dataclass(frozen=True)  # no tuple, into which TensorFlow's structures would look
@@ -99,6 +99,8 @@ class ArrayRows:
     def describe_change(self, fingerprint: str) -> str:
         """Returns how the arrays on disk differ from those of a fingerprint, as a part of a sentence."""
         digests = fingerprint.split(":")
+        if any(len(digest) != DIGITS for digest in digests):
+            return "the source is another one"
         if len(digests) != len(self._on_disk):
             return f"{len(digests)} of its arrays were on disk, and {len(self._on_disk)} are"
         names = [c.name for c, digest in zip(self._on_disk, digests, strict=True) if c.digest != digest]
@@ -158,7 +160,7 @@ class SourceRows:
         self._num_rows = len(source)
         if not self._num_rows:
             raise ValueError(f"The {self._name} given has 0 rows; training needs one at least: check what it reads.")
-        if self._num_rows > _ENDLESS:
+        if self._num_rows > ENDLESS:
             raise ValueError(
                 f"The {self._name} given has no end; make_dataset starts each epoch itself: leave out its repeat()."
             )
@@ -224,8 +226,7 @@ class SourceRows:
         """Returns the entry of all rows as one array, or as the parts of an `Uneven`."""
         dtype = spec.dtype.as_numpy_dtype
         for row, array in zip(rows, column, strict=True):
-            is_of_type = array.dtype.kind == np.dtype(dtype).kind or not array.size
-            if not is_of_type or not spec.shape.is_compatible_with(array.shape):
+            if not _holds(np.dtype(dtype), array) or not spec.shape.is_compatible_with(array.shape):
                 raise ValueError(
                     f"{self._row_name(row)} has an entry of {array.dtype.name} {list(array.shape)} where "
                     f"the first rows have {spec.dtype.name} {spec.shape.as_list()}: rows share their types, and their "
@@ -313,6 +314,17 @@ def spread(count: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, _NUM_PEEKED, dtype=np.int64))
 
 
+def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
+    """Returns whether a type has the kind of an array, and holds its integers, and its floats but for their digits."""
+    if array.dtype == dtype or not array.size:
+        return True
+    if array.dtype.kind != dtype.kind:
+        return False
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    return bool(np.all(np.isinf(cast) <= np.isinf(array)) if dtype.kind == "f" else np.array_equal(cast, array))
+
+
 def _unreadable(what: str, error: Exception) -> ValueError:
     return ValueError(f"{what} could not be read ({type(error).__name__}: {error}).")
 
@@ -336,14 +348,14 @@ def _column(array: Any) -> Any:
         return DiskColumn(array)
     if hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes)):
         raise ValueError(
-            f"A {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset one source, as "
-            "source['train'] of a dict of sources, or a distloop.Mixture of several."
+            f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset "
+            "one source, as source['train'] of a dict of sources, or a distloop.Mixture of several."
         )
     tensor = tf.constant(np.asarray(array))
     if not tensor.shape.rank:
         raise ValueError(
-            f"A {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of numbers or texts "
-            "into arrays with np.asarray."
+            f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of "
+            "numbers or texts into arrays with np.asarray."
         )
     return tensor
 

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
     is_padded: bool  # whether the iterator's elements are `Batch`es, whose size says how many rows count
     is_sharded: bool = False  # whether each worker reads a shard of the data, so that its batches are its own
-    max_replica_rows: int | None = None  # of a whole batch, on any worker, if known; for collectives
+    max_replica_rows: int | None = None  # of any batch, on any worker, if known; for collectives
     turns: int = 1  # the virtual replicas that each replica runs
 
 

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from distloop.data.arrays import Arrays, as_dataset
 from distloop.data.copies import fresh_copy
-from distloop.data.info import count_batches, inspect
+from distloop.data.info import DataInfo, count_batches, inspect
 from distloop.data.iterators import iterate
-from distloop.data.numbered import Share
+from distloop.data.numbered import NumberedFeed, Share
 from distloop.data.opening import open_data
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
@@ -51,6 +51,7 @@ class Source:
         info: what is known about the data.
         layout: what tracing needs to know about the batches.
         batches_taken: how many batches the iterator has given since the first one.
+        is_astray: whether it may have given others, too, as a loop failed; `restore_position` puts it right.
         skipped_batches: the numbers, from 0, of batches to leave out of training.
         asked_for: the arguments of `fit` that it serves, to recognize them.
         resume: how a resumed run gets to its place in batches that Python makes; empty for other data.
@@ -91,14 +92,14 @@ class Source:
             batch_size: of arrays, the examples in a global batch.
             shuffle_seed: of arrays, the seed of the order, which changes each epoch; None: the order given.
             steps_per_epoch: the batches of an epoch; None: those of a pass.
-            map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+            map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
             asked_for: the arguments of `fit` that it serves, to recognize them.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
         self.data, self.asked_for = data, asked_for
-        self.batches_taken = 0
+        self.batches_taken, self.is_astray = 0, False
         self.skipped_batches: set[int] = set()
         self._strategy = strategy
         self._repeat, self._steps_per_epoch = repeat, steps_per_epoch
@@ -114,6 +115,7 @@ class Source:
             is_cached=is_cached,
         )
         self._dataset, self._feed = opened.dataset, opened.feed
+        self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
         if self._feed is not None:
             self._feed.oldest_place = lambda: self.batches_taken
             if may_go_back:
@@ -138,13 +140,13 @@ class Source:
         self._iterator: Any = None
         self.behind = Behind(None, 0)
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
-        if self._feed is not None and self._num_workers > 1 and not self.layout.is_sharded:
-            self._feed.share = Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows)
+        if isinstance(self._feed, NumberedFeed) and self._num_workers > 1 and not self.layout.is_sharded:
+            self._feed.read_share(Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows))
 
     @property
     def reads_own_rows(self) -> bool:
         """Whether this worker reads the rows of its own replicas alone."""
-        return self._feed is not None and self._feed.share is not None
+        return isinstance(self._feed, NumberedFeed) and self._feed.share is not None
 
     def seen(self) -> dict[str, float]:
         """Returns the epochs up to the place, if their length is known, and a mixture's examples of each source."""
@@ -154,7 +156,7 @@ class Source:
         return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
 
     def batches_per_epoch(self) -> int:
-        """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length to count them.
+        """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length once.
 
         Raises:
             ValueError: if the data is endless or empty.
@@ -163,7 +165,7 @@ class Source:
             return self._steps_per_epoch
         num_batches = self.info.num_batches
         if num_batches is None and not self.layout.is_split and self._feed is None:  # a generator may never end
-            num_batches = count_batches(self._dataset)
+            num_batches = self._count_batches()
             if not num_batches:
                 raise ValueError(EMPTY_DATASET)
         if num_batches is None or self.info.is_endless:
@@ -226,6 +228,11 @@ class Source:
         ahead = [batch - self.batches_taken for batch in self.skipped_batches if batch > self.batches_taken]
         return min([*ahead, *([] if left is None else [left])], default=None)
 
+    def lose_place(self, num_taken: int) -> None:
+        """Notes that a loop failed after some batches, so that the iterator may be further."""
+        self.batches_taken += num_taken
+        self.is_astray = True
+
     def save_position(self) -> dict[str, Any]:
         """Returns the place in the data for JSON: the number of batches taken and the batches to skip.
 
@@ -245,6 +252,7 @@ class Source:
         position = position if self._feed is None else self._feed.convert(position)
         self._may_go_back |= self._iterator is not None and not self.layout.is_split
         self.batches_taken = taken = position["batches"]
+        self.is_astray = False
         self.skipped_batches = set(position["skipped"])
         if self.layout.is_split:
             num_behind = taken if self._left_of_pass() is None else taken % int(self.info.num_batches or 1)
@@ -266,19 +274,10 @@ class Source:
 
     def _pipeline(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a dataset with all that training needs: checked, padded, repeated, prefetched."""
-        spec, num_missing = self.info.element_spec, self.info.num_missing_batches
         # Asked for its options, data by number would build the pipeline of a whole pass, which training does not read.
         options = (self._dataset if self._starting_feed is None else dataset).options()
-        if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
-            dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
-        if self.layout.is_padded:
-            dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), self.info.min_rows)))
-        if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
-            filler = next(iterate(dataset))._replace(size=tf.constant(0))
-            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
-        if self._repeat and self._starting_feed is None:
-            dataset = dataset.repeat()
-        return _with_private_threads(dataset.prefetch(tf.data.AUTOTUNE), options)
+        dataset = _prepared(dataset, self.info, repeat=self._repeat and self._starting_feed is None)
+        return _with_private_threads(dataset, options)
 
     def _left_of_pass(self) -> int | None:
         """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""
@@ -293,6 +292,19 @@ class Source:
         if not num_read:
             self._iterator = None
         return int(self.info.num_batches) - num_read
+
+
+def _prepared(dataset: tf.data.Dataset, info: DataInfo, *, repeat: bool) -> tf.data.Dataset:
+    """Returns a dataset checked, padded, repeated and prefetched."""
+    spec, num_missing = info.element_spec, info.num_missing_batches
+    if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
+        dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
+    if info.layout.is_padded:
+        dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), info.min_rows)))
+    if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
+        filler = next(iterate(dataset))._replace(size=tf.constant(0))
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
+    return (dataset.repeat() if repeat else dataset).prefetch(tf.data.AUTOTUNE)
 
 
 def _with_private_threads(dataset: tf.data.Dataset, user_options: tf.data.Options) -> tf.data.Dataset:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.tree_sums import tree_sum
+from distloop.errors import require
 
 T = TypeVar("T")
 
@@ -214,9 +215,16 @@ def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distrib
 
 
 def _all_gather_padded(rows: tf.Tensor, counts: tf.Tensor, max_rows: int) -> tf.Tensor:
-    """Returns the rows of all replicas, of which none has more than `max_rows`."""
+    """Returns the rows of all replicas; reading them fails if one has more than `max_rows`."""
+    fits = require(
+        tf.shape(rows)[0] <= max_rows,
+        f"A replica takes more rows of a batch than the first batches told; on several workers or GPUs, what is "
+        f"gathered from all replicas needs batches of which each replica takes {max_rows} at most: let no batch be "
+        "larger than the first.",
+    )
     # TensorFlow's collectives need the same shape in all steps of a loop: pad, gather, cut the padding out.
-    missing = tf.concat([max_rows - tf.shape(rows)[:1], tf.shape(rows)[1:]], 0)
+    num_missing = tf.where(fits, max_rows - tf.shape(rows)[:1], 0)
+    missing = tf.concat([num_missing, tf.shape(rows)[1:]], 0)
     padded = all_gather(tf.concat([rows, tf.zeros(missing, rows.dtype)], 0))  # [R * max_rows, ...]
     return tf.boolean_mask(padded, tf.reshape(tf.sequence_mask(counts, max_rows), [-1]))
 

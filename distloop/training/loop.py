@@ -217,6 +217,7 @@ class TrainLoop:
                     secs=secs,
                 )
         except tf.errors.OpError as error:
+            source.lose_place(int(self._state.step) - step)
             if isinstance(error, tf.errors.ResourceExhaustedError):
                 if self._halving is not None and self._halving.halve(source):
                     self.trace_again()

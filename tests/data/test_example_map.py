@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data import example_map
+from tests.problems import refused
 
 SPEC = {"x": tf.TensorSpec([2], tf.float32)}
 
@@ -35,3 +36,10 @@ def test_a_function_that_draws_without_its_seed_is_refused(draw):
 def test_a_function_of_python_is_not_traceable():
     with pytest.raises(example_map.NotTraceable):
         example_map.trace(lambda example, seed: np.asarray(example["x"]).astype(int), SPEC)
+
+
+@pytest.mark.parametrize("returned", [None, {"x": None}], ids=["nothing", "an entry of nothing"])
+def test_a_function_that_returns_none_is_refused(returned):
+    refused(
+        lambda: example_map.trace(lambda example, seed: returned, SPEC), "map_fn returned", "let it return the exam"
+    )

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from distloop.data.info import inspect
 from distloop.data.make_dataset import make_dataset
+from distloop.data.shards import pad, shard_bounds
+from distloop.distributed import strategies
 from tests.problems import mirrored, numbers, of_unknown_length, sizes_1_to_9
 
 ONE = tf.distribute.get_strategy()
@@ -79,3 +81,25 @@ def test_the_length_of_a_pass_is_known_without_reading(dataset, expected):
     info = inspect(dataset, ONE)
     assert info.num_batches == expected
     assert info.is_endless == (expected == math.inf)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "microbatches", "virtual_replicas"), [(8, 1, 0), (8, 3, 0), (8, 1, 8), (3, 1, 0)]
+)
+def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(
+    batch_size, microbatches, virtual_replicas, monkeypatch
+):
+    monkeypatch.setattr(strategies, "uses_collectives", lambda strategy: True)
+    settings = {"microbatches": microbatches, "virtual_replicas": virtual_replicas}
+    info = inspect(numbers(8 * batch_size - 1, batch_size), mirrored(4), **settings)
+
+    def rows_of_replicas(size):
+        """Returns how many rows of a batch of some size each replica has, without padding."""
+        padded = int(tf.shape(pad(tf.range(size), info.min_rows).rows)[0])
+        shards = [shard_bounds(replica, 4, padded) for replica in range(4)]
+        return [min(size, end) - min(size, start) for start, end in shards]
+
+    most = max(max(rows_of_replicas(size)) for size in range(1, batch_size + 1))
+    assert info.layout.max_replica_rows == most
+    whole = inspect(tf.data.Dataset.range(80).batch(16, drop_remainder=True), mirrored(4))
+    assert whole.layout.max_replica_rows == 4

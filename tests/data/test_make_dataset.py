@@ -1,11 +1,14 @@
 """What `make_dataset` takes, and what it refuses."""
 
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset
 from distloop.data.numbered import NumberedDataset
+from tests.problems import refused
 
 
 class Rows:
@@ -126,7 +129,9 @@ def test_datasets_of_hugging_face_are_sources(format):
     assert sorted(numbers) == list(range(12))
     column = datasets.Dataset.from_dict({"x": [3, 1, 2]})["x"]
     assert next(iter(make_dataset({"x": column}, 3)))["x"].numpy().tolist() == [3, 1, 2]
-    with pytest.raises(ValueError, match=r"A Dataset was given in a structure of arrays .* source\['train'\]"):
+    with pytest.raises(
+        ValueError, match=r"An entry of type Dataset was given in a structure of arrays .* source\['train'\]"
+    ):
         make_dataset(datasets.DatasetDict(train=source), 5)
 
 
@@ -160,3 +165,15 @@ def test_a_dataset_of_pytorch_is_a_source():
 
     x, label = next(iter(make_dataset(Pairs(), 4)))
     assert x.numpy()[:, 0].tolist() == [0, 1, 2, 3] and label.numpy().tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("sizes", [np.int64(4), {0: np.int64(4), np.int64(3): np.int32(2)}], ids=["one", "two"])
+def test_integers_of_numpy_can_be_saved(sizes):
+    data = make_dataset(np.arange(10), sizes, shuffle=True, seed=np.int64(3))
+    facts = data.facts_at({"batches": 2})
+    assert json.loads(json.dumps(facts)) == facts and facts["seed"] == 3 and facts["batch_size"] == 4
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 4.0}, {"batch_size": {0: "4"}}, {"batch_size": 4, "seed": None}])
+def test_sizes_and_seeds_that_are_no_integers_are_refused(arguments):
+    refused(lambda: make_dataset(np.arange(10), **arguments), "was given; it takes an integer, such as")

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.copies import fresh_copy
-from distloop.data.numbered import NumberedDataset, Share, convert_place
+from distloop.data.numbered import NumberedDataset, NumberedFeed, Share, convert_place
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.problems import mirrored
@@ -126,6 +126,7 @@ def test_the_place_is_a_few_numbers():
         "batches": 1_000_000,
         "skipped": [],
         "batch_size": 4,
+        "batches_per_epoch": 6,
         "seed": 7,
         "num_rows": 23,
         "order": 1,
@@ -213,3 +214,50 @@ def test_limits_and_overfitting_go_on_at_their_place():
         assert (whole[:2] == whole[2:4]) == ("is_cached" in settings)
         source.restore_position({**source.save_position(), "batches": 3})
         assert [next(source.iterator()).numpy().tolist() for _ in range(3)] == whole[3:]
+
+
+def test_a_function_over_batches_gets_the_rows_of_all_workers():
+    def reversed_rows(batch):
+        return tf.reverse(batch, [0])
+
+    data = distloop.make_dataset(np.arange(10) + 1, 4, shuffle=True)
+    changed = data.map(reversed_rows).take(2)
+    for worker in range(2):
+        feed = NumberedFeed(changed, repeat=True)
+        feed.read_share(Share(worker, 2, min_rows=2))
+        assert feed.share is None
+        assert batches_of(feed.dataset(), 4) == batches_of(changed.starting_at(0), 4)
+        feed = NumberedFeed(data.map_rows(lambda batch: batch * 10), repeat=True)
+        feed.read_share(Share(worker, 2, min_rows=2))
+        assert next(iter(feed.dataset())).numpy().tolist().count(0) == 2  # the other worker's
+
+
+def place_in(batches, size, other_size, drop=False, other_drop=False, limit=0, other_limit=0):
+    """Returns the place that a run of 1000 rows has after some batches, in other batches."""
+
+    def facts(size, drop_remainder, limit):
+        data = distloop.make_dataset(np.arange(1000), size, drop_remainder=drop_remainder)
+        return (data.take(limit) if limit else data).facts_at({})
+
+    place = {"batches": batches, "skipped": [batches - 1], **facts(size, drop, limit)}
+    found = convert_place(place, facts(other_size, other_drop, other_limit))
+    return found["batches"], found["skipped"]
+
+
+def test_a_place_is_the_same_epoch_and_example_in_epochs_of_other_batches(capsys):
+    assert place_in(150, 64, 128, drop=True, other_drop=True) == (70, [])  # the start of epoch 10, and no batch
+    assert place_in(152, 64, 128, drop=True, other_drop=True) == (71, [70])
+    assert place_in(16 * 3, 64, 128) == (8 * 3, [8 * 2 + 7])
+    assert "batches had 64 examples, these have 128: going on at batch 24, at the same" in capsys.readouterr().err
+    assert place_in(15 * 9, 64, 64, drop=True) == (16 * 9, [16 * 8 + 14])
+    assert "epochs had 15 batches, these have 16: going on at batch 144, in the same epoch" in capsys.readouterr().err
+    assert place_in(16 * 9 + 3, 64, 64, other_limit=2)[0] == 2 * 10  # behind the end of the shorter epoch 9
+    assert place_in(2 * 9 + 1, 64, 64, limit=2)[0] == 16 * 9 + 1
+    assert place_in(2 * 9 + 1, 64, 32, limit=2, other_limit=4)[0] == 4 * 9 + 2
+    assert place_in(2 * 9 + 1, 64, 64, limit=2, other_limit=2)[0] == 2 * 9 + 1
+
+
+def test_a_place_of_an_older_version_does_not_know_the_length_of_its_epochs():
+    facts = distloop.make_dataset(np.arange(23), 2, shuffle=True, seed=7).facts_at({})
+    assert convert_place(PLACE, facts)["batches"] == 2 * 5
+    assert convert_place({**PLACE, "batch_size": 2}, facts)["batches"] == 5

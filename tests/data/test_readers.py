@@ -150,7 +150,7 @@ def test_an_iterable_that_cannot_start_again_is_explained():
         def __iter__(self):
             yield from self.batches
 
-    assert "no batch when it was read" in str(failure(Source(Exhausted(), ONE), 4))
+    assert "Pass 2 over the data had no batch: give an object" in str(failure(Source(Exhausted(), ONE), 4))
 
 
 def test_a_pass_begins_in_a_thread_that_python_knows():

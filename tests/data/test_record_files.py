@@ -223,6 +223,11 @@ def test_a_fingerprint_is_that_of_the_records_and_their_order(shards, tmp_path):
     assert len(records.fingerprint) < 40
 
 
+@pytest.mark.parametrize("other", ["0123456789abcdef", "abc", "", "01234567:89abcdef:01234567"])
+def test_the_fingerprint_of_another_kind_of_source_is_that_of_another_one(other, shards):
+    assert distloop.open_records(shards[0]).describe_change(other) == "the source is another one"
+
+
 def test_of_many_files_the_fingerprint_stays_short(tmp_path):
     paths = [tmp_path / str(i) for i in range(33)]
     for path in paths:

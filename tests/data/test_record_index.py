@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import distloop
+from distloop import atomic_files
 from distloop.data import record_index
 from distloop.data.file_ranges import LocalFiles
 from distloop.data.record_index import index_path, open_index
@@ -118,6 +120,19 @@ def test_a_damaged_index_is_made_again(paths, scanned, caplog, damage):
     assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
     assert "damaged: the headers of the shards are read again" in caplog.text
     assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+
+
+def test_an_index_that_another_host_is_writing_is_none(paths, caplog, monkeypatch):
+    @contextlib.contextmanager
+    def removed_before_it_is_renamed(path):
+        with atomic_files.replacing(path) as temporary:
+            yield temporary
+            monkeypatch.setattr(atomic_files, "_is_used", lambda leftover: False)  # as seen from another host
+            atomic_files.remove_leftovers(os.path.dirname(path))
+
+    monkeypatch.setattr(record_index, "replacing", removed_before_it_is_renamed)
+    assert len(distloop.open_records(paths)) == 60
+    assert not os.path.exists(index_path(paths)) and "cannot be written" not in caplog.text
 
 
 def test_an_index_that_cannot_be_written_is_a_warning(paths, scanned, caplog, monkeypatch):

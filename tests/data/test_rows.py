@@ -140,8 +140,14 @@ def test_a_source_without_end_is_refused():
     [
         ({"a": np.arange(3), "b": np.arange(2)}, r"Arrays of \[2, 3\] rows were given"),
         ({"a": np.zeros([0, 2])}, r"Arrays of \[0\] rows were given; they need the same number, 1 at least"),
-        ({"a": [1, 2]}, "A int was given in a structure of arrays .*: turn lists of numbers or texts into arrays"),
-        ({"train": Source(lambda row: row)}, r"A Source was given in a structure .* as source\['train'\] of a dict"),
+        (
+            {"a": [1, 2]},
+            "An entry of type int was given in a structure of arrays .*: turn lists of numbers or texts into arrays",
+        ),
+        (
+            {"train": Source(lambda row: row)},
+            r"An entry of type Source was given in a structure .* as source\['train'\] of a dict",
+        ),
     ],
 )
 def test_what_are_no_arrays_of_one_length_is_refused(arrays, words):
@@ -192,3 +198,41 @@ def test_the_fingerprint_of_a_source_is_a_fact_about_its_order():
     assert SourceRows(source).facts == {}
     source.fingerprint = "abc"
     assert SourceRows(source).facts == {"fingerprint": "abc"}
+
+
+def rows_but_one(usual, other):
+    """Returns what a reader reads of rows that are alike but for the last but one, which it does not look at before."""
+    reader = SourceRows(Source(lambda row: other if row == 18 else usual, 20))
+    return reader._read(np.arange(16, 20))[0]
+
+
+def test_values_that_fit_the_type_of_the_first_rows_take_it():
+    for usual, other in (
+        (np.uint8(7), np.uint16(255)),
+        (np.int32(7), np.int64(-5)),
+        (np.float32(1), np.float64("inf")),
+    ):
+        read = rows_but_one(usual, other)
+        assert read.dtype == usual.dtype and read.tolist() == [usual, usual, other, usual]
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [(np.uint8(7), np.uint16(256)), (np.int32(7), np.int64(2**31)), (np.float16(1), np.float32(1e6))],
+    ids=["uint8", "int32", "float16"],
+)
+def test_values_that_the_type_of_the_first_rows_cannot_hold_are_refused(usual, other):
+    with pytest.raises(RuntimeError) as error:
+        rows_but_one(usual, other)
+    sentence = (
+        f"Row 18 of the Source given has an entry of {other.dtype.name} [] where the first rows have {usual.dtype}"
+    )
+    assert sentence in str(error.value.__cause__)
+
+
+def test_the_fingerprint_of_another_kind_of_source_is_that_of_another_one(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(6))
+    rows = ArrayRows(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    for other in ("0123456789abcdef:2:0123456789ab", "0123456789abcdef", "abc"):
+        assert rows.describe_change(other) == "the source is another one"
+    assert rows.describe_change("01234567:89abcdef") == "2 of its arrays were on disk, and 1 are"

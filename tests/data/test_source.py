@@ -9,7 +9,9 @@ import tensorflow as tf
 from distloop.data.make_dataset import make_dataset
 from distloop.data.opening import WorkerContext
 from distloop.data.source import Source
+from distloop.training.run_length import make_units
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
+from tests.python_batches import Numbers, three
 
 ONE = tf.distribute.get_strategy()
 
@@ -229,6 +231,18 @@ def test_an_epoch_is_counted(make):
     assert Source(make(numbers(10, 4)), ONE).batches_per_epoch() == 3
 
 
+@pytest.mark.parametrize("length", ["3 epochs", 2])
+def test_a_dataset_of_unknown_length_is_counted_once(length, monkeypatch):
+    counted = []
+    monkeypatch.setattr("distloop.data.source.count_batches", lambda dataset: counted.append(dataset) or 3)
+    source = Source(of_unknown_length(numbers(10, 4)), ONE)
+    units = make_units(source, length)
+    assert units.run.steps == (9 if length == "3 epochs" else 2) and len(counted) == (length == "3 epochs")
+    assert units.period("1 epoch").steps == 3 and source.batches_per_epoch() == 3
+    source.set_microbatches(2)
+    assert source.batches_per_epoch() == 3 and len(counted) == 1
+
+
 def test_counting_an_epoch_leaves_the_place():
     source = Source(of_unknown_length(numbers(10, 4)), ONE)
     taken(source, 1)
@@ -280,3 +294,15 @@ def test_other_data_is_refused(data):
 def test_a_function_that_returns_no_dataset_is_refused():
     with pytest.raises(ValueError, match="is a list; distloop takes a tf.data.Dataset"):
         Source(lambda context: [1, 2], ONE)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_by_number"),
+    [(make_dataset(np.arange(8), 4), True), (Numbers(), False), (three, False), (numbers(8, 4), False)],
+    ids=["by number", "PyDataset", "generator", "tf.data"],
+)
+def test_only_data_by_number_is_read_in_part_by_each_of_several_workers(data, is_by_number):
+    source = Source(data, ONE)
+    source._num_workers = 2
+    source.set_microbatches(1)
+    assert source.reads_own_rows == is_by_number

@@ -7,9 +7,10 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.distributed import workers
+from distloop.distributed import gathering, workers
+from distloop.errors import as_user_error
 from tests import forked
-from tests.problems import assert_close, classification, on, refused, weights
+from tests.problems import assert_close, classification, mirrored, on, refused, weights
 
 
 def contrast():
@@ -44,6 +45,7 @@ def train_and_evaluate(**settings):
     """Returns the weights and evaluated metrics; checks that several workers need a known batch size."""
     trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
     trainer.fit(data(), steps=7)
+    trainer.fit(distloop.make_dataset(classification(11), 8), steps=9)  # of 8 rows and of 3, less than replicas
     results = weights(trainer), trainer.evaluate(data(seed=1))
     if workers.num_workers(trainer.strategy) > 1:
         unknown_size = data().concatenate(data())
@@ -85,3 +87,18 @@ def test_rows_have_the_order_of_the_batch_and_an_index():
 def test_microbatches_are_refused():
     trainer = distloop.Trainer(contrast, on(1, microbatches=2))
     refused(lambda: trainer.fit(data(), steps=1), "gather_rows", "microbatches=2 was given", "use microbatches=1")
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_larger_than_the_first_ones_is_refused():
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
+    def gather(size):
+        def on_replica():
+            return distloop.gather_rows(tf.zeros([size]))[0]
+
+        return mirrored(2).run(gathering.with_max_rows(on_replica, 2))
+
+    assert mirrored(2).experimental_local_results(gather(2))[0].shape == [4]
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        gather(3)
+    assert "A replica takes more rows of a batch than the first batches told; " in str(as_user_error(error.value))

@@ -126,3 +126,40 @@ def test_a_stop_leaves_an_evaluation_between_batches_and_the_run_that_goes_on_ma
     append_row(f"{tmp_path}/run/metrics.jsonl", {"step": 6, "loss": 0.0})  # as if killed between this row and its save
     assert_equal(fit("run"), undisturbed)
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+
+
+class FailsOnce:
+    """Rows of `classification`, of which one cannot be read the first time."""
+
+    def __init__(self, failing=None):
+        self.rows, self.failing = classification(64), failing
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, row):
+        if row == self.failing:
+            self.failing = None
+            raise OSError("the network is away")
+        return {name: values[row] for name, values in self.rows.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_back", [False, True], ids=["from the step before the error", "from a checkpoint before"])
+def test_place_and_step_agree_after_an_error_of_the_data(goes_back, tmp_path):
+    def trainer(name):
+        config = on(1, workdir=str(tmp_path / name), log_every=0, checkpoint_every=5, console="quiet")
+        return distloop.Trainer(classifier(), config)
+
+    whole = trainer("whole")
+    whole.fit(distloop.make_dataset(FailsOnce(), 4), steps=15)
+    run = trainer("run")
+    data = distloop.make_dataset(FailsOnce(4 * 7), 4)
+    with pytest.raises(ValueError, match="the network is away"):
+        run.fit(data, steps=15)
+    assert run.step == 7  # of the loop from 5 to 10
+    run.save()
+    run._checkpoints.wait()
+    run.restore(tmp_path / "run" / "checkpoints" / ("5" if goes_back else "7"))
+    run.fit(data, steps=15)
+    assert_equal(weights(run), weights(whole))
