@@ -250,7 +250,8 @@ class Fit:
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
-        if self.config.on_divergence == "rollback" and not self.checkpoints.has_checkpoint():
+        has_place = self.source.batches_taken > 0 and self.checkpoints.has_checkpoint()  # in this data
+        if self.config.on_divergence == "rollback" and not has_place:
             self.checkpoints.save()
         self._forward, batch_size = self.forward_pass.trace(self.source), self.source.info.batch_size
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)

@@ -113,11 +113,12 @@ class RunCheckpoints:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         path = os.fspath(path) if path is not None else self._config.workdir
-        if path == BEST:
-            return self.restore_best()
         if path.endswith(".npz"):
             warm_start(self._state, path)
             return None
+        self._run = Period()  # unknown, so the place is for the next `fit`, whatever its data
+        if path == BEST:
+            return self.restore_best()
         with self._workdir.reading(path) as local:
             saved = _load(self._state.strategy, local)
         if saved is None:
@@ -170,16 +171,18 @@ class RunCheckpoints:
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state, or as for `resume`.
         """
-        self._source, self._loop, self._run = source, loop, run
+        begins = self._source not in (None, source)  # the data of another `fit` than the last one's
+        last_run, self._source, self._loop, self._run = self._run, source, loop, run
         if self._checkpoints is not None:
             self._actions = action_state.by_name(actions)
         window, is_over = None, False
         if (saved := self._saved) is not None:
             _require_same_virtual_replicas(saved, self._state)
             is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
-            if not is_over and source.save_position() != saved.notes["input"]:
-                source.restore_position(saved.notes["input"])
-            action_state.restore(actions, saved.notes["actions"])
+            if not (begins and _is_end_of(saved, last_run)):
+                if not is_over and source.save_position() != saved.notes["input"]:
+                    source.restore_position(saved.notes["input"])
+                action_state.restore(actions, saved.notes["actions"])
             window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
             loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
         action_state.check(self._actions)
@@ -349,6 +352,12 @@ def _has_length(notes: Mapping[str, Any], run: Period) -> bool:
 def _is_over(saved: Saved, run: Period) -> bool:
     """Returns whether a run of this length has nothing left to do after a checkpoint."""
     return run.is_over(saved.step, saved.notes.get("secs", 0.0)) and saved.notes.get("open_boundary") is None
+
+
+def _is_end_of(saved: Saved, run: Period) -> bool:
+    """Returns whether a checkpoint is the last one of a run of this length."""
+    is_known = run != Period() and _has_length(saved.notes, run)
+    return is_known and bool(_is_over(saved, run) or saved.notes.get("stop_reason"))
 
 
 def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable[..., None], int | str]]:

@@ -112,6 +112,17 @@ def run_without(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_back_to_its_start(tmp_path):
+    def program(workdir, second):
+        trainer, _ = fit(workdir, stream(seed=4), steps=12)
+        trainer.fit(second, steps=30)
+        return everything(trainer)
+
+    assert_equal(program(tmp_path / "bad", stream([3])), program(tmp_path / "good", stream(without=[3])))
+    assert [found["checkpoint"] for found in incidents(tmp_path / "bad")] == [12]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "kind", "precision"),
     [(2, "nan", "mixed_float16"), (1, "row", "float32"), (2, "inf", "float32"), (1, "jump", "mixed_float16")],
