@@ -365,10 +365,10 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
     seen = set(done)
     last_time = time.monotonic()
     while True:
-        new = [step for step in checkpoints.steps if step not in seen]
+        steps = checkpoints.steps
+        new = [step for step in steps if step not in seen]
         for step in new:
             seen.add(step)
-            last_time = time.monotonic()
             try:
                 yield checkpoints.load(step)
             except (DamagedError, OSError) as error:
@@ -377,8 +377,10 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
                 if not isinstance(error, DamagedError):
                     raise
                 log.error("%s It is skipped.", error)
+            finally:
+                last_time = time.monotonic()  # what is done with a checkpoint is no waiting
         if not new:
-            if _is_complete(checkpoints):
+            if steps and _is_last(os.path.join(checkpoints.directory, str(steps[-1])), steps[-1]):
                 return
             if timeout_secs and time.monotonic() - last_time > timeout_secs:
                 raise TimeoutError(
@@ -388,11 +390,10 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
             time.sleep(poll_secs)
 
 
-def _is_complete(checkpoints: Checkpoints) -> bool:
-    """Returns whether the newest checkpoint is the last one of its run."""
+def _is_last(path: str, step: int) -> bool:
+    """Returns whether a checkpoint is the last one of its run."""
     try:
-        newest = checkpoints.steps[-1]
-        notes = read_manifest(os.path.join(checkpoints.directory, str(newest)))["notes"]
-    except (IndexError, OSError, ValueError, KeyError):
+        notes = read_manifest(path)["notes"]
+    except (OSError, ValueError, KeyError):
         return False
-    return bool(notes["stop_reason"]) or newest >= (notes["until"] or math.inf)
+    return bool(notes["stop_reason"]) or step >= (notes["until"] or math.inf)
