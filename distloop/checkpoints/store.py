@@ -266,7 +266,10 @@ class Checkpoints:
             write_files(temporary, step, values, notes)
             self._rename_later(step, _ABANDONED)
         steps, listed = self.steps, self.best_steps
-        best = {metric: [best for best in list_ if best in steps] for metric, list_ in {**listed, **best_steps}.items()}
+        best = {}
+        for metric, wanted in {**listed, **best_steps}.items():  # in place of one that could not be written, one before
+            there = [best for best in dict.fromkeys([*wanted, *listed.get(metric, [])]) if best in steps]
+            best[metric] = there[: len(wanted)]
         if best != listed:
             with replacing(self._path(_BEST), verify=self._verify) as name, open(name, "w", encoding="utf-8") as file:
                 json.dump(best, file, indent=1)

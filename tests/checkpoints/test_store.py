@@ -325,6 +325,20 @@ def test_best_steps_that_were_left_behind_are_not_listed(tmp_path):
     assert kept.best_steps == {"score": [], "other": [300]}
 
 
+def test_a_best_one_that_could_not_be_written_leaves_the_one_before_it(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    kept = Checkpoints(str(tmp_path), keep=1)
+    for step, best in [(200, [200]), (300, [300, 200]), (500, [500, 300]), (600, [500, 300]), (700, [700, 500])]:
+        with monkeypatch.context() as patch:
+            if step == 500:
+                patch.setattr(store, "write_files", full)
+            kept.save(step, values_of(step), {}, {"score": best})
+            kept.join()
+    assert kept.best_steps == {"score": [700, 300]} and kept.steps == [300, 700]
+
+
 # Following a run ----------------------------------------------------------------------------------------------------
 
 
