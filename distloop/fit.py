@@ -31,7 +31,7 @@ from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
-from distloop.checkpoints.best import left_files
+from distloop.checkpoints.best import NoBestError, left_files
 from distloop.checkpoints.reading_again import read_again
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
@@ -192,7 +192,10 @@ class Fit:
         """Hands what the run has left to writers, and restores the best checkpoint if an action asks for it."""
         self._deliveries.write_files(functools.partial(left_files, self.config.workdir, self.actions))
         for metric in metrics_to_restore(self.actions):
-            self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
+            try:
+                self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
+            except NoBestError as error:
+                log.warning("%s The weights stay those of the end of the run.", error)
 
     def _train(self) -> None:
         """Trains from the current step, with a profile and writers that are closed at the end."""

@@ -436,6 +436,19 @@ def test_a_restored_run_shuffles_as_it_did(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_metric_was_never_a_number_ends_with_its_last_weights(tmp_path, caplog):
+    def measure(report):
+        return {"score": np.nan}
+
+    measure.every = 2
+    trainer = make_trainer(tmp_path, steps_per_log=2)
+    actions = [measure, distloop.SaveBest("score", restore=True)]
+    for _ in range(2):  # nothing is left for the second call
+        assert trainer.fit(data(), steps=4, actions=actions)["loss"] > 0 and trainer.step == 4
+    assert caplog.text.count("No best checkpoint of 'score' is kept in") == 2
+
+
+@pytest.mark.slow
 def test_a_program_with_two_fits_goes_on_in_the_data_of_the_second(tmp_path):
     def program(trainer, *steps):
         trainer.fit(data(), steps=4)
