@@ -282,18 +282,23 @@ class RunCheckpoints:
         if not self._state.is_built:
             return
         if different := self._saved_state.differences(saved.values):
-            more = f", and {len(different) - 3} more" if len(different) > 3 else ""
             self._saved, self.is_new = None, True  # another try is refused again
-            raise ValueError(
-                f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); "
-                "nothing was restored: make the model as it was, or give another workdir."
-            )
+            raise _is_of_another_model(saved, different)
         self._saved_state.restore(saved.values)
         self._say(f"step {saved.step} restored from {saved.path}")
 
     def _say(self, text: str, even_if_quiet: bool = False) -> None:
         if self._is_chief and (even_if_quiet or self._config.console != "quiet"):
             say(text)
+
+
+def _is_of_another_model(saved: Saved, different: Sequence[str]) -> ValueError:
+    """Returns the error of a checkpoint whose variables are others."""
+    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+    return ValueError(
+        f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); nothing was "
+        "restored: make the model as it was, or give another workdir."
+    )
 
 
 def _gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
