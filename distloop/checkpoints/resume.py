@@ -114,7 +114,7 @@ class RunCheckpoints:
         """
         path = os.fspath(path) if path is not None else self._config.workdir
         if path.endswith(".npz"):
-            warm_start(self._state, path)
+            warm_start(self._state, path, given=f"restore({path!r})")
             return None
         self._run = Period()  # unknown, so the place is for the next `fit`, whatever its data
         if path == BEST:
@@ -296,8 +296,8 @@ def _is_of_another_model(saved: Saved, different: Sequence[str]) -> ValueError:
     """Returns the error of a checkpoint whose variables are others."""
     more = f", and {len(different) - 3} more" if len(different) > 3 else ""
     return ValueError(
-        f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); nothing was "
-        "restored: make the model as it was, or give another workdir."
+        f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); nothing "
+        "was restored: make the model as it was, or give another workdir."
     )
 
 

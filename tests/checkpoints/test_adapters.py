@@ -130,5 +130,5 @@ def test_statistics_that_training_moves_are_written_too(tmp_path):
 
 def test_a_file_that_is_no_archive_is_refused(tmp_path):
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(ValueError, match="torn.npz' cannot be read"):
+    with pytest.raises(ValueError, match=r"torn.npz'\) cannot be read"):
         make_trainer().restore(str(tmp_path / "torn.npz"))
