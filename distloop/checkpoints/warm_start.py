@@ -17,8 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.checkpoints.checkpoint import first_line, is_checkpoint, load
+from distloop.checkpoints.checkpoint import is_checkpoint, load
 from distloop.checkpoints.store import in_workdir
+from distloop.errors import first_line
 from distloop.remote.fetching import local_copy
 from distloop.training.state import TrainState
 from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable

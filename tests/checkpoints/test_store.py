@@ -166,6 +166,9 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
         os.remove(tmp_path / step / DATA)
     with pytest.raises(DamagedError, match="None of the 2 checkpoints .* is whole; nothing was restored"):
         kept.load_newest()
+    shutil.rmtree(tmp_path / "4")
+    with pytest.raises(DamagedError, match="The only checkpoint in .* is damaged; nothing was restored"):
+        kept.load_newest()
 
 
 # Errors of the disk -------------------------------------------------------------------------------------------------
