@@ -6,13 +6,15 @@
 It changes no variable.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from distloop.actions.action import Action, member
 from distloop.checkpoints.checkpoint import Saved
 from distloop.checkpoints.store import Checkpoints, in_workdir
+from distloop.log import log
 from distloop.monitoring.writers import RunFile
 
 BEST = "best"  # stands for the best checkpoint where `restore` takes a path
@@ -21,6 +23,15 @@ _NAMES = "best/"  # of the files that writers get; the metric follows
 
 class NoBestError(ValueError):
     """No checkpoint is the best one of a metric."""
+
+
+@contextlib.contextmanager
+def may_lack_best() -> Iterator[None]:
+    """Enters a scope at the end of a run, in which a warning tells of a metric without a best checkpoint."""
+    try:
+        yield
+    except NoBestError as error:
+        log.warning("%s The weights stay those of the end of the run.", error)
 
 
 def load_best(checkpoints: Checkpoints | None, metric: str, gather: Callable[[float], Any]) -> Saved:
