@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-_LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<process>\d{1,9})(-[0-9a-f]{8})?\.(?P<kind>tmp|old)(\.\w+)?")
+# Older versions made names without a token, as a user's may be: they count in directories of checkpoints alone.
+_PROCESS = r"(?P<process>\d{1,7}|\d{1,9}(?P<token>-[0-9a-f]{8}))"
+_LEFTOVER = re.compile(rf"(?P<target>.+)\.{_PROCESS}\.(?P<kind>tmp|old)(\.\w+)?")
 _CLOCK_SECS = 5  # by which the clock of a file server may be behind
 _in_use: set[str] = set()  # temporary names of this process
 
@@ -101,17 +103,19 @@ def make_directory(path: str) -> None:
     sync(parent)
 
 
-def leftovers(directory: str) -> list[Leftover]:
+def leftovers(directory: str, name: str | None = None) -> list[Leftover]:
     """Returns the temporary names in a directory that no running process of this machine uses, in alphabetical order.
 
     Args:
         directory: may be missing.
+        name: of the only path to return them of; None: all, and those that older versions made.
     """
     result = []
-    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
-        if match := _LEFTOVER.fullmatch(name):
-            path, target = os.path.join(directory, name), os.path.join(directory, match["target"])
-            leftover = Leftover(path, target, int(match["process"]), match["kind"] == "old")
+    for found in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
+        match = _LEFTOVER.fullmatch(found)
+        if match and (name is None or (name == match["target"] and match["token"])):
+            path, target = os.path.join(directory, found), os.path.join(directory, match["target"])
+            leftover = Leftover(path, target, int(match["process"].partition("-")[0]), match["kind"] == "old")
             if not _is_used(leftover):
                 result.append(leftover)
     return result
@@ -131,11 +135,10 @@ def put_back(directory: str, name: str | None = None) -> list[str]:
         OSError: if one cannot be renamed.
     """
     result = []
-    for leftover in leftovers(directory):
-        if leftover.is_old and name in (None, os.path.basename(leftover.target)):
-            if not os.path.lexists(leftover.target):
-                os.rename(leftover.path, leftover.target)
-                result.append(leftover.target)
+    for leftover in leftovers(directory, name):
+        if leftover.is_old and not os.path.lexists(leftover.target):
+            os.rename(leftover.path, leftover.target)
+            result.append(leftover.target)
     return result
 
 
@@ -153,13 +156,12 @@ def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
         OSError: if one cannot be put back.
     """
     result = put_back(directory, name)
-    for leftover in leftovers(directory):
-        if name in (None, os.path.basename(leftover.target)):
-            with contextlib.suppress(OSError):
-                if leftover.is_old:  # it is whole, and a part of it must not bear this name
-                    delete(leftover.path, leftover.target)
-                else:
-                    remove(leftover.path)
+    for leftover in leftovers(directory, name):
+        with contextlib.suppress(OSError):
+            if leftover.is_old:  # it is whole, and a part of it must not bear this name
+                delete(leftover.path, leftover.target)
+            else:
+                remove(leftover.path)
     return result
 
 

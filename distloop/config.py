@@ -340,7 +340,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     Raises:
         ValueError: if the value is not allowed.
     """
-    if field.type == int | str and value == field.default:
+    if field.type == int | str and isinstance(value, str) and value == field.default:
         return value  # "auto", or empty
     converted = _converted(field.type, value)
     choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))

@@ -105,7 +105,16 @@ def _parse_yaml(text: str) -> Any:
         import yaml
     except ImportError as error:
         raise ValueError('PyYAML is not installed: run pip install "distloop[yaml]", or write JSON.') from error
+
+    class Loader(yaml.SafeLoader):
+        """Reads 10:20 as a text; YAML 1.1 has numbers to the base of 60."""
+
+    for kind, construct in {"int": Loader.construct_yaml_int, "float": Loader.construct_yaml_float}.items():
+        Loader.add_constructor(
+            f"tag:yaml.org,2002:{kind}",
+            lambda loader, node, construct=construct: node.value if ":" in node.value else construct(loader, node),
+        )
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error

@@ -65,6 +65,12 @@ def cause(error: Exception) -> str:
     return f"{sentence.rstrip(' :,')} ..."
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
+    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
+
+
 def carry(error: Exception) -> RuntimeError:
     """Returns an error to raise in an operation of TensorFlow in place of one of the user's Python code.
 

@@ -31,7 +31,7 @@ from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
-from distloop.checkpoints.best import left_files
+from distloop.checkpoints.best import left_files, may_lack_best
 from distloop.checkpoints.reading_again import read_again
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
@@ -190,7 +190,8 @@ class Fit:
         """Hands what the run has left to writers, and restores the best checkpoint if an action asks for it."""
         self._deliveries.write_files(functools.partial(left_files, self.config.workdir, self.actions))
         for metric in metrics_to_restore(self.actions):
-            self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
+            with may_lack_best():
+                self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
     def _train(self) -> None:
         """Trains from the current step, with a profile and writers that are closed at the end."""
@@ -251,7 +252,7 @@ class Fit:
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
-        if self.config.on_divergence == "rollback" and not self.checkpoints.has_checkpoint():
+        if self.config.on_divergence == "rollback" and not self.checkpoints.can_go_back():
             self.checkpoints.save()
         self._forward, batch_size = self.forward_pass.trace(self.source), self.source.info.batch_size
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
@@ -287,15 +288,13 @@ class Fit:
                 _begin_in(workdir, self.state, restore_secs, self._secs_before)
                 writers.append(SummaryWriter(workdir, evals, self._step))
                 overview.introduce(writers[-1], self.state, self.config, self._forward)
-                path, is_open = os.path.join(workdir, "metrics.jsonl"), self._loop.open_boundary is not None
-                writers.append(rows := JsonWriter(path, self._step, is_written_again=is_open))
+                again = self._loop.open_boundary is not None or (self.config.eval_first and self._step == 0)
+                path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or bool(self._secs_before)
+                writers.append(rows := JsonWriter(path, self._step, is_written_again=again, goes_on=goes_on))
                 if rows.renamed:
                     self._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
             except OSError as error:
-                raise ValueError(
-                    f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is "
-                    "in the way, or give another directory."
-                ) from error
+                raise _cannot_be_written(workdir, error) from error
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
             left = max(0.0, run.secs - self._loop.secs)
@@ -325,6 +324,13 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
     """Checks what `fit` was given as actions and writers, as `check_actions` and `check_writers`."""
     check_actions(actions)
     check_writers(writers)
+
+
+def _cannot_be_written(workdir: str, error: OSError) -> ValueError:
+    return ValueError(
+        f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is in the way, "
+        "or give another directory."
+    )
 
 
 def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_before: Mapping[str, float]) -> None:

@@ -97,7 +97,7 @@ def test_an_old_one_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch):
 def test_leftovers_of_a_process_with_the_same_id_are_no_hindrance(tmp_path):
     write(tmp_path / "model", "old")
     for kind in ("tmp", "old"):
-        write(tmp_path / f"model.{os.getpid()}.{kind}", "of a killed process")
+        write(tmp_path / f"model.{os.getpid()}-0123abcd.{kind}", "of a killed process")
     write(tmp_path / "model", "new")
     assert read(tmp_path / "model") == "new" and os.listdir(tmp_path) == ["model"]
 
@@ -208,11 +208,20 @@ def test_a_part_of_what_was_replaced_is_removed_when_the_path_is_replaced_again(
 def test_other_names_are_no_leftovers(tmp_path):
     for name in ("model.1", "model.backup.old", "model.tmp", "model.1.tmp.a.b", "1.tmp", f"model.{os.getppid()}.tmp"):
         (tmp_path / name).mkdir()
-    names = [f"model.{DEAD}-0123abcd.tmp.keras", f"model.{DEAD}.old"]  # the second as older versions wrote it
+    (tmp_path / "model.20240101.old").mkdir()  # a user's
+    names = ["model.9999999.old", f"model.{DEAD}-0123abcd.tmp.keras"]  # the first as older versions wrote it
     for name in names:
         (tmp_path / name).mkdir()
     assert [os.path.basename(leftover.path) for leftover in leftovers(str(tmp_path))] == names
     assert leftovers(str(tmp_path / "missing")) == []
+
+
+def test_a_backup_of_the_users_beside_a_path_stays(tmp_path):
+    for name in ("model.20240101.old", "model.2024.old", "model.2024.tmp"):
+        write(tmp_path / name, name)
+    assert remove_leftovers(str(tmp_path), "model") == []
+    write(tmp_path / "model", "new")
+    assert sorted(os.listdir(tmp_path)) == ["model", "model.2024.old", "model.2024.tmp", "model.20240101.old"]
 
 
 def test_a_process_that_began_after_the_leftover_is_not_its_writer(tmp_path, monkeypatch):

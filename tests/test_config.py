@@ -38,6 +38,12 @@ def test_whole_numbers_of_any_type_become_integers(value):
     assert type(steps) is int
 
 
+@pytest.mark.parametrize("name", [name for name, field in fields().items() if field.type == int | str])
+@pytest.mark.parametrize("value", [0, 100])
+def test_durations_of_any_type_become_integers_at_their_default_too(name, value):
+    assert type(getattr(Config(**{"workdir": "run", name: np.int64(value)}), name)) is int
+
+
 @pytest.mark.parametrize("value", [1, np.float64(1), np.int8(1)])
 def test_numbers_of_any_type_become_floats(value):
     assert type(Config(clip_norm=value).clip_norm) is float
@@ -65,6 +71,7 @@ def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
         ({"microbatches": 0}, "microbatches=0 is not allowed: give a whole number, 1 or more, or auto"),
         ({"batch_size": 0}, "batch has 1 example or more: give batch_size or replica_batch_size"),
         ({"clip_norm": float("nan")}, "clip_norm=nan is not allowed"),
+        ({"copy_every": False}, "copy_every=False is not allowed: give"),
         ({"clip_norm": False}, "clip_norm=False is not allowed: give a number, 0 or more"),
         ({"average_decay": 1}, "average_decay=1 is not allowed: give a number, 0 or more and below 1"),
         ({"seed": 2**32}, "below 4294967296"),

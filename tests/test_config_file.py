@@ -34,6 +34,13 @@ def test_a_yaml_file_sets_flags_and_the_command_line_takes_precedence_wherever_i
     assert (program.learning_rate, program.layer) == (0.1, ["a", "b"])
 
 
+def test_a_text_with_colons_stays_one(program, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("profile: 10:20\nworkdir: 1:20.5\nsteps: 2_000\n")
+    config = parse(program, f"--config={path}")
+    assert (config.profile, config.workdir, config.steps) == ("10:20", "1:20.5", 2000)
+
+
 def test_the_config_json_of_a_run_is_read_back_with_the_programs_own_flags(program, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["program"])
     first = parse(program, "--steps=7", "--learning_rate=0.5", f"--workdir={tmp_path}", "--layer=x")

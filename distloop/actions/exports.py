@@ -17,6 +17,7 @@ from distloop import atomic_files
 from distloop.actions.action import Action, Report
 from distloop.actions.save import check_best
 from distloop.distributed import workers
+from distloop.errors import first_line
 from distloop.log import log
 from distloop.urls import is_url
 
@@ -116,7 +117,7 @@ class Export(Action):
             log.error(
                 "The export of step %d could not be written (%s), number %d of this run that failed; training goes on.",
                 report.step,
-                _first_line(error),
+                first_line(error),
                 self.num_failed,
             )
         if any(workers.gather(report.state.strategy, self._failure is not None)):  # the chief alone writes
@@ -136,7 +137,7 @@ class Export(Action):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise OSError(
-                f"The last export to {self.directory!r} could not be written ({_first_line(failure)}): make room, or "
+                f"The last export to {self.directory!r} could not be written ({first_line(failure)}): make room, or "
                 "correct the model, and call trainer.export."
             ) from failure
 
@@ -173,10 +174,6 @@ class Export(Action):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
         self.best = state["best"]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _remove(path: str) -> None:

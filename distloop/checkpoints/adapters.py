@@ -84,4 +84,9 @@ def write_trained_weights(state: TrainState, path: str) -> None:
             changed |= {id(variable) for variable in layer.non_trainable_variables}
     with writing(path, state.strategy, ".npz") as temporary, state.averaged():
         names = portable_names(state.model)
-        np.savez(temporary, **{name: v.numpy() for name, v in names.items() if id(v) in changed})
+        np.savez(temporary, **{name: _portable(v.numpy()) for name, v in names.items() if id(v) in changed})
+
+
+def _portable(value: np.ndarray) -> Any:
+    """Returns an array that NumPy reads back: bfloat16 and others that it does not know become float32, exactly."""
+    return value.astype(np.float32) if value.dtype.kind == "V" else value

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from distloop.distributed.devices import HOST
+from distloop.errors import first_line
 from distloop.variables import count_unnamed
 
 _FORMAT = 2  # format 1 has no checksum of the index
@@ -173,12 +174,6 @@ def patiently(read: Callable[[], _T], path: str) -> _T:
                 "restored or deleted. Run the same command again when the disk can be read."
             ) from error
     raise AssertionError
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
-    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-    return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
 
 
 def _portable(names: Sequence[str]) -> list[str]:

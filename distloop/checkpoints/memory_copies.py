@@ -24,9 +24,10 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.atomic_files import delete, make_directory, remove, replacing
-from distloop.checkpoints.checkpoint import DamagedError, first_line, load
+from distloop.checkpoints.checkpoint import DamagedError, load
 from distloop.checkpoints.store import Checkpoints
 from distloop.distributed import workers
+from distloop.errors import first_line
 from distloop.log import log
 from distloop.monitoring.console import say
 
@@ -74,7 +75,7 @@ class MemoryCopies:
             return
         self._writes = list(hosts).index(host) == workers.worker_index(self._strategy)
         directory = os.path.join(MEMORY, f"distloop-{os.getuid()}-{int(numbers[0]):012x}")
-        self._copies = Checkpoints(directory, keep=1)
+        self._copies = Checkpoints(directory, keep=1, kind="copy in memory")
         if is_resuming:
             self._put_back(self._copies)
 

@@ -25,7 +25,7 @@ from distloop.checkpoints.best import BEST, load_best
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.disk_watch import DiskWatch
 from distloop.checkpoints.memory_copies import MemoryCopies
-from distloop.checkpoints.rollback import Rollback
+from distloop.checkpoints.rollback import Rollback, gave_up
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
@@ -98,10 +98,7 @@ class RunCheckpoints:
         if not (self.is_new or self._shows_best):
             return
         if self.is_new and not self._config.resume and self._checkpoints.steps:
-            raise ValueError(
-                f"resume=False was given, but workdir={self._config.workdir!r} holds checkpoints, the newest of step "
-                f"{self._checkpoints.steps[-1]}, which a new run would replace: give another workdir, or resume=True."
-            )
+            raise _would_be_replaced(self._config.workdir, self._checkpoints.steps[-1])
         if (saved := self._load_newest(self._checkpoints)) is not None:
             self._restore(_require_same_virtual_replicas(saved, self._state))
             self.costs["restore_secs"] = time.monotonic() - began_at
@@ -113,11 +110,12 @@ class RunCheckpoints:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         path = os.fspath(path) if path is not None else self._config.workdir
+        if path.endswith(".npz"):
+            warm_start(self._state, path, given=f"restore({path!r})")
+            return None
+        self._run = Period()  # unknown, so the place is for the next `fit`, whatever its data
         if path == BEST:
             return self.restore_best()
-        if path.endswith(".npz"):
-            warm_start(self._state, path)
-            return None
         with self._workdir.reading(path) as local:
             saved = _load(self._state.strategy, local)
         if saved is None:
@@ -170,16 +168,18 @@ class RunCheckpoints:
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state, or as for `resume`.
         """
-        self._source, self._loop, self._run = source, loop, run
+        begins = self._source not in (None, source)  # the data of another `fit` than the last one's
+        last_run, self._source, self._loop, self._run = self._run, source, loop, run
         if self._checkpoints is not None:
             self._actions = action_state.by_name(actions)
         window, is_over = None, False
         if (saved := self._saved) is not None:
             _require_same_virtual_replicas(saved, self._state)
             is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
-            if not is_over and (source.is_astray or source.save_position() != saved.notes["input"]):
-                source.restore_position(saved.notes["input"])
-            action_state.restore(actions, saved.notes["actions"])
+            if not (begins and _is_end_of(saved, last_run)):
+                if not is_over and (source.is_astray or source.save_position() != saved.notes["input"]):
+                    source.restore_position(saved.notes["input"])
+                action_state.restore(actions, saved.notes["actions"])
             window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
             loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
         action_state.check(self._actions)
@@ -237,9 +237,11 @@ class RunCheckpoints:
             self._checkpoints.wait()
             self._copies.delete()
 
-    def has_checkpoint(self) -> bool:
-        """Returns whether there is a checkpoint in the workdir, as the chief sees it."""
-        return bool(workers.gather(self._state.strategy, bool(self._checkpoints and self._checkpoints.steps))[0])
+    def can_go_back(self) -> bool:
+        """Returns whether there is a checkpoint with a place in the data given to `attach`, as the chief sees it."""
+        is_begun = self._source is not None and self._source.batches_taken  # else the place is in an earlier one's
+        can = bool(is_begun and self._checkpoints and self._checkpoints.steps)
+        return bool(workers.gather(self._state.strategy, can)[0])
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last checkpoint before the batch that a step failed on, and leaves the batch out.
@@ -260,7 +262,7 @@ class RunCheckpoints:
             saved = self._load_newest(self._checkpoints, lambda saved: saved.notes["input"]["batches"] <= left_out)
         if choice is None or saved is None:
             _write_incident(self._state, self._config, {**incident, "action": "raise"})
-            raise _gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
+            raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
         incident |= {"action": "rollback", "checkpoint": saved.step, "left_out": left_out}
         _write_incident(self._state, self._config, incident)
         self._say(
@@ -270,7 +272,9 @@ class RunCheckpoints:
         if self._is_chief:
             self._checkpoints.drop_later(saved.step)
         self._copies.drop_later(saved.step)
-        saved.notes["input"]["skipped"] = sorted(skipped)
+        self._source.restore_position(saved.notes["input"])  # in batches of the present size, as those to leave out
+        self._source.skipped_batches = set(skipped)
+        saved.notes["input"] = self._source.save_position()
         self._restore(saved)
 
     def _restore(self, saved: Saved) -> None:
@@ -279,12 +283,8 @@ class RunCheckpoints:
         if not self._state.is_built:
             return
         if different := self._saved_state.differences(saved.values):
-            more = f", and {len(different) - 3} more" if len(different) > 3 else ""
             self._saved, self.is_new = None, True  # another try is refused again
-            raise ValueError(
-                f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); "
-                "nothing was restored: make the model as it was, or give another workdir."
-            )
+            raise _is_of_another_model(saved, different)
         self._saved_state.restore(saved.values)
         self._say(f"step {saved.step} restored from {saved.path}")
 
@@ -293,13 +293,20 @@ class RunCheckpoints:
             say(text)
 
 
-def _gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
-    """Returns the error of a run that goes back no more."""
-    times = f"{tries} times" if tries else "not once"
-    return Diverged(
-        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl tells what was tried.",
-        diverged.step,
-        diverged.batch,
+def _would_be_replaced(workdir: str, newest: int) -> ValueError:
+    """Returns the error of a workdir with checkpoints where none are to be restored."""
+    return ValueError(
+        f"resume=False was given, but workdir={workdir!r} holds checkpoints, the newest of step {newest}, which a new "
+        "run would replace: give another workdir, or resume=True."
+    )
+
+
+def _is_of_another_model(saved: Saved, different: Sequence[str]) -> ValueError:
+    """Returns the error of a checkpoint whose variables are others."""
+    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+    return ValueError(
+        f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); nothing "
+        "was restored: make the model as it was, or give another workdir."
     )
 
 
@@ -349,6 +356,12 @@ def _has_length(notes: Mapping[str, Any], run: Period) -> bool:
 def _is_over(saved: Saved, run: Period) -> bool:
     """Returns whether a run of this length has nothing left to do after a checkpoint."""
     return run.is_over(saved.step, saved.notes.get("secs", 0.0)) and saved.notes.get("open_boundary") is None
+
+
+def _is_end_of(saved: Saved, run: Period) -> bool:
+    """Returns whether a checkpoint is the last one of a run of this length."""
+    is_known = run != Period() and _has_length(saved.notes, run)
+    return is_known and bool(_is_over(saved, run) or saved.notes.get("stop_reason"))
 
 
 def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable[..., None], int | str]]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Set
 
+from distloop.training.loop import Diverged
+
 
 class Rollback:
     """The batches that were left out since the run last made progress."""
@@ -45,3 +47,13 @@ class Rollback:
             skipped = skipped - set(self._blamed)
         self._blamed.append(batch)
         return batch, skipped | {batch}
+
+
+def gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
+    """Returns the error of a run that goes back no more."""
+    times = f"{tries} times" if tries else "not once"
+    return Diverged(
+        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl tells what was tried.",
+        diverged.step,
+        diverged.batch,
+    )

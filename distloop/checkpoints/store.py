@@ -24,15 +24,8 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.atomic_files import delete, make_directory, put_back, remove_leftovers, replacing, sync
-from distloop.checkpoints.checkpoint import (
-    DamagedError,
-    Saved,
-    first_line,
-    load,
-    patiently,
-    read_manifest,
-    write_files,
-)
+from distloop.checkpoints.checkpoint import DamagedError, Saved, load, patiently, read_manifest, write_files
+from distloop.errors import first_line
 from distloop.log import log
 
 _BEST = "best.json"
@@ -40,6 +33,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 # Ends of the names of checkpoints later than the one that a run goes on from.
 _ABANDONED, _DIVERGED = "abandoned", "diverged"
 
+_Best = Mapping[str, list[int]]  # steps by metric
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
@@ -57,6 +51,7 @@ class Checkpoints:
         watch: Watch = contextlib.nullcontext,
         verify: Callable[[], None] = lambda: None,
         costs: dict[str, float] | None = None,
+        kind: str = "checkpoint",
     ):
         """Touches no disk.
 
@@ -66,9 +61,10 @@ class Checkpoints:
             watch: called with what is done to the disk; its context is entered meanwhile.
             verify: called before each rename; raises if this process may no longer write.
             costs: gets `write_secs`, how long the last checkpoint took in the background until it was whole.
+            kind: what a checkpoint is called where one could not be written.
         """
         self.directory = directory
-        self._keep = keep
+        self._keep, self._kind = keep, kind
         self._watch, self._verify = watch, verify
         self._costs = {} if costs is None else costs
         self._writer: threading.Thread | None = None
@@ -148,9 +144,8 @@ class Checkpoints:
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
                 log.error(
-                    "The checkpoint of step %d could not be written (%s); training goes on, and earlier ones are kept.",
-                    step,
-                    first_line(error),
+                    "The %s of step %d could not be written (%s); training goes on, and earlier ones are kept.",
+                    *(self._kind, step, first_line(error)),
                 )
                 return
             self._failure, self._costs["write_secs"] = None, time.monotonic() - began_at
@@ -192,8 +187,7 @@ class Checkpoints:
         """
         self.join()
         put_back(self.directory)
-        steps = self.steps
-        num_whole = 0
+        steps, num_whole = self.steps, 0
         for step in reversed(steps):
             try:
                 saved = self._load(step)
@@ -204,9 +198,10 @@ class Checkpoints:
             if is_wanted(saved):
                 return saved
         if steps and not num_whole:
+            which = f"None of the {len(steps)} checkpoints in {self.directory!r} is whole"
+            which = which if len(steps) > 1 else f"The only checkpoint in {self.directory!r} is damaged"
             raise DamagedError(
-                f"None of the {len(steps)} checkpoints in {self.directory!r} is whole; nothing was restored: give "
-                "another workdir to start anew, or put a copy of one there."
+                f"{which}; nothing was restored: give another workdir to start anew, or put a copy of one there."
             )
         return None
 
@@ -265,8 +260,8 @@ class Checkpoints:
         with replacing(self._path(step), verify=self._verify) as temporary:
             write_files(temporary, step, values, notes)
             self._rename_later(step, _ABANDONED)
-        steps, listed = self.steps, self.best_steps
-        best = {metric: [best for best in list_ if best in steps] for metric, list_ in {**listed, **best_steps}.items()}
+        listed = self.best_steps
+        best = _best_there({**listed, **best_steps}, listed, self.steps)
         if best != listed:
             with replacing(self._path(_BEST), verify=self._verify) as name, open(name, "w", encoding="utf-8") as file:
                 json.dump(best, file, indent=1)
@@ -290,6 +285,12 @@ class Checkpoints:
         """Deletes all but the newest whole checkpoints and the best, and those of which the run diverged."""
         for path in itertools.chain(superfluous(self, self._keep), set_aside(self.directory, _DIVERGED)):
             delete(path, verify=self._verify)
+
+
+def _best_there(wanted: _Best, listed: _Best, steps: Collection[int]) -> dict[str, list[int]]:
+    """Returns the best steps that are there: in place of one that could not be written, one that was listed before."""
+    ranked = {metric: dict.fromkeys([*best, *listed.get(metric, [])]) for metric, best in wanted.items()}
+    return {metric: [step for step in ranked[metric] if step in steps][: len(best)] for metric, best in wanted.items()}
 
 
 def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
@@ -365,10 +366,10 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
     seen = set(done)
     last_time = time.monotonic()
     while True:
-        new = [step for step in checkpoints.steps if step not in seen]
+        steps = checkpoints.steps
+        new = [step for step in steps if step not in seen]
         for step in new:
             seen.add(step)
-            last_time = time.monotonic()
             try:
                 yield checkpoints.load(step)
             except (DamagedError, OSError) as error:
@@ -377,8 +378,10 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
                 if not isinstance(error, DamagedError):
                     raise
                 log.error("%s It is skipped.", error)
+            finally:
+                last_time = time.monotonic()  # what is done with a checkpoint is no waiting
         if not new:
-            if _is_complete(checkpoints):
+            if steps and _is_last(os.path.join(checkpoints.directory, str(steps[-1])), steps[-1]):
                 return
             if timeout_secs and time.monotonic() - last_time > timeout_secs:
                 raise TimeoutError(
@@ -388,11 +391,10 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
             time.sleep(poll_secs)
 
 
-def _is_complete(checkpoints: Checkpoints) -> bool:
-    """Returns whether the newest checkpoint is the last one of its run."""
+def _is_last(path: str, step: int) -> bool:
+    """Returns whether a checkpoint is the last one of its run."""
     try:
-        newest = checkpoints.steps[-1]
-        notes = read_manifest(os.path.join(checkpoints.directory, str(newest)))["notes"]
-    except (IndexError, OSError, ValueError, KeyError):
+        notes = read_manifest(path)["notes"]
+    except (OSError, ValueError, KeyError):
         return False
-    return bool(notes["stop_reason"]) or newest >= (notes["until"] or math.inf)
+    return bool(notes["stop_reason"]) or step >= (notes["until"] or math.inf)

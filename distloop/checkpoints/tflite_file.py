@@ -19,9 +19,12 @@ from distloop.checkpoints.export import prepare_path, writing
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.comparison import relative_difference
 from distloop.distributed import workers
+from distloop.errors import first_line
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
 
+# Sizes to try for free axes: one that filters fit in, and others for models with a longest or shortest row.
+_FREE_SIZES = (32, 256, 2)
 _TOLERANCE = 0.1  # of the outputs' norm; rounding to 8 bits changes them by a per cent or so
 
 
@@ -66,7 +69,7 @@ def _convert(saved_model: str) -> bytes:
     served = signatures[DEFAULT_SIGNATURE]
     converter = tf.lite.TFLiteConverter.from_saved_model(saved_model, signature_keys=list(signatures))
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
-    entries = _random_rows(served.structured_input_signature[1])
+    entries, expected_outputs = _run_on_random_rows(served)
     try:
         content: bytes = converter.convert()
         with warnings.catch_warnings():
@@ -78,7 +81,7 @@ def _convert(saved_model: str) -> bytes:
         raise ValueError(
             f"TensorFlow Lite cannot hold this model ({reason}): export a SavedModel, a path without .tflite."
         ) from error
-    for name, expected in served(**{name: tf.constant(value) for name, value in entries.items()}).items():
+    for name, expected in expected_outputs.items():
         difference = relative_difference(outputs[name], expected.numpy())
         if not difference <= _TOLERANCE:
             raise ValueError(
@@ -88,12 +91,32 @@ def _convert(saved_model: str) -> bytes:
     return content
 
 
-def _random_rows(specs: Mapping[str, tf.TensorSpec]) -> dict[str, np.ndarray]:
+def _run_on_random_rows(served: Callable[..., Any]) -> tuple[dict[str, np.ndarray], Mapping[str, tf.Tensor]]:
+    """Returns rows that a signature accepts, and its outputs: TFLite ends the process at sizes that no filter fits in.
+
+    Raises:
+        ValueError: if it accepts none.
+    """
+    failure: Exception | None = None
+    for size in _FREE_SIZES:
+        entries = _random_rows(served.structured_input_signature[1], size)  # type: ignore[attr-defined]
+        try:
+            return entries, served(**{name: tf.constant(value) for name, value in entries.items()})
+        except tf.errors.OpError as error:
+            failure = failure or error
+    assert failure is not None
+    raise ValueError(
+        f"The file cannot be compared with the model, which cannot be run on random rows ({first_line(failure)}): "
+        "export a SavedModel, a path without .tflite."
+    ) from failure
+
+
+def _random_rows(specs: Mapping[str, tf.TensorSpec], free_size: int) -> dict[str, np.ndarray]:
     """Returns two rows for each entry: normal random numbers, or ones for types that are not floating-point."""
     rng = np.random.default_rng(0)
     entries = {}
     for name, spec in specs.items():
-        shape = [size or 2 for size in spec.shape]
+        shape = [spec.shape[0] or 2, *(size or free_size for size in spec.shape[1:])] if spec.shape.rank else []
         values = rng.normal(size=shape) if spec.dtype.is_floating else np.ones(shape)
         entries[name] = values.astype(spec.dtype.as_numpy_dtype)
     return entries

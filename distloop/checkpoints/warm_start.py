@@ -17,8 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.checkpoints.checkpoint import first_line, is_checkpoint, load
+from distloop.checkpoints.checkpoint import is_checkpoint, load
 from distloop.checkpoints.store import in_workdir
+from distloop.errors import first_line
 from distloop.remote.fetching import local_copy
 from distloop.training.state import TrainState
 from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
@@ -26,7 +27,7 @@ from distloop.variables import count_unnamed, is_seed, portable_names, tensorflo
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`
 
 
-def warm_start(state: TrainState, path: str, rename: str = "") -> str:
+def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") -> str:
     """Sets a model's weights to those in a file, by name.
 
     Args:
@@ -35,22 +36,30 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
             `.weights.h5` file of a Keras model like this one, or the prefix of a TensorFlow checkpoint.
         rename: `PATTERN=>REPLACEMENT`: takes the variables whose names match the regular expression, and replaces the
             match; empty: takes all variables under their own names.
+        given: how the user gave the path, for sentences; empty: as `init_from`.
 
     Returns:
         A summary: how many variables were set, which the file lacks, and which of the file's were not used.
 
     Raises:
-        ValueError: if the file cannot be read, a name occurs twice after renaming, nothing matches, shapes differ, or
-            the model lacks a variable of an `.npz` file.
+        ValueError: if the model is not built, the file cannot be read, a name occurs twice after renaming, nothing
+            matches, shapes differ, or the model lacks a variable of an `.npz` file.
     """
+    given = given or f"init_from={path!r}"
+    if not state.is_built:
+        raise ValueError(
+            f"{given} sets the weights of a model that is not built yet: call trainer.build(dataset) first, or give "
+            "the model an input shape."
+        )
     variables = {name: v for name, v in portable_names(state.model).items() if not is_seed(v)}
     seeds = portable_names(state.model).keys() - variables.keys()  # each replica's random stream goes on from its place
-    values = {name: v for name, v in _renamed(_read(path, state.model), rename, path).items() if name not in seeds}
+    read = _renamed(_read(path, state.model, given), rename, path)
+    values = {name: v for name, v in read.items() if name not in seeds}
     matched = [name for name in variables if name in values]
     if not matched:
         raise ValueError(
-            f"init_from={path!r} holds no variable of the model: it has {_some(values)}, the model {_some(variables)}; "
-            "give init_rename='PATTERN=>REPLACEMENT' to make the names equal."
+            f"{given} holds no variable of the model: it has {_some(values)}, the model {_some(variables)}; "
+            "give init_from and init_rename='PATTERN=>REPLACEMENT' to make the names equal."
         )
     different = [
         f"{name} is {list(values[name].shape)} there and {list(variables[name].shape)} here"
@@ -60,7 +69,7 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
     if different:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ValueError(
-            f"init_from={path!r} has other shapes ({'; '.join(different[:3])}{more}) and nothing was taken: leave "
+            f"{given} has other shapes ({'; '.join(different[:3])}{more}) and nothing was taken: leave "
             "those names out with init_rename, or make the model as it was."
         )
     missing, unused = [n for n in variables if n not in values], [n for n in values if n not in variables]
@@ -80,14 +89,14 @@ def warm_start(state: TrainState, path: str, rename: str = "") -> str:
     return summary + (f"; not used of it: {_some(unused)}" if unused else "")
 
 
-def _read(path: str, model: Any) -> Mapping[str, Any]:
+def _read(path: str, model: Any, given: str) -> Mapping[str, Any]:
     """Returns a file's weights by name."""
     try:
         with local_copy(path) as local:
             return _read_local(local, model)
     except (OSError, ValueError, TypeError, zipfile.BadZipFile, tf.errors.OpError) as error:
         raise ValueError(
-            f"init_from={path!r} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
+            f"{given} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
             ".keras, .weights.h5 or .npz file, or the prefix of a TensorFlow checkpoint."
         ) from error
 

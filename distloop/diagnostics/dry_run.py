@@ -18,11 +18,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from distloop.checkpoints.checkpoint import first_line
 from distloop.config import Config
 from distloop.data.source import Data
 from distloop.distributed import workers
-from distloop.errors import user_line
+from distloop.errors import first_line, user_line
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState

@@ -36,7 +36,7 @@ class JsonWriter:
         renamed: where the rows of an earlier run are now; empty if there were none.
     """
 
-    def __init__(self, path: str, start: int | None = None, *, is_written_again: bool = False):
+    def __init__(self, path: str, start: int | None = None, *, is_written_again: bool = False, goes_on: bool = False):
         """Opens the file, and creates its directory if it is missing.
 
         Args:
@@ -44,6 +44,7 @@ class JsonWriter:
             start: the global step that the run starts from; later rows, of an interrupted run, are removed. 0: the file
                 of an earlier run is renamed, with a number at its end. None: all rows stay.
             is_written_again: whether the row of `start` comes again, and is removed, too.
+            goes_on: whether the rows are of this run, at step 0, too.
 
         Raises:
             OSError: if it cannot be written.
@@ -54,7 +55,7 @@ class JsonWriter:
         directory = os.path.dirname(path) or "."
         make_directory(directory)
         if start is not None and os.path.isfile(path):
-            if start:
+            if start or goes_on:
                 _drop_rows(path, start - is_written_again)
             elif os.path.getsize(path):
                 self.renamed = next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))

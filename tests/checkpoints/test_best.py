@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distloop.checkpoints.best import best_step, load_best
+from distloop.checkpoints.best import NoBestError, best_step, load_best
 
 
 def checkpoints(**best_steps):
@@ -30,12 +30,27 @@ def test_a_checkpoint_that_was_deleted_is_not_the_best():
     [
         (checkpoints(), "", "No best checkpoint is kept in 'run/checkpoints': give fit SaveBest"),
         (checkpoints(loss=[300]), "accuracy", "No best checkpoint of 'accuracy'"),
-        (checkpoints(loss=[300], accuracy=[400]), "", "'run/checkpoints/300' for 'loss', .*/400' for 'accuracy'"),
+        (
+            checkpoints(loss=[300], accuracy=[400]),
+            "",
+            "^Metrics .*: give restore the path, 'run/.*' for 'loss', .*",
+        ),
     ],
 )
 def test_where_no_step_is_the_best_the_sentence_says_what_to_do(kept, metric, words):
     with pytest.raises(ValueError, match=words):
         best_step(kept, metric)
+
+
+def test_all_workers_take_what_the_chief_finds():
+    kept, nothing = (checkpoints(**best) for best in ({"loss": [300]}, {}))
+    kept.load = nothing.load = lambda step: step
+    assert load_best(nothing, "loss", lambda step: [300, step]) == 300
+    for found in (kept, nothing):
+        with pytest.raises(
+            NoBestError, match="No best checkpoint of 'loss' is kept.*could not be written: see the log"
+        ):
+            load_best(found, "loss", lambda step: [-1, step])
 
 
 def test_without_a_workdir_there_is_none():

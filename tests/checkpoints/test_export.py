@@ -77,9 +77,10 @@ def write_old(path):
 
 def test_the_leftovers_of_dead_processes_are_restored_or_removed_and_nothing_else(tmp_path):
     path, dead = tmp_path / "model", dead_process()
-    write_old(tmp_path / f"model.{dead}.old")
-    gone = [f"model.{dead}.tmp", f"model.{os.getpid()}.tmp", f"model.{os.getpid()}.tmp.keras"]
-    kept = [f"model.{os.getppid()}.tmp", "model.backup.old", "models.1.tmp", "a.model.1.tmp"]
+    write_old(tmp_path / f"model.{dead}-0123abcd.old")
+    gone = [f"model.{process}-0123abcd.{end}" for process in (dead, os.getpid()) for end in ("tmp", "tmp.keras")]
+    kept = [f"model.{os.getppid()}-0123abcd.tmp", "model.backup.old", "model.20240101.old"]
+    kept += ["models.1.tmp", "a.model.1.tmp"]
     for name in [*gone, *kept]:
         (tmp_path / name).mkdir()
     assert prepare_path(str(path), tf.distribute.get_strategy()) == str(path)
@@ -89,7 +90,7 @@ def test_the_leftovers_of_dead_processes_are_restored_or_removed_and_nothing_els
 
 def test_an_old_export_is_removed_where_the_new_one_has_its_name(tmp_path):
     write_old(tmp_path / "model")
-    write_old(tmp_path / f"model.{dead_process()}.old")
+    write_old(tmp_path / f"model.{dead_process()}-0123abcd.old")
     prepare_path(str(tmp_path / "model"), tf.distribute.get_strategy())
     assert os.listdir(tmp_path) == ["model"]
 

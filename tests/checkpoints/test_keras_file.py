@@ -56,7 +56,7 @@ def test_a_keras_file_replaces_an_older_one(tmp_path):
     trainer = make_trainer()
     first = export_keras_file(trainer, path).get_weights()
     trainer.fit(dataset(), steps=3)
-    leftover = tmp_path / f"model.keras.{dead_process()}.tmp.keras"
+    leftover = tmp_path / f"model.keras.{dead_process()}-0123abcd.tmp.keras"
     leftover.write_text("half a file")
     second = export_keras_file(trainer, path).get_weights()
     assert_weights(second, [w.numpy() for w in trainer.model.weights])

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints import memory_copies
+from distloop.checkpoints.store import in_workdir
 from distloop.training.saved_state import SavedState
 from tests.problems import assert_equal, classification, classifier, on, refused
 
@@ -54,6 +55,20 @@ def fit(workdir, kill=None, **settings):
 def rows_of(workdir):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_a_copy_that_fails_is_called_one(tmp_path, memory, caplog):
+    copies = memory_copies.MemoryCopies(
+        in_workdir(str(tmp_path / "run")), tf.distribute.get_strategy(), verify=lambda: None
+    )
+    copies.open(is_wanted=True, is_resuming=False)
+    copies.save(5, {"step": tf.constant(5)}, {})
+    copies._copies.join()
+    (tmp_path / "memory" / os.listdir(memory)[0] / "6").write_text("in the way")
+    copies._copies.directory = str(tmp_path / "memory" / os.listdir(memory)[0] / "6")
+    copies._copies.save(6, {"step": tf.constant(6)}, {})
+    copies._copies.join()
+    assert "The copy in memory of step 6 could not be written (" in caplog.text
 
 
 def test_a_killed_run_goes_on_from_the_copy_with_the_same_bits_and_the_copies_are_gone_at_its_end(

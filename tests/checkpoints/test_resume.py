@@ -436,6 +436,19 @@ def test_a_restored_run_shuffles_as_it_did(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_metric_was_never_a_number_ends_with_its_last_weights(tmp_path, caplog):
+    def measure(report):
+        return {"score": np.nan}
+
+    measure.every = 2
+    trainer = make_trainer(tmp_path, steps_per_log=2)
+    actions = [measure, distloop.SaveBest("score", restore=True)]
+    for _ in range(2):  # nothing is left for the second call
+        assert trainer.fit(data(), steps=4, actions=actions)["loss"] > 0 and trainer.step == 4
+    assert caplog.text.count("No best checkpoint of 'score' is kept in") == 2
+
+
+@pytest.mark.slow
 def test_a_program_with_two_fits_goes_on_in_the_data_of_the_second(tmp_path):
     def program(trainer, *steps):
         trainer.fit(data(), steps=4)
@@ -448,3 +461,55 @@ def test_a_program_with_two_fits_goes_on_in_the_data_of_the_second(tmp_path):
     program(make_trainer(tmp_path / "parts"), 7)
     second = second.fresh()
     assert_equal(everything(program(make_trainer(tmp_path / "parts"), 11)), everything(expected))
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_at(step):
+    def die(report):
+        if report.step == step:
+            raise Killed
+
+    die.every = 1
+    return [die]
+
+
+def numbered(rows, seed):
+    return distloop.make_dataset(classification(rows), 8, shuffle=True, seed=seed)
+
+
+def of_tf_data(rows, seed):
+    return tf.data.Dataset.from_tensor_slices(classification(rows)).shuffle(rows, seed=seed).batch(8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_data", [numbered, of_tf_data])
+@pytest.mark.parametrize("last_step", [4, 5])
+def test_a_program_that_died_before_its_second_fit_saved_begins_the_second_data(make_data, last_step, tmp_path):
+    def program(workdir, *, dies=False):
+        trainer = make_trainer(workdir, steps_per_log=2)
+        trainer.fit(make_data(67, 1), steps=4, actions=[distloop.SaveBest("loss")])
+        if dies and last_step == 4:
+            raise Killed
+        actions = [distloop.SaveBest("loss", mode="max"), *(killed_at(last_step) if dies else [])]
+        return trainer, trainer.fit(make_data(50, 3), steps=11, actions=actions)
+
+    expected, numbers = program(tmp_path / "whole")
+    with pytest.raises(Killed):
+        program(tmp_path / "parts", dies=True)
+    resumed, numbers_of_resumed = program(tmp_path / "parts")
+    assert_equal(everything(resumed), everything(expected))
+    assert numbers_of_resumed.history["examples_seen"] == numbers.history["examples_seen"]
+
+
+@pytest.mark.slow
+def test_the_second_of_two_fits_begins_its_data_after_the_first_has_shown_its_best(tmp_path):
+    def program(workdir, restore):
+        trainer = make_trainer(workdir, steps_per_log=2)
+        trainer.fit(numbered(67, 1), steps=4, actions=[distloop.SaveBest("loss", restore=restore)])
+        trainer.fit(numbered(50, 3), steps=7)
+        return everything(trainer)
+
+    assert_equal(program(tmp_path / "shown", True), program(tmp_path / "plain", False))

@@ -112,6 +112,48 @@ def run_without(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_back_to_its_start(tmp_path):
+    def program(workdir, second):
+        trainer, _ = fit(workdir, stream(seed=4), steps=12)
+        trainer.fit(second, steps=30)
+        return everything(trainer)
+
+    assert_equal(program(tmp_path / "bad", stream([3])), program(tmp_path / "good", stream(without=[3])))
+    assert [found["checkpoint"] for found in incidents(tmp_path / "bad")] == [12]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_to_its_start_has_each_row_once_in_its_file(tmp_path, capsys):
+    def make(poison, killed_at=0):
+        config = on(1, workdir=str(tmp_path), on_divergence="rollback", log_every=2, eval_first=True)
+        trainer = distloop.Trainer(linear(), config)
+
+        def die(report):
+            if report.step == killed_at:
+                raise KeyboardInterrupt
+
+        die.every = 1
+        evals = {"test": distloop.make_dataset(classification(16), 16)}
+        trainer.fit(stream(poison), steps=6, evals=evals, actions=[die] if killed_at else [])
+
+    with pytest.raises(KeyboardInterrupt):
+        make([], killed_at=3)
+    make([3])  # goes on from the checkpoint of step 0, and back to it
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 2, 4, 6] and len(incidents(tmp_path)) == 1
+    assert not (tmp_path / "metrics.jsonl.1").exists() and "starting over" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_whose_batches_became_smaller_leaves_out_the_batch_that_failed(tmp_path):
+    rows = classification(160)
+    rows["x"][100] = np.nan
+    for batch_size, steps in [(16, 4), (8, 12)]:
+        trainer, _ = fit(tmp_path, distloop.make_dataset(rows, batch_size), steps=steps)
+    assert [(found["checkpoint"], found["left_out"]) for found in incidents(tmp_path)] == [(4, 12)]
+    assert trainer._train_source.skipped_batches == {12}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "kind", "precision"),
     [(2, "nan", "mixed_float16"), (1, "row", "float32"), (2, "inf", "float32"), (1, "jump", "mixed_float16")],

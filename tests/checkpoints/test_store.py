@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from distloop.checkpoints import checkpoint, store
 from distloop.checkpoints.checkpoint import DamagedError, load
-from distloop.checkpoints.store import Checkpoints
+from distloop.checkpoints.store import Checkpoints, follow
 
 DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
 
@@ -164,6 +165,9 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
     for step in "45":
         os.remove(tmp_path / step / DATA)
     with pytest.raises(DamagedError, match="None of the 2 checkpoints .* is whole; nothing was restored"):
+        kept.load_newest()
+    shutil.rmtree(tmp_path / "4")
+    with pytest.raises(DamagedError, match="The only checkpoint in .* is damaged; nothing was restored"):
         kept.load_newest()
 
 
@@ -322,6 +326,58 @@ def test_best_steps_that_were_left_behind_are_not_listed(tmp_path):
     kept.save(350, values_of(350), {})
     kept.wait()
     assert kept.best_steps == {"score": [], "other": [300]}
+
+
+def test_a_best_one_that_could_not_be_written_leaves_the_one_before_it(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    kept = Checkpoints(str(tmp_path), keep=1)
+    for step, best in [(200, [200]), (300, [300, 200]), (500, [500, 300]), (600, [500, 300]), (700, [700, 500])]:
+        with monkeypatch.context() as patch:
+            if step == 500:
+                patch.setattr(store, "write_files", full)
+            kept.save(step, values_of(step), {}, {"score": best})
+            kept.join()
+    assert kept.best_steps == {"score": [700, 300]} and kept.steps == [300, 700]
+
+
+# Following a run ----------------------------------------------------------------------------------------------------
+
+
+def save_of_5(directory, step):
+    """Saves a checkpoint of a run of 5 steps."""
+    kept = Checkpoints(str(directory))
+    kept.save(step, values_of(step), {"stop_reason": None, "until": 5})
+    kept.wait()
+    return kept
+
+
+def test_the_last_checkpoint_is_read_if_it_comes_after_the_look_for_new_ones(tmp_path, monkeypatch):
+    kept = save_of_5(tmp_path, 4)
+
+    def look(checkpoints, steps=Checkpoints.steps.fget):
+        found = steps(checkpoints)
+        if checkpoints is kept and 5 not in found and seen == [4]:  # right after the second look
+            monkeypatch.undo()
+            save_of_5(tmp_path, 5)
+        return found
+
+    seen = []
+    monkeypatch.setattr(Checkpoints, "steps", property(look))
+    for saved in follow(kept, (), 0.01, 0.0):
+        seen.append(saved.step)
+    assert seen == [4, 5]
+
+
+def test_using_a_checkpoint_is_no_waiting_for_the_next(tmp_path):
+    kept, seen = save_of_5(tmp_path, 4), []
+    for saved in follow(kept, (), 0.01, 0.3):
+        seen.append(saved.step)
+        if saved.step == 4:
+            threading.Timer(0.5, save_of_5, (tmp_path, 5)).start()
+            time.sleep(0.4)
+    assert seen == [4, 5]
 
 
 # Leftovers ----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import distloop
 from tests.problems import classification, on
 
 
-def trainer_of(layer):
+def trainer_of(*layers, shape=(8,), rows=None):
     def model_fn():
-        net = keras.Sequential([keras.Input((8,)), layer(), keras.layers.Dense(4)])
+        net = keras.Sequential([keras.Input(shape), *(layer() for layer in layers), keras.layers.Dense(4)])
 
         def loss_fn(batch, training):
             logits = net(batch["x"], training=training)
@@ -22,7 +22,7 @@ def trainer_of(layer):
         )
 
     trainer = distloop.Trainer(model_fn, on(1))
-    trainer.build(distloop.make_dataset(classification(8), 8))
+    trainer.build(rows or distloop.make_dataset(classification(8), 8))
     return trainer
 
 
@@ -38,6 +38,26 @@ def test_a_quantized_file_predicts_as_the_model_does(tmp_path):
     np.testing.assert_allclose(outputs, expected, atol=0.02 * np.abs(expected).max())
     weights = sum(variable.numpy().nbytes for variable in trainer.model.variables)
     assert (tmp_path / "model.tflite").stat().st_size < weights + 3000  # of which the larger part is 8-bit integers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
+def test_free_axes_get_a_size_that_a_filter_fits_in(tmp_path):
+    def images():
+        for size in (12, 16):
+            yield {"x": np.ones((8, size, size, 1), np.float32), "label": np.zeros(8, np.int32)}
+
+    spec = {"x": tf.TensorSpec((8, None, None, 1)), "label": tf.TensorSpec((8,), tf.int32)}
+    layers = [lambda: keras.layers.Conv2D(4, 5), keras.layers.GlobalAveragePooling2D]
+    trainer = trainer_of(
+        *layers, shape=(None, None, 1), rows=tf.data.Dataset.from_generator(images, output_signature=spec)
+    )
+    trainer.export(tmp_path / "model.tflite")
+    x = np.random.default_rng(0).normal(size=(3, 20, 20, 1)).astype(np.float32)
+    interpreter = tf.lite.Interpreter(str(tmp_path / "model.tflite"))
+    outputs = interpreter.get_signature_runner("serving_default")(x=x)["logits"]
+    expected = trainer.model(x).numpy()
+    np.testing.assert_allclose(outputs, expected, atol=0.05 * np.abs(expected).max())
 
 
 @pytest.mark.slow

@@ -122,6 +122,15 @@ def test_what_does_not_fit_is_refused_and_nothing_is_taken(settings, model, says
     assert_same(arrays(trainer.model), before)
 
 
+def test_a_file_of_weights_waits_for_no_model_and_names_what_the_user_gave(tmp_path):
+    make_trainer(1).export(path := str(tmp_path / "weights.npz"))
+    lazy = make_trainer(1, lambda: keras.Sequential([keras.layers.Dense(4, name="hidden")], name="net"))
+    with pytest.raises(ValueError, match=r"restore\('.*npz'\) .*not built yet: call trainer.build\(dataset\) first"):
+        lazy.restore(path)
+    with pytest.raises(ValueError, match=r"^restore\('.*npz'\) holds no variable of the model"):
+        make_trainer(1, lambda: net(name="else")).restore(path)
+
+
 def test_renaming_needs_something_to_rename():
     with pytest.raises(ValueError, match="init_rename='a' was given without init_from"):
         on(1, init_rename="a")

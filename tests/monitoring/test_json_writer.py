@@ -126,6 +126,14 @@ def test_a_full_disk_leaves_no_half_row_and_later_rows_are_written(can_cut, tmp_
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
 
 
+def test_a_run_that_goes_on_from_step_0_keeps_its_file_without_the_later_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for again, kept in [(False, [0]), (True, [])]:
+        path.write_text('{"step": 0, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')
+        JsonWriter(str(path), 0, is_written_again=again, goes_on=True).close()
+        assert [row["step"] for row in read_rows(path)] == kept and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
 @pytest.mark.parametrize("after", [0.5, 2, 30, 99, 100, 150])
 @pytest.mark.parametrize("end", ["", '{"step": 101, "lo', '{"step": 101}', "\n\n", "x" * 500])
 def test_rows_after_the_start_are_cut_off_at_the_end_of_the_file(after, end, tmp_path, monkeypatch):
