@@ -50,25 +50,10 @@ _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "devices_per_worker": (int, None, 1, "devices of each worker, passed to the program as --num_devices"),
     "cores_per_worker": (int, None, 0, "cores reserved for each worker, 0: none (default: without GPUs an equal part)"),
-    "max_restarts": (
-        int,
-        None,
-        0,
-        "crashes without a newer checkpoint after which to start again (default: 0, or 3 with MIN:MAX)",
-    ),
-    "standby": (
-        int,
-        None,
-        0,
-        "1: keep a process with TensorFlow imported, from which workers start sooner (default: 0, with MIN:MAX 1)",
-    ),
+    "max_restarts": (int, None, 0, "starts after crashes without a newer checkpoint (default: 0, or 3 with MIN:MAX)"),
+    "standby": (int, None, 0, "1: a process with TensorFlow imported, to fork workers from (default: 1 with MIN:MAX)"),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped (default: 10)"),
-    "wait_secs": (
-        float,
-        600.0,
-        0,
-        "with MIN:MAX, seconds to wait for MIN workers, before the run ends with 75 (default: 600)",
-    ),
+    "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers before the end (default: 600)"),
     "workers_per_host": (
         int,
         None,
@@ -76,12 +61,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
         "places here, for a run over all hosts that give this command (default: 1 with MIN:MAX in a task of Slurm or "
         "an indexed Job of Kubernetes)",
     ),
-    "host_index": (
-        int,
-        None,
-        0,
-        "of this machine in --hosts, from 0 (default: Kubernetes' JOB_COMPLETION_INDEX)",
-    ),
+    "host_index": (int, None, 0, "of this machine in --hosts, from 0 (default: Kubernetes' JOB_COMPLETION_INDEX)"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow (default: {FIRST_PORT})"),
 }
 
