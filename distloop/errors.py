@@ -2,7 +2,7 @@
 
 require(tf.equal(rows, batch_size), 'The value "loss" has another number of rows than its batch; ...')
 except tf.errors.OpError as error:
-    raise as_user_error(error) or error
+    raise_as_user_error(error)
 
 @with_short_tracebacks
 class Trainer: ...
@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
@@ -79,6 +79,14 @@ def carry(error: Exception) -> RuntimeError:
     _carried.append(error)
     del _carried[:-_MOST_CARRIED]
     return RuntimeError(f"{_CARRIED}{id(error)}")
+
+
+def raise_as_user_error(error: tf.errors.OpError) -> NoReturn:
+    """Raises the sentence that `as_user_error` returns for an error that was caught, else the error itself."""
+    explained = as_user_error(error)
+    if explained is None:
+        raise error
+    raise explained from error
 
 
 def as_user_error(error: tf.errors.OpError) -> Exception | None:
@@ -189,7 +197,9 @@ def _shorten(error: BaseException) -> None:
     ):
         error.__cause__ = None  # the sentence says it; the operation's error stays as the context
     link: BaseException | None = error
-    while link is not None:
+    seen = set[int]()
+    while link is not None and id(link) not in seen:  # an error may be its own cause
+        seen.add(id(link))
         link.__traceback__ = _without_libraries(_entries(link.__traceback__))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 

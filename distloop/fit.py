@@ -102,8 +102,8 @@ class Fit:
         self._stop_requests: StopRequests | None = None
         self._recorder = Recorder()
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
-        self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify) if workdir else None
-        self._notes: list[Action] = [MemoryUse(workdir, held_by_device), self._goodput] if self._goodput else []
+        self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
+        self._notes: list[Action] = [MemoryUse(workdir, held_by_device), self._goodput] if workdir else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
@@ -168,7 +168,9 @@ class Fit:
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
         if self.is_over:
-            return self._say_why_over()
+            why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
+            self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
+            return self._finish()
         self._announce()
         self._prepare()
         with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):
@@ -179,12 +181,6 @@ class Fit:
                 except Diverged as diverged:
                     self._go_back(diverged)
             self._finish()
-
-    def _say_why_over(self) -> None:
-        """Prints why nothing is done, of a run that is over."""
-        why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
-        self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
-        self._finish()
 
     def _finish(self) -> None:
         """Hands what the run has left to writers, and restores the best checkpoint if an action asks for it."""
@@ -225,8 +221,7 @@ class Fit:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
         if self.config.on_divergence != "rollback":
             raise diverged
-        if self._goodput is not None:
-            self._goodput.start_again(self._step)
+        self._goodput.start_again(self._step)
         self.checkpoints.roll_back(diverged)
         self._deliveries.discard(self._step + 1)
         self._attach()
@@ -234,8 +229,8 @@ class Fit:
 
     def _attach(self) -> None:
         """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
-        actions = [*self.actions, *self.evaluations]
-        self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
+        attach = self.checkpoints.attach
+        self._window = attach(self.source, self._loop, [*self.actions, *self.evaluations], self.units.run)
         if (histograms := self._loop.histograms) is not None:
             histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
             histograms.begin(self._step, is_restored=self._window is not None)

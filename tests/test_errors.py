@@ -10,7 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop import errors
 from distloop.data.source import Source
-from tests.problems import batch_taker, mirrored
+from tests.problems import batch_taker, classification, classifier, mirrored, on
 
 
 @pytest.mark.parametrize(
@@ -191,3 +191,22 @@ def test_tensors_of_other_shapes_on_another_worker_are_explained():
     )
     error = errors.as_user_error(tf.errors.InvalidArgumentError(None, None, message))
     assert str(error).startswith("The workers computed tensors of different shapes ([8,5] and [8,4]) where they share")
+
+
+@pytest.mark.slow
+def test_an_operation_that_fails_while_evaluating_or_predicting_raises_its_error():
+    def model_fn():
+        spec = classifier()()
+
+        def loss_fn(batch, training):
+            rows = tf.gather(batch["x"], tf.constant([10**6]))  # out of range
+            return {"loss": tf.reduce_sum(rows) + tf.zeros(tf.shape(batch["x"])[:1])}
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=lambda b: loss_fn(b, False)["loss"])
+
+    trainer = distloop.Trainer(model_fn, on(1))
+    data = distloop.make_dataset(classification(8), 4)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="1000000"):
+        trainer.evaluate(data)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="1000000"):
+        trainer.predict(data)

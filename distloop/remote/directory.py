@@ -173,7 +173,7 @@ class RemoteDirectory:
             self._try(lambda _: self._system.cp_file(self._path(name), self._path(new)), f"copy {name}")
             return self._size(new)
 
-        self._until_whole(f"copy {name}", copy, self._size(name))
+        _until_whole(f"copy {name}", copy, self._size(name))
 
     def delete(self, name: str) -> None:
         """Deletes a file if it is there."""
@@ -223,7 +223,7 @@ class RemoteDirectory:
                 self._system.mv(self._path(temporary), self._path(name))
 
         try:
-            self._until_whole(name, write_again, size)
+            _until_whole(name, write_again, size)
             if temporary != name:
                 self._try(mv, name)
                 if self._size(name) != size:
@@ -233,17 +233,6 @@ class RemoteDirectory:
                 with contextlib.suppress(RemoteError):
                     self.delete(temporary)
             raise
-
-    def _until_whole(self, what: str, act: Callable[[], int], size: int) -> None:
-        """Does something again until as many bytes came as there are.
-
-        Raises:
-            RemoteError: if they never do.
-        """
-        for _ in range(len(_PAUSES_SECS) + 1):
-            if (actual := act()) == size:
-                return
-        raise RemoteError(f"{what}: {actual} of {size} bytes came")
 
     def _try(self, request: Callable[[Any], _T], what: str, size: int = 0) -> _T:
         """Returns what a request does; tries again after an error or a silence.
@@ -299,6 +288,18 @@ class RemoteDirectory:
         if error is not None:
             raise error
         return result
+
+
+def _until_whole(what: str, act: Callable[[], int], size: int) -> None:
+    """Does something again until as many bytes came as there are.
+
+    Raises:
+        RemoteError: if they never do.
+    """
+    for _ in range(len(_PAUSES_SECS) + 1):
+        if (actual := act()) == size:
+            return
+    raise RemoteError(f"{what}: {actual} of {size} bytes came")
 
 
 def _is_final(error: Exception) -> bool:

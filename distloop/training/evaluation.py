@@ -21,7 +21,7 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.distributed.tree_sums import tree_sum
-from distloop.errors import as_user_error
+from distloop.errors import raise_as_user_error
 from distloop.graph_functions import graph_function
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
@@ -218,7 +218,7 @@ class EvalLoop:
             except tf.errors.ResourceExhaustedError as error:
                 raise explain_pass(error, state, "evaluating", source.info.batch_size) from error
             except tf.errors.OpError as error:
-                raise as_user_error(error) or error from error
+                raise_as_user_error(error)
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
         if source.info.num_batches is None and not source.layout.is_sharded:

@@ -21,7 +21,7 @@ from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
-from distloop.errors import as_user_error, require
+from distloop.errors import raise_as_user_error, require
 from distloop.training.compiled_loop import compiled
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.state import TrainState
@@ -143,7 +143,7 @@ class PredictLoop:
                 except tf.errors.OpError as error:
                     if "TensorListConcat" in (error.message or ""):
                         raise cannot_join("their shapes differ") from error
-                    raise as_user_error(error) or error from error
+                    raise_as_user_error(error)
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
     def _run_if_all_have_a_batch(self, iterator: Any, layout: Layout) -> Any:

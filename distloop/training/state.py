@@ -19,7 +19,7 @@ from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.distributed.sharding import Sharding
-from distloop.errors import as_user_error
+from distloop.errors import raise_as_user_error
 from distloop.optimizers import gradients, keras_hooks, row_updates
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
@@ -147,7 +147,7 @@ class TrainState(tf.Module):
             try:
                 spec = model_fn()
             except tf.errors.OpError as error:  # the chief's initial values go to the other workers
-                raise as_user_error(error) or error from error
+                raise_as_user_error(error)
         if not isinstance(spec, ModelSpec):
             raise ValueError(
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
