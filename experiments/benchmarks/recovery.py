@@ -1,9 +1,9 @@
-"""How long an elastic run stands still when a worker falls, and when one is taken in again, by phase.
+"""How long an elastic run stands still when a worker is killed, by phase.
 
     python -m experiments.benchmarks.recovery [--workloads=tiny,lm --counts=2,3 --standby=1]
 
-The launcher starts `--workers=1:N` of a workload with a checkpoint a second. Once they train, the last one is killed;
-the next two changes are the fall and the return. Seconds are those from the end of the first worker to the first step.
+The launcher starts `--workers=1:N` of a workload with a checkpoint a second. Once they train, the last one is killed,
+whose place is there again a second later. Seconds are those from the end of the first worker to the first step.
 """
 
 import os
@@ -46,8 +46,8 @@ def wait_for_rows(workdir: str, name: str, count: int, process: subprocess.Popen
     return rows
 
 
-def measure(name: str, count: int) -> list[list[str]]:
-    """Returns a row of the table for the fall and the return of a worker."""
+def measure(name: str, count: int) -> list[str]:
+    """Returns a row of the table."""
     with tempfile.TemporaryDirectory() as directory:
         launcher = [sys.executable, "-m", "distloop.launch", f"--workers=1:{count}", f"--standby={STANDBY.value}"]
         program = ["-m", "experiments.benchmarks.recovery", f"--train={name}", f"--run_dir={directory}"]
@@ -56,24 +56,21 @@ def measure(name: str, count: int) -> list[list[str]]:
             wait_for_rows(directory, "metrics.jsonl", 1, process)
             time.sleep(SETTLE_SECS)
             os.kill(preemptions.find_workers(process.pid, b"--train=")[-1], signal.SIGKILL)
-            changes = wait_for_rows(directory, "incidents.jsonl", 2, process)
+            (change, *_) = wait_for_rows(directory, "incidents.jsonl", 1, process)
         finally:
             process.terminate()
             process.wait()
-    rows = []
-    for what, change in zip(("a fall", "a return"), changes, strict=False):
-        phases = {key.removesuffix("_secs"): secs for key, secs in change.items() if key.endswith("_secs")}
-        listed = ", ".join(f"{phase} {secs:.1f}" for phase, secs in phases.items())
-        rows.append([name, f"1:{count}", what, f"{sum(phases.values()):.1f}", listed])
-    return rows
+    phases = {key.removesuffix("_secs"): secs for key, secs in change.items() if key.endswith("_secs")}
+    listed = ", ".join(f"{phase} {secs:.1f}" for phase, secs in phases.items())
+    return [name, f"1:{count}", str(change["workers"]), f"{sum(phases.values()):.1f}", listed]
 
 
 def main(_) -> None:
     if TRAIN.value:
         train()
         return
-    rows = [row for name in NAMES.value for count in COUNTS.value for row in measure(name, int(count))]
-    print(page.table(["workload", "workers", "change", "seconds to the next step", "of it"], rows))
+    rows = [measure(name, int(count)) for name in NAMES.value for count in COUNTS.value]
+    print(page.table(["workload", "workers", "then", "seconds to the next step", "of it"], rows))
 
 
 if __name__ == "__main__":
