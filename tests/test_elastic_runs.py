@@ -29,15 +29,15 @@ def alone(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pause_secs", "numbers"),
-    [(0.5, [2, 2]), (6.0, [1, 2, 1, 2])],  # of workers: all places are waited for; those left go on
+    ("pause_secs", "second", "numbers"),
+    [(0.5, 25, [2, 2]), (8.0, 14, [1, 1, 2])],  # of workers: the place counts as there; the one left goes on
 )
 def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
-    pause_secs, numbers, alone, tmp_path
+    pause_secs, second, numbers, alone, tmp_path
 ):
     generator = random.Random(0)
     setting = Setting("elastic", 2, checkpoint_every=4, pause_secs=pause_secs)
-    falls = [((1,), signal.SIGKILL, 7), ((0,), signal.SIGTERM, 25)]  # without a word; announced
+    falls = [((1,), signal.SIGKILL, 7), ((0,), signal.SIGTERM, second)]  # without a word; announced
     strikes = [
         Strike(faults.Fall(workers, number, "training", 0.0), after_steps=step + generator.randrange(5))
         for workers, number, step in falls

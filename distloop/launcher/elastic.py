@@ -163,16 +163,15 @@ def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
 
 
 def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals, now: float) -> int | None:
-    """Waits until the next membership starts; returns an exit code if the run is to end."""
-    starts_at, has_limit = plan.starts_at(now), settings.is_elastic and not plan.size(now)
-    ends_at = now + settings.wait_secs if has_limit else math.inf
-    while (secs := starts_at - now) > 0:
+    """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
+    ends_at = now + settings.wait_secs if settings.is_elastic else math.inf
+    while (secs := plan.starts_at() - now) > 0:
         left_secs = ends_at - now
         if left_secs <= 0:
             say_too_few(settings, plan, len(plan.there(now)))
             return SAVED_EXIT_CODE
         restart = f" (restart {plan.restarts} of {settings.max_restarts})" if plan.restarts else ""
-        processes.log(f"{_count(plan.size(starts_at), settings)} in {secs:.2g} s{restart}.")
+        processes.log(f"{_count(plan.size(now + secs), settings)} in {secs:.2g} s{restart}.")
         if number := signals.wait(min(secs, left_secs)):
             processes.log(f"{number.name}, the workers do not start again.")
             return 128 + number

@@ -4,7 +4,6 @@
     plan.size(now)                              # 3
     plan = plan.lose([1], now)                  # the place of a worker that fell is empty for a second
     plan.size(now), plan.grows_at(2)            # 2, now + 1
-    plan.starts_at(now)                         # now + 1 if a start takes longer than that, else now
 
 A membership is a set of workers that start together, with one number. A place is where one of them runs. It does not
 know how workers start or end (`processes`), nor what they tell (`notes`).
@@ -52,9 +51,18 @@ class Plan:
         """The numbers of workers that the run can have, in ascending order."""
         return [n for n in range(self.least, self.most + 1) if not self.sizes or n in self.sizes]
 
+    @property
+    def soon_secs(self) -> float:
+        """How long a place may still be empty that counts as there: in an elastic run, as long as workers start.
+
+        To take it in later would cost another start. After a second crash without a newer checkpoint it is 0, as what
+        broke may stay broken.
+        """
+        return self.start_secs if self.least < self.most and self.restarts <= 1 else 0.0
+
     def there(self, now: float) -> list[int]:
-        """Returns the places that are there."""
-        return [place for place, back_at in enumerate(self.back_at) if back_at <= now]
+        """Returns the places that are there, or soon."""
+        return [place for place, back_at in enumerate(self.back_at) if back_at - self.soon_secs <= now]
 
     def size(self, now: float) -> int:
         """Returns the number of workers to start; 0 if there are too few places."""
@@ -65,17 +73,9 @@ class Plan:
         more = next((n for n in self.allowed if n > size), None)
         return math.inf if more is None else sorted(self.back_at)[more - 1]
 
-    def starts_at(self, now: float) -> float:
-        """Returns when the next membership starts.
-
-        A place that is there again sooner than workers start is waited for: to take it in later costs another start.
-        After a second crash without a newer checkpoint it is not, as what broke may stay broken.
-        """
-        back_at = sorted(max(now, at) for at in self.back_at)
-        soon = now + (self.start_secs if self.restarts <= 1 else 0.0)
-        count = sum(at <= soon for at in back_at)
-        size = max((n for n in self.allowed if n <= count), default=min(self.allowed, default=self.most))
-        return back_at[size - 1]
+    def starts_at(self) -> float:
+        """Returns when the next membership can start; inf: never."""
+        return self.grows_at(0) - self.soon_secs
 
     def lose(self, places: Sequence[int], now: float) -> "Plan":
         """Returns the plan after workers have fallen, whose places are empty for a time."""

@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.preemptions [--workers=4 --steps=1600 --seed=0]
 
 Four workers train `experiments.digits` for 1,600 steps with a checkpoint each 400. At four seeded steps one of them is
-preempted: two get SIGTERM, as a machine that goes announces it, and two SIGKILL. The elastic run goes on with all of
-them, or those that are left, and copies its state to memory each two seconds. The other one has neither: its launcher starts all
+preempted: two get SIGTERM, as a machine that goes announces it, and two SIGKILL. The elastic run goes on with all, or
+those that are left, and copies its state to memory each two seconds. The other one has neither: its launcher starts all
 workers again after a crash, and this program types the command again where the run was saved and left.
 
 Wasted steps are those that were trained twice. Seconds are those from a signal to the next row of ten steps.

@@ -98,21 +98,15 @@ def test_a_place_that_is_back_sooner_than_workers_start_saves_a_stop(world):
     script = [(9, {"step": 0}, crash(1)), (20, {"step": 20}, SAVED._replace(leavers=[2])), (9, {"step": 40}, DONE)]
     assert world.run(script) == 0
     assert world.started == [(1, 3, ""), (2, 3, "worker 1 failed first"), (3, 3, "worker 2 was asked to leave")]
-    assert world.signals.pauses == [1.0, 1.0] and world.leaves_at == [math.inf] * 3
-    assert world.lines[0] == "there are places for 3 workers in 1 s (restart 1 of 3)."
+    assert world.signals.pauses == [] and world.leaves_at == [math.inf] * 3
+    assert world.lines[0] == "membership 2 has 3 of 3 workers: worker 1 failed first."
 
 
 def test_a_worker_that_crashes_at_once_again_is_left_out(world):
     world.start_secs = 5
     script = [(9, {"step": 0}, crash(1)), (9, {"step": 0}, crash(1)), (9, {"step": 0}, DONE)]
     assert world.run(script) == 0
-    assert [count for _, count, _ in world.started] == [3, 3, 2] and world.signals.pauses == [1.0]
-
-
-def test_a_limit_below_the_pause_of_a_place_ends_no_run_that_can_go_on(world):
-    world.start_secs = 5
-    assert world.run([(9, {"step": 0}, crash(1)), (9, {"step": 0}, DONE)], wait_secs=0.5) == 0
-    assert [count for _, count, _ in world.started] == [3, 3]
+    assert [count for _, count, _ in world.started] == [3, 3, 2] and world.signals.pauses == []
 
 
 def test_a_membership_that_does_not_train_is_not_asked_to_leave(world):
@@ -133,14 +127,14 @@ def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
 
 def test_below_the_least_number_the_run_waits(world):
     assert world.run([(9, {"step": 0}, crash(0, 1)), (9, {"step": 0}, DONE)], least=2) == 0
-    assert world.started[1:] == [(2, 3, "worker 1 failed first")] and world.signals.pauses == [1.0]
-    assert world.lines[0] == "there are places for 3 workers in 1 s (restart 1 of 3)."
+    assert world.started[1:] == [(2, 3, "worker 1 failed first")] and world.signals.pauses == [0.5]
+    assert world.lines[0] == "there are places for 3 workers in 0.5 s (restart 1 of 3)."
 
 
 def test_the_wait_has_a_limit(world):
     script = [(1, {"step": step}, crash(0, 1)) for step in (0, 10, 20)]
     assert world.run(script, least=2, wait_secs=3) == 75
-    assert world.signals.pauses == [1, 2, 3]
+    assert world.signals.pauses == [0.5, 1.5, 3]
     assert world.lines[-1] == (
         "for 3 s there were places for 1 worker, and 2 are needed: the run ends, and the same command goes on from "
         "its newest checkpoint."

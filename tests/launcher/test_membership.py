@@ -19,22 +19,22 @@ def test_those_left_go_on_until_the_place_is_there_again():
     assert plan.grows_at(2) == 11.0 and plan.size(11.0) == 3
 
 
-def test_a_place_is_waited_for_that_is_there_again_sooner_than_workers_start():
+def test_a_place_that_is_there_again_sooner_than_workers_start_counts_as_there():
     trained = Plan(1, 3).begin(20, start_secs=5.0).crash()
-    assert trained.lose([1], 10.0).starts_at(10.0) == 11.0
-    assert trained.lose([0, 1, 2], 10.0).starts_at(10.0) == 11.0
+    assert trained.lose([1], 10.0).there(10.0) == [0, 1, 2] and trained.lose([0, 1, 2], 10.0).starts_at() < 10.0
     slow = dataclasses.replace(trained, back_at=(0.0,) * 3, pauses=(1.0, 8.0, 4.0))
-    assert slow.lose([1], 10.0).starts_at(10.0) == 10.0  # those left go on at once
-    assert slow.lose([1, 2], 10.0).starts_at(10.0) == 14.0  # two of three, and the third comes later
-    assert dataclasses.replace(slow, sizes=(1, 3)).lose([1, 2], 10.0).starts_at(10.0) == 10.0
-    assert dataclasses.replace(slow, least=3).lose([1, 2], 10.0).starts_at(10.0) == 18.0
-    assert trained.starts_at(10.0) == 10.0 and Plan(1, 3).lose([1], 10.0).starts_at(10.0) == 10.0
+    assert slow.lose([1], 10.0).there(10.0) == [0, 2]  # those left go on
+    assert slow.lose([1, 2], 10.0).there(10.0) == [0, 2]
+    assert dataclasses.replace(slow, least=2).lose([0, 1, 2], 10.0).starts_at() == 9.0
+    fixed = dataclasses.replace(slow, least=3).lose([1, 2], 10.0)
+    assert fixed.starts_at() == 18.0 and fixed.there(10.0) == [0]  # the number is fixed: each pause is kept
+    assert Plan(1, 3).lose([1], 10.0).there(10.0) == [0, 2]  # nothing has started yet
 
 
-def test_what_broke_twice_without_a_newer_checkpoint_is_not_waited_for():
+def test_what_broke_twice_without_a_newer_checkpoint_is_left_out():
     twice = Plan(1, 3).begin(20, start_secs=5.0).crash().begin(20, start_secs=5.0).crash()
-    assert twice.lose([1], 10.0).starts_at(10.0) == 10.0
-    assert twice.begin(30, start_secs=5.0).crash().lose([1], 10.0).starts_at(10.0) == 11.0
+    assert twice.lose([1], 10.0).there(10.0) == [0, 2]
+    assert twice.begin(30, start_secs=5.0).crash().lose([1], 10.0).there(10.0) == [0, 1, 2]
 
 
 def test_below_the_least_number_nobody_runs():
