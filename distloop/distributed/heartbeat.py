@@ -33,6 +33,7 @@ EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was 
 
 _GRAPH_ERROR = "Graph execution error:"  # the first line of TensorFlow's errors in a function
 _SEND_SECS = 0.5
+_MEET_SECS = 0.1  # from one heartbeat to the next until all have met
 _NEWS_SECS = 0.05  # from one heartbeat to the next while workers meet
 _LAST_MESSAGE_SECS = 1.0  # for other workers to hear why this one ends, and for the one that failed to end first
 _GONE_MESSAGE_SECS = 0.2  # for the same where one has ended already
@@ -243,7 +244,7 @@ class Heartbeat:
         while True:
             self._read_step()
             self._send()
-            if self._has_news.wait(_SEND_SECS):
+            if self._has_news.wait(_SEND_SECS if self._table.has_met else _MEET_SECS):
                 time.sleep(_NEWS_SECS)
             self._has_news.clear()
 

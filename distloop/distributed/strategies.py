@@ -10,7 +10,9 @@ The only module that names a strategy class. It does not know what runs on the d
 import functools
 import logging
 import signal
+import socket
 import threading
+import time
 
 import keras
 import tensorflow as tf
@@ -25,6 +27,7 @@ from distloop.flags import facts, secret_names
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
 _TENSORFLOW_SILENCE_SECS, _NO_LIMIT_SECS = 10.0, 86_400.0
+_SERVER_SECS = 5.0  # that the other workers wait for the server of the chief before they join
 _SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it
 
 
@@ -269,6 +272,7 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
         ):
             # No CommunicationOptions(timeout_seconds=...): for each collective TensorFlow starts a thread that sleeps
             # for so long, 14,000 of them after 25 seconds of a small model. The heartbeat notices a hanging worker.
+            _wait_for_chief(cluster)
             strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except RuntimeError as error:
         raise ValueError(
@@ -288,6 +292,18 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
         # TensorFlow now catches SIGTERM and ignores it: install Python's handler, or the default, again.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     return strategy
+
+
+def _wait_for_chief(cluster: Cluster) -> None:
+    """Waits on the other workers until the chief's server listens; TensorFlow would try again only a second later."""
+    host, port = environment.split_address(cluster.addresses[0])
+    ends_at = time.monotonic() + (_SERVER_SECS if cluster.index else 0.0)
+    while time.monotonic() < ends_at:
+        try:
+            socket.create_connection((host, port), timeout=_SERVER_SECS).close()
+            return
+        except OSError:
+            time.sleep(0.01)
 
 
 def prepare_eager(strategy: tf.distribute.Strategy, is_eager: bool) -> None:

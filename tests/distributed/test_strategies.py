@@ -1,6 +1,9 @@
 """Strategies: which one a Config means, and which executor runs its steps."""
 
+import dataclasses
 import logging
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import tensorflow as tf
 
 from distloop.config import Config
 from distloop.distributed import notes, strategies
+from distloop.distributed.environment import Cluster
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -139,3 +143,17 @@ def test_workers_that_do_not_divide_the_virtual_replicas_tell_their_launcher_whi
     launcher.read()
     assert launcher.sizes == (1, 2, 4)
     launcher.close()
+
+
+def test_workers_join_once_the_server_of_the_chief_listens(monkeypatch):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        cluster = Cluster((f"127.0.0.1:{server.getsockname()[1]}", "127.0.0.1:9"), 1)
+        timer = threading.Timer(0.2, server.listen)
+        timer.start()
+        strategies._wait_for_chief(cluster)
+        assert timer.finished.is_set()
+        timer.join()
+        strategies._wait_for_chief(dataclasses.replace(cluster, index=0))  # the chief waits for nobody
+    monkeypatch.setattr(strategies, "_SERVER_SECS", 0.1)
+    strategies._wait_for_chief(cluster)  # nobody listens: TensorFlow tries, and says so
