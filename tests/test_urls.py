@@ -1,5 +1,6 @@
 """URLs: which package is missing, and where the files of a run are staged."""
 
+import importlib
 import os
 import sys
 
@@ -25,6 +26,8 @@ def test_a_url_has_a_staging_directory_of_its_own_and_a_directory_has_none(monke
     ],
 )
 def test_what_is_missing_for_a_url_is_named(url, missing, words, monkeypatch):
+    opened = importlib.import_module("fsspec.registry")._registry  # by other tests
+    monkeypatch.delitem(opened, "s3", raising=False)
     if missing:
         monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=words):

@@ -3,7 +3,6 @@
 import json
 import os
 import textwrap
-import time
 
 import pytest
 
@@ -29,23 +28,32 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
     command = [tmp_path / "sidecar.py", workdir]
     logs = {"stdout": tmp_path / "out.txt", "stderr": tmp_path / "errors.txt"}
     sidecar = forked.Program(command, **logs, env=os.environ)
-    measured = {}
+    training = """
+        import json
+        import sys
+        import time
+        import distloop
+        from tests.problems import classification, classifier, on
 
-    def note(report):
-        measured[report.step] = report.metrics["test/loss"]
-        time.sleep(0.5)
+        def note(report):
+            measured[report.step] = report.metrics["test/loss"]
+            time.sleep(0.5)
 
-    note.every = 10
-    evaluation = distloop.make_dataset(classification(33, seed=1), 8)
-    trainer = distloop.Trainer(
-        classifier(), on(1, workdir=str(workdir), average_decay=0.9, checkpoint_every=10, eval_every=10)
-    )
-    trainer.fit(distloop.make_dataset(classification(67), 16), steps=45, evals={"test": evaluation}, actions=[note])
+        measured, note.every = {}, 10
+        evaluation = distloop.make_dataset(classification(33, seed=1), 8)
+        config = on(1, workdir=sys.argv[1], average_decay=0.9, checkpoint_every=10, eval_every=10)
+        data = distloop.make_dataset(classification(67), 16)
+        distloop.Trainer(classifier(), config).fit(data, steps=45, evals={"test": evaluation}, actions=[note])
+        print(json.dumps(measured))
+    """
+    (tmp_path / "training.py").write_text(textwrap.dedent(training))  # a new process, too: bits are compared
+    trained = forked.run([tmp_path / "training.py", workdir], env=os.environ, timeout=100)
+    measured = {int(step): loss for step, loss in json.loads(trained.stdout.splitlines()[-1]).items()}
     assert sidecar.wait(100) == 0 and "measured" in logs["stdout"].read_text(), logs["stderr"].read_text()
     rows = [json.loads(line) for line in (workdir / "evaluations" / "test.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and steps[-1] == 45 and set(steps) <= {10, 20, 30, 40, 45}
-    assert all(row["test/loss"] == measured[row["step"]] for row in rows)
+    assert {row["step"]: row["test/loss"] for row in rows} == {step: measured[step] for step in steps}
     again = forked.run(command, env=os.environ, timeout=100)
     kept = {int(name) for name in os.listdir(workdir / "checkpoints")}
     assert again.stdout.strip().endswith(f"measured {sorted(kept - set(steps))}")
