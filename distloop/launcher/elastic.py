@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
 # The phases of `notes.phases`, by what the time was spent on.
 _DOING = {
-    "ended": "until all had",
+    "ended": "until all had ended",
     "waited": "waiting for places",
     "imported": "importing",
     "met": "meeting",
