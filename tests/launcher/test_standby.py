@@ -236,7 +236,7 @@ def test_one_that_does_not_come_so_far_is_not_tried_again(monkeypatch):
     monkeypatch.setattr(standby.processes, "log", lines.append)
     monkeypatch.setattr(standby, "_can_run", lambda program: True)
     process = standby.Standby(["program.py"], dict(os.environ), standby.processes.Signals())
-    process.start(["no_such_module", "tests.launcher.starts_a_thread"])
+    process.start(["no_such_module"])
     monkeypatch.setattr(process, "_wait_for_imports", lambda: (_ for _ in ()).throw(EOFError))
     assert process.fork({}, [], 0, {}) is None and not process.is_wanted
     assert lines == ["the standby process has ended, workers start without it."]
