@@ -69,9 +69,9 @@ def write(variable: Any, numbers: tf.Tensor, rows: tf.Tensor) -> None:
 
 def subtract(variable: Any, numbers: tf.Tensor, differences: tf.Tensor) -> None:
     """Subtracts from rows of a variable; their numbers `[n]` differ."""
-    handle = tensorflow_variable(variable).handle
-    tf.raw_ops.ResourceScatterSub(resource=handle, indices=numbers, updates=differences)
-    _read_without_copies(handle)
+    with tf.control_dependencies([differences]):
+        rows = read(variable, numbers)
+    write(variable, numbers, rows - differences)
 
 
 def _read_without_copies(handle: Any) -> None:
