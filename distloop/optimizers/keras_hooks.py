@@ -1,7 +1,7 @@
-"""Overrides of a Keras optimizer's methods: no second reduction, fused Adam, learning rates by variable, devices.
+"""Overrides of a Keras optimizer's methods: no second reduction, a shorter Adam, learning rates by variable, devices.
 
     skip_reduction(optimizer)                               # distloop reduces gradients itself, once
-    fuse_large_updates(optimizer)                           # one operation for Adam's update of a large variable
+    simplify_adam(optimizer)                                # the same update in fewer operations
     scale_learning_rates(optimizer, [(kernel, 0.1)])        # a tenth of the learning rate for one variable
     update_on_variable_devices(optimizer)                   # a pipeline's variables are on several devices
     update_in_place_of(optimizer, [(part, kernel)])         # before the build: parts stand in for the model's variables
@@ -11,7 +11,7 @@ them in the order above, after `optimizer.build` unless it says otherwise. It do
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -19,9 +19,9 @@ import tensorflow as tf
 from distloop.optimizers.lazy import LazyAdam, LazyAdamW
 from distloop.variables import tensorflow_variable
 
-# From this size on, one operation for all of Adam's update is faster than many: 2 times at this size, 3 times at
-# 128 MB. At 16 kB it is slower.
-MIN_FUSED_BYTES = 256 * 1024
+# From this size on, one operation for all of Adam's update is faster than several: 1.1 times at this size, 2 times at
+# 256 kB. At 4 kB it takes twice as long, since it wakes all threads.
+MIN_FUSED_BYTES = 64 * 1024
 
 
 def skip_reduction(optimizer: keras.optimizers.Optimizer) -> None:
@@ -40,12 +40,29 @@ def skip_reduction(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._all_reduce_sum_gradients = list
 
 
-def fuse_large_updates(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[Any, int]] = ()) -> None:
-    """Replaces the update of each large variable in Adam and AdamW by one operation, TensorFlow's own.
+class _Scalars(NamedTuple):
+    """What Adam's updates of all variables of one dtype on one device have in common."""
 
-    Keras takes about fifteen operations, and each reads or writes all of the variable's memory. Both follow Kingma & Ba
-    2015 (arXiv:1412.6980), the end of section 2. They differ by rounding alone, most in 1 - beta_2: by 1.3e-5 of it in
-    float32. The mean of the squares differs as much, and its bias correction cancels the difference.
+    learning_rate: Any  # as Keras passes it: a Keras variable or a tensor
+    rate: tf.Tensor  # its value
+    beta_1_power: tf.Tensor  # beta_1 ** t, t counting from 1
+    beta_2_power: tf.Tensor
+    step_size: tf.Tensor  # the rate with both bias corrections
+
+    @classmethod
+    def make(cls, optimizer: Any, learning_rate: Any, dtype: tf.DType) -> "_Scalars":
+        step, rate = tf.cast(optimizer.iterations + 1, dtype), tf.cast(learning_rate, dtype)
+        powers = [tf.cast(beta, dtype) ** step for beta in (optimizer.beta_1, optimizer.beta_2)]
+        return cls(learning_rate, rate, *powers, rate * tf.sqrt(1 - powers[1]) / (1 - powers[0]))
+
+
+def simplify_adam(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[Any, int]] = ()) -> None:
+    """Lets Adam and AdamW update in fewer operations, with the same bits; large variables in one, TensorFlow's own.
+
+    Keras computes what all variables have in common once for each, half of its thirty operations. For a large variable,
+    most of the rest read or write all of its memory. TensorFlow's operation follows Kingma & Ba 2015
+    (arXiv:1412.6980), the end of section 2, as Keras does. They differ by rounding alone, most in 1 - beta_2: by 1.3e-5
+    of it in float32. The mean of the squares differs as much, and its bias correction cancels the difference.
 
     Args:
         optimizer: a plain Keras optimizer. Adam with `amsgrad` and all other classes stay as they are.
@@ -53,34 +70,62 @@ def fuse_large_updates(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tu
     """
     if type(optimizer) not in (keras.optimizers.Adam, keras.optimizers.AdamW, LazyAdam, LazyAdamW) or optimizer.amsgrad:
         return
-    update_step = optimizer.update_step
+    update_all, update_step = optimizer._distributed_tf_update_step, optimizer.update_step
     elements = {optimizer._var_key(variable): size for variable, size in sizes}
+    scalars: dict[Any, _Scalars] = {}  # of one call of `apply`; it keeps the learning rate, so that no other has its id
 
-    def update_fused(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        plain = tensorflow_variable(variable)
-        dtype = plain.dtype
-        size = elements.get(optimizer._var_key(variable), plain.shape.num_elements()) * dtype.size
-        if not isinstance(gradient, tf.Tensor) or size < MIN_FUSED_BYTES:
+    def update_all_simply(*args: Any) -> None:
+        scalars.clear()
+        update_all(*args)
+
+    def update_simply(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if not isinstance(gradient, tf.Tensor):
             update_step(gradient, variable, learning_rate)
             return
-        slot = optimizer._get_variable_index(variable)
-        m, v = (tensorflow_variable(slots[slot]) for slots in (optimizer._momentums, optimizer._velocities))
-        beta_1, beta_2 = tf.constant(optimizer.beta_1, dtype), tf.constant(optimizer.beta_2, dtype)
-        step = tf.cast(optimizer.iterations + 1, dtype)
-        tf.raw_ops.ResourceApplyAdam(
-            var=plain.handle,
-            m=m.handle,
-            v=v.handle,
-            beta1_power=beta_1**step,
-            beta2_power=beta_2**step,
-            lr=tf.cast(learning_rate, dtype),
-            beta1=beta_1,
-            beta2=beta_2,
-            epsilon=tf.constant(optimizer.epsilon, dtype),
-            grad=tf.cast(gradient, dtype),
-        )
+        plain = tensorflow_variable(variable)
+        dtype = plain.dtype
+        key = plain.device, dtype, id(learning_rate)
+        if key not in scalars:
+            scalars[key] = _Scalars.make(optimizer, learning_rate, dtype)
+        size = elements.get(optimizer._var_key(variable), plain.shape.num_elements()) * dtype.size
+        update = _update_in_one if size >= MIN_FUSED_BYTES else _update_in_several
+        update(optimizer, plain, tf.cast(gradient, dtype), scalars[key])
 
-    optimizer.update_step = update_fused
+    optimizer._distributed_tf_update_step, optimizer.update_step = update_all_simply, update_simply
+
+
+def _update_in_several(optimizer: Any, variable: tf.Variable, gradient: tf.Tensor, scalars: _Scalars) -> None:
+    """Updates a variable as `keras.optimizers.Adam.update_step` does."""
+    m, v = _moments(optimizer, variable)
+    m.assign_add((gradient - m) * (1 - optimizer.beta_1), read_value=False)
+    v.assign_add((tf.square(gradient) - v) * (1 - optimizer.beta_2), read_value=False)
+    variable.assign_sub((m * scalars.step_size) / (tf.sqrt(v) + optimizer.epsilon), read_value=False)
+
+
+def _update_in_one(optimizer: Any, variable: tf.Variable, gradient: tf.Tensor, scalars: _Scalars) -> None:
+    """Updates a variable by TensorFlow's operation for Adam."""
+    m, v = _moments(optimizer, variable)
+    beta_1, beta_2, epsilon = (
+        tf.constant(number, variable.dtype) for number in (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon)
+    )
+    tf.raw_ops.ResourceApplyAdam(
+        var=variable.handle,
+        m=m.handle,
+        v=v.handle,
+        beta1_power=scalars.beta_1_power,
+        beta2_power=scalars.beta_2_power,
+        lr=scalars.rate,
+        beta1=beta_1,
+        beta2=beta_2,
+        epsilon=epsilon,
+        grad=gradient,
+    )
+
+
+def _moments(optimizer: Any, variable: tf.Variable) -> list[tf.Variable]:
+    """Returns the slots of Adam for a variable: the means of its gradients and of their squares."""
+    slot = optimizer._get_variable_index(variable)
+    return [tensorflow_variable(slots[slot]) for slots in (optimizer._momentums, optimizer._velocities)]
 
 
 def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequence[tuple[Any, float]]) -> None:
@@ -97,7 +142,8 @@ def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequenc
         return by_key.get(optimizer._var_key(variable), 1.0)
 
     def update_scaled(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(gradient, variable, learning_rate * factor_of(variable))
+        factor = factor_of(variable)
+        return update_step(gradient, variable, learning_rate if factor == 1.0 else learning_rate * factor)
 
     def decay_scaled(variables: Sequence[Any]) -> None:
         decay([variable for variable in variables if factor_of(variable) == 1.0])

@@ -309,9 +309,9 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
     row_updates.update_rows(plain)
     pairs = list(zip(variables, factors, strict=True))
     if state.sharding is None:
-        keras_hooks.fuse_large_updates(plain)
+        keras_hooks.simplify_adam(plain)
     else:
-        keras_hooks.fuse_large_updates(plain, state.sharding.whole_sizes(variables))
+        keras_hooks.simplify_adam(plain, state.sharding.whole_sizes(variables))
         pairs = [(part.view, factor) for v, factor in pairs for part in state.sharding.parts([v])]
     if update.learning_rates:
         keras_hooks.scale_learning_rates(plain, pairs)

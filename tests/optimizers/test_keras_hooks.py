@@ -63,7 +63,7 @@ def trained_with(optimizer, strategy, *, is_fused, steps=30):
         optimizer.build(variables)
     keras_hooks.skip_reduction(optimizer)
     if is_fused:
-        keras_hooks.fuse_large_updates(optimizer)
+        keras_hooks.simplify_adam(optimizer)
     directions = [np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in shapes]
 
     def replica_fn():

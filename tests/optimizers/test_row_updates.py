@@ -26,7 +26,7 @@ def train(optimizer, *, is_sparse, steps=3):
     """Returns the table and all slots after each step, eagerly, as a step applies them."""
     table = keras.Variable(start(), name="table")
     optimizer.build([table])
-    keras_hooks.fuse_large_updates(optimizer)
+    keras_hooks.simplify_adam(optimizer)
     row_updates.update_rows(optimizer)
     history = []
     for step in range(steps):
