@@ -52,8 +52,9 @@ class _Scalars(NamedTuple):
     @classmethod
     def make(cls, optimizer: Any, learning_rate: Any, dtype: tf.DType) -> "_Scalars":
         step, rate = tf.cast(optimizer.iterations + 1, dtype), tf.cast(learning_rate, dtype)
-        powers = [tf.cast(beta, dtype) ** step for beta in (optimizer.beta_1, optimizer.beta_2)]
-        return cls(learning_rate, rate, *powers, rate * tf.sqrt(1 - powers[1]) / (1 - powers[0]))
+        beta_1_power, beta_2_power = (tf.cast(beta, dtype) ** step for beta in (optimizer.beta_1, optimizer.beta_2))
+        step_size = rate * tf.sqrt(1 - beta_2_power) / (1 - beta_1_power)
+        return cls(learning_rate, rate, beta_1_power, beta_2_power, step_size)
 
 
 def simplify_adam(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[Any, int]] = ()) -> None:

@@ -54,6 +54,52 @@ def test_every_optimizer_takes_the_hook(optimizer_class):
     assert moved_by(replicas(2), is_hooked=True, optimizer_class=optimizer_class) == once * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, keras.optimizers.AdamW])
+def test_a_shorter_adam_has_the_same_bits(make, dtype):
+    def train(is_short):
+        variables = [keras.Variable(np.linspace(-1, 1, size), dtype=dtype) for size in (5, 64) * 4]
+        optimizer = make(keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5), beta_2=0.97)
+        optimizer.build(variables)
+        keras_hooks.skip_reduction(optimizer)
+        if is_short:
+            keras_hooks.simplify_adam(optimizer)
+            keras_hooks.scale_learning_rates(optimizer, [(variables[0], 1.0)])
+        draws = np.random.default_rng(0).normal(size=(4, 64))
+        step_fn = tf.function(
+            lambda draw: gradients.apply(optimizer, [tf.cast(draw[: v.shape[0]], dtype) for v in variables], variables),
+            autograph=False,
+        )
+        for draw in draws:
+            step_fn(tf.constant(draw))
+        graph = step_fn.get_concrete_function(tf.constant(draws[0])).graph
+        return [v.numpy() for v in (*variables, *optimizer.variables)], len(graph.get_operations())
+
+    (expected, many), (found, few) = train(is_short=False), train(is_short=True)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert few < 0.8 * many
+
+
+def test_a_shorter_adam_reads_the_learning_rate_in_each_step():
+    def moves(is_short):
+        variable = keras.Variable(np.ones(3, np.float32))
+        optimizer = keras.optimizers.Adam(0.5)
+        optimizer.build([variable])
+        if is_short:
+            keras_hooks.simplify_adam(optimizer)
+        step_fn = tf.function(lambda: optimizer.apply([tf.ones(3)], [variable]), autograph=False)
+        for rate in (0.5, 0.25):
+            optimizer.learning_rate = rate
+            before = variable.numpy()
+            step_fn()
+            yield before[0] - variable.numpy()[0]
+
+    found = list(moves(is_short=True))
+    assert found == list(moves(is_short=False))
+    assert found == pytest.approx([0.5, 0.25], rel=1e-4)
+
+
 def trained_with(optimizer, strategy, *, is_fused, steps=30):
     """Returns the weights and slots of a large and a small variable on the last replica, and the graph's operations."""
     with strategy.scope():
