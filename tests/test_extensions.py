@@ -113,6 +113,42 @@ def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(upda
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("own", [None, 0.1])
+def test_muon_decays_each_variable_by_the_weight_decay_of_its_rule(own):
+    def nothing(gradients):
+        return {path: tf.zeros_like(g) for path, g in gradients.items()}
+
+    def optimizer():
+        return keras.optimizers.Muon(0.1, weight_decay=own, adam_weight_decay=0.2)
+
+    trainer = distloop.Trainer(make(optimizer, gradient_fn=nothing, learning_rates={"hidden": 0.5}), on(1))
+    for variable in trainer.model.trainable_variables:
+        variable.assign(tf.ones(variable.shape))
+    trainer.fit(data(), steps=1)
+    after = weights(trainer)
+    np.testing.assert_allclose(after["net/hidden/bias"], 1 - 0.1 * 0.5 * 0.2, rtol=1e-6)
+    np.testing.assert_allclose(after["net/hidden/kernel"], 1 - 0.1 * 0.5 * (own or 0), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_model_fn_excludes_from_weight_decay_stays_excluded():
+    def nothing(gradients):
+        return {path: tf.zeros_like(g) for path, g in gradients.items()}
+
+    def optimizer():
+        made = keras.optimizers.AdamW(0.1, weight_decay=0.2)
+        made.exclude_from_weight_decay(var_names=["bias"])
+        return made
+
+    trainer = distloop.Trainer(make(optimizer, gradient_fn=nothing, no_decay="logits/kernel"), on(1))
+    for variable in trainer.model.trainable_variables:
+        variable.assign(tf.ones(variable.shape))
+    trainer.fit(data(), steps=1)
+    for path, value in weights(trainer).items():
+        np.testing.assert_allclose(value, 0.98 if path == "net/hidden/kernel" else 1.0, rtol=1e-6, err_msg=path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(replicas):
     def nothing(gradients):

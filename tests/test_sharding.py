@@ -18,6 +18,7 @@ from tests.problems import (
     on,
     optimize_graphs,
     refused,
+    weights,
 )
 
 ROWS = 67  # the last batch of an epoch is odd
@@ -169,6 +170,32 @@ def test_values_of_a_whole_run_are_taken_apart_and_put_together():
 
 
 # bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut():
+    def model_fn():
+        dense = keras.layers.Dense(64, activation="tanh", use_bias=False, name="hidden")
+        model = keras.Sequential([keras.Input((8,)), dense, keras.layers.Dense(4, name="logits")], name="net")
+
+        def loss_fn(batch, training):
+            return {"loss": tf.reduce_sum(tf.square(model(batch["x"], training=training)), 1)}
+
+        optimizers = {"a": keras.optimizers.Adam(0.01), "b": keras.optimizers.Lamb(0.01)}  # Lamb takes norms of kernels
+        updates = [distloop.Update(name, loss_fn, optimizer) for name, optimizer in optimizers.items()]
+        return distloop.ModelSpec(model, updates=updates)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_SMALLEST_ROW", 8)
+        patch.setattr(parts, "_FEWEST_ROWS", 2)
+        whole, sharded = (
+            train(model_fn, classification(16), steps=3, shard_optimizer=is_sharded) for is_sharded in (False, True)
+        )
+    assert all(
+        part.shape == tuple(part.variable.shape)
+        for part in sharded.state.sharding.parts(sharded.state.trained_variables)
+    )
+    assert_equal(weights(whole), weights(sharded))
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from distloop.distributed import tensorflow_internals, workers
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import gradients, parts, sparse_gradients
 from distloop.training import overview
-from distloop.training.random_streams import SEED_STRIDE
 from distloop.training.saved_state import SavedState
 from tests import many_rows, test_bits, test_sharding
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
@@ -91,14 +90,12 @@ def sharded(make, workdir):
 
 
 def values_of_checkpoint(trainer):
-    """Returns what a checkpoint holds of variables, random streams as those of the first replica."""
+    """Returns what a checkpoint holds of variables."""
     state = SavedState(trainer.state)
     snapshot = {n: v for n, v in state.snapshot().items() if v.dtype != tf.string}
     of_chief = state.snapshot(is_needed=trainer.workers.is_chief)  # workers that differ do not wait for each other
     assert len(of_chief) == len(state.snapshot()) or not trainer.workers.is_chief
-    values = {n: v.numpy() for n, v in snapshot.items() if n.startswith(("model/", "optimizer/", "average/"))}
-    first = workers.first_replica(trainer.strategy) * trainer.state.turns * SEED_STRIDE
-    return values | {n: v - np.array([first, 0], v.dtype) for n, v in values.items() if "seeds/" in n}
+    return {n: v.numpy() for n, v in snapshot.items() if n.startswith(("model/", "optimizer/", "average/"))}
 
 
 def synchronized_norm(make, workdir):

@@ -132,7 +132,8 @@ class RunCheckpoints:
         """
         gather = functools.partial(workers.gather, self._state.strategy)
         with self._workdir.reading(self._config.workdir, best=True) as local:
-            self._restore(load_best(in_workdir(local) if local else None, metric, gather))
+            saved = load_best(in_workdir(local) if local else None, metric, gather)
+            self._restore(saved._replace(path=self._config.workdir + saved.path.removeprefix(local)))
         self._shows_best = not run_goes_on_from_it
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:

@@ -20,6 +20,7 @@ import tensorflow as tf
 from distloop.checkpoints.checkpoint import is_checkpoint, load
 from distloop.checkpoints.store import in_workdir
 from distloop.errors import first_line
+from distloop.optimizers import keras_hooks
 from distloop.remote.fetching import local_copy
 from distloop.training.state import TrainState
 from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
@@ -82,11 +83,25 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
         for name in matched:
             variable = tensorflow_variable(variables[name])
             variable.assign(tf.cast(values[name], variable.dtype))
+        _start_slots(state)
         if state.average is not None:
             state.average.start()
     summary = f"{len(matched)} of {len(variables)} variables start from {path}"
     summary += f"; it lacks {_some(missing)}" if missing else ""
     return summary + (f"; not used of it: {_some(unused)}" if unused else "")
+
+
+def _start_slots(state: TrainState) -> None:
+    """Sets the slots that begin as the weights to the new ones."""
+    for update in state.optimizer_updates:
+        slots = keras_hooks.slots_that_begin_as_weights(state.plain_optimizers[update.name])
+        variables = state.variables_of_update[update.name] if slots else []
+        if state.sharding is None:
+            values = [tensorflow_variable(variable).read_value() for variable in variables]
+        else:  # an empty slot for the part of another worker
+            values = [p.value() if p.is_here else p.view.read_value() for p in state.sharding.parts(variables)]
+        for slot, value in zip(slots, values, strict=True):
+            tensorflow_variable(slot).assign(value)
 
 
 def _read(path: str, model: Any, given: str) -> Mapping[str, Any]:

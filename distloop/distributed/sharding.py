@@ -13,7 +13,7 @@ know how a step goes.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -110,6 +110,12 @@ class Sharding:
         trained.constraint = getattr(variable, "constraint", None)
         return Part(variable, replica, start, size, shape, place, worker, view, trained)
 
+    def add_all(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
+        """Shares out the variables of optimizers that need whole ones, before `build` cuts others."""
+        for optimizer, variables in pairs:
+            if type(optimizer) not in _BY_ELEMENT:
+                self.add(variables, are_whole=True)
+
     def build(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Makes an optimizer's slots, each on the device of its part; in the strategy's scope.
 
@@ -131,7 +137,7 @@ class Sharding:
                 f"shard_optimizer=True was given with the optimizer {optimizer.name!r}, which has its slots already, "
                 "on every replica: let distloop build it, or leave shard_optimizer out."
             )
-        self.add(variables, are_whole=type(optimizer) not in _BY_ELEMENT)
+        self.add(variables, are_whole=False)
         parts = self.parts(variables)
         keras_hooks.update_in_place_of(optimizer, [(part.trained, part.variable) for part in parts])
         with tensorflow_internals.outside_strategies():

@@ -149,13 +149,25 @@ def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequenc
     def decay_scaled(variables: Sequence[Any]) -> None:
         decay([variable for variable in variables if factor_of(variable) == 1.0])
         for variable in variables:
-            factor = factor_of(variable)
-            if factor != 1.0 and optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
+            factor, weight_decay = factor_of(variable), _weight_decay_of(optimizer, variable)
+            if factor != 1.0 and weight_decay is not None and optimizer._use_weight_decay(variable):
                 plain = tensorflow_variable(variable)
-                rate = tf.cast(optimizer.learning_rate * factor * optimizer.weight_decay, plain.dtype)
+                rate = tf.cast(optimizer.learning_rate * factor * weight_decay, plain.dtype)
                 plain.assign_sub(plain * rate)
 
     optimizer.update_step, optimizer._apply_weight_decay = update_scaled, decay_scaled
+
+
+def _weight_decay_of(optimizer: Any, variable: Any) -> float | None:
+    """Returns the weight decay of a variable: Muon has another one for those that it trains by AdamW's rule."""
+    has_other = hasattr(optimizer, "adam_weight_decay") and optimizer._should_use_adamw(variable)
+    decay: float | None = optimizer.adam_weight_decay if has_other else optimizer.weight_decay
+    return decay
+
+
+def slots_that_begin_as_weights(optimizer: Any) -> list[Any]:
+    """Returns the slots, one a variable, that Keras sets to the weights when it makes them; empty: it has none."""
+    return list(optimizer._momentums) if type(optimizer).__name__ == "ScheduleFreeAdamW" else []
 
 
 def update_on_variable_devices(optimizer: keras.optimizers.Optimizer) -> None:

@@ -89,6 +89,8 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         # The schedule gets an integer step: float32 counts to 2^24 only. Both branches are cheap, so a select replaces
         # a cond.
         follow = self.schedule(keras.ops.maximum(step - self.warmup_steps, 0))
+        if not hasattr(follow, "dtype"):  # a schedule of one's own may return a number
+            follow = keras.ops.convert_to_tensor(follow, "float32")
         fraction = keras.ops.cast(step, follow.dtype) / self.warmup_steps
         rise = self.start + (self.schedule(0) - self.start) * fraction
         return keras.ops.where(step < self.warmup_steps, rise, follow)
@@ -234,7 +236,11 @@ def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
             "not known: give steps, epochs or examples."
         )
     parts = units.of(whole)
-    lengths = {"steps": whole.steps, "warmup": parts.period(arguments["warmup"]).steps}
+    warmup = parts.period(arguments["warmup"]).steps
+    amount, unit = parse(arguments["warmup"])
+    if unit == "%" and amount < 100:
+        warmup = min(warmup, whole.steps - 1)  # rounded up, 10 % of one step would be all of it
+    lengths = {"steps": whole.steps, "warmup": warmup}
     return {**arguments, **lengths, "drop_at": [parts.period(length).steps for length in arguments["drop_at"]]}
 
 

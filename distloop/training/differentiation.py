@@ -96,6 +96,9 @@ class Differentiation:
         tensors = [tensorflow_variable(v) for v in (*self._variables, *self._overwritten)]
         exchange = gathering.current_exchange()
         gathered = [rows for rows in (exchange.rows if exchange and exchange.rows else ()) if rows.dtype.is_floating]
+        layers = state.layers_of_update[self._update.name]
+        for layer in layers:
+            layer._clear_losses()  # private: a layer that this loss does not call would keep those of another one
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for tensor in (*tensors, *gathered):
                 tape.watch(tensor)
@@ -105,7 +108,6 @@ class Differentiation:
             if not is_first and isinstance(outputs, Mapping):
                 outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
             tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
-            layers = state.layers_of_update[self._update.name]
             regularization = _tally_regularization(
                 layers,
                 state.placement,

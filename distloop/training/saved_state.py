@@ -63,6 +63,7 @@ class SavedState:
             far = {name: v for name, v in variables.items() if isinstance(v, JoinedVariable) and not v.is_here}
             values = {name: tf.identity(v) for name, v in variables.items() if name not in far}
             values |= self._read_far(far, is_needed=is_needed) if far else {}
+            values |= self._first_streams(values)
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
             for name, average in self._table_averages().items():
                 values |= {f"{_AVERAGES}{name}/{part}": value for part, value in average.raw().items()}
@@ -131,6 +132,13 @@ class SavedState:
 
     def _table_averages(self) -> dict[str, TableAverage]:
         return {n: v for n, v in self._state.all_variables().items() if isinstance(v, TableAverage)}
+
+    def _first_streams(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Returns the states of random streams, as the first replica has them, from those of this worker's first."""
+        first = workers.first_replica(self._strategy) * self._state.turns
+        seeds = {id(seed) for seed in self._state.seeds} if first else {}
+        names = [name for name, variable in self._state.all_variables().items() if id(variable) in seeds]
+        return {name: stream_of(values[name], -first) for name in names}
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
         for replica, part in enumerate(self._state.replica_variables(variable), workers.first_replica(self._strategy)):

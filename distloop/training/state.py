@@ -25,6 +25,7 @@ from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
 from distloop.optimizers.parts import JoinedVariable
 from distloop.optimizers.table_average import TableAverage
+from distloop.training import layer_losses
 from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
@@ -202,9 +203,12 @@ class TrainState(tf.Module):
         _require_created(self.created, named.items(), "model")
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
+        if self.sharding is not None:
+            self.sharding.add_all((self.plain_optimizers[n], of) for n, of in self.variables_of_update.items())
         for update in self.optimizer_updates:
             _build_optimizer(self, update)
         layers = list(top_layers(self.spec.model, in_parts=True))
+        layer_losses.keep_apart(layers)
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
             for name, variables in self.variables_of_update.items()
@@ -299,7 +303,10 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
     paths = [state.paths[id(v)] for v in variables]
     factors, are_decayed = update.learning_rate_factors(paths), update.are_decayed(paths)
     if not all(are_decayed):
-        not_decayed = [v for v, is_decayed in zip(variables, are_decayed, strict=True) if not is_decayed]
+        decayed = {id(v) for v, is_decayed in zip(variables, are_decayed, strict=True) if is_decayed}
+        # Keras forgets what model_fn has excluded when it is told what to exclude.
+        excluded = {id(v) for v in variables if not plain._use_weight_decay(tensorflow_variable(v))}
+        not_decayed = [v for v in variables if id(v) not in decayed - excluded]
         plain.exclude_from_weight_decay(not_decayed)
     if state.sharding is not None:
         state.sharding.build(plain, variables)

@@ -41,6 +41,26 @@ def assert_same(variables, expected):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="newer than this Keras")
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_slots_that_begin_as_the_weights_begin_as_the_new_ones(is_sharded, tmp_path):
+    def model_fn():
+        model = net()
+
+        def loss_fn(batch, training):
+            return {"loss": tf.reduce_sum(tf.square(model(batch["x"], training=training)), 1)}
+
+        return distloop.ModelSpec(model, keras.optimizers.ScheduleFreeAdamW(1e-6), loss_fn)
+
+    given = {v.path: np.random.default_rng(1).normal(size=v.shape).astype(np.float32) for v in net().variables}
+    np.savez(tmp_path / "given.npz", **given)
+    trainer = distloop.Trainer(model_fn, on(2, init_from=str(tmp_path / "given.npz"), shard_optimizer=is_sharded))
+    trainer.fit(data(), steps=1)
+    for variable in trainer.model.variables:
+        np.testing.assert_allclose(variable.numpy(), given[variable.path], atol=1e-4)
+
+
 @pytest.fixture
 def run(tmp_path):
     """A workdir, and the weights that its run ended with."""
@@ -89,6 +109,14 @@ def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     np.testing.assert_array_equal(trainer.model["a"].layers[1].kernel.numpy(), head)
     out = capsys.readouterr().out
     assert "2 of 8 variables start from" in out and "it lacks a/net/head/kernel" in out
+
+
+def test_restore_reads_from_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = make_trainer(1)
+    np.savez(tmp_path / "zeros.npz", **{v.path: np.zeros(v.shape) for v in trainer.model.variables})
+    trainer.restore("~/zeros.npz")
+    assert not any(array.any() for array in arrays(trainer.model))
 
 
 @pytest.mark.slow

@@ -128,6 +128,21 @@ def test_an_optimizer_steps_through_the_warm_up():
     assert moved == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
 
 
+def test_a_warm_up_goes_on_with_a_schedule_that_returns_a_number():
+    class Constant(schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.1
+
+    assert [float(WarmUp(Constant(), 4)(step)) for step in (0, 2, 4)] == pytest.approx([0, 0.05, 0.1])
+
+
+def test_a_share_of_a_short_run_leaves_a_step_after_the_warm_up():
+    assert float(make_schedule(1.0, 1, warmup="10 %")(0)) == 1.0
+    assert float(make_schedule(1.0, 2, warmup="90 %")(1)) == 1.0
+    with pytest.raises(ValueError, match="warmup=2 was given .* below steps=2"):
+        make_schedule(1.0, 2, warmup="100 %")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -130,6 +130,16 @@ def test_a_run_that_is_interrupted_leaves_when_all_is_in_the_bucket(cache, tmp_p
 
 
 @pytest.mark.slow
+def test_the_best_checkpoint_of_a_bucket_is_named_by_its_url(cache, capsys):
+    with bucket(share=0.0):
+        train(URL, actions=[distloop.SaveBest("loss")])
+        trainer = distloop.Trainer(classifier(dropout=0.5), on(1, workdir=URL, console="lines"))
+        capsys.readouterr()
+        trainer.restore("best")
+    assert f"restored from {URL}/checkpoints/{trainer.step}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_bucket_that_goes_away_before_the_end_is_an_error_and_the_same_machine_uploads_the_rest(monkeypatch):
     class Away(distloop.Action):
         every = 3

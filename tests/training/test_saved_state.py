@@ -78,6 +78,8 @@ def test_no_later_step_changes_a_snapshot_and_restoring_sets_every_value_on_ever
 def test_a_snapshot_of_two_replicas_fits_three():
     first, second = trained(2), trained(3, steps=1)
     values = SavedState(first.state).snapshot()
+    sums = values["metrics/auc/0"]  # of each replica, 0 after a fit
+    values["metrics/auc/0"] = sums + tf.random.stateless_uniform(sums.shape, [1, 2], 1.0, 2.0)
     saved_state = SavedState(second.state)
     assert saved_state.differences(values) == []
     saved_state.restore(values)
@@ -86,10 +88,25 @@ def test_a_snapshot_of_two_replicas_fits_three():
     assert_equal(*({name: v for name, v in arrays(part).items() if name in same} for part in (found, values)))
     parts = found["metrics/auc/0"]  # the first replica has the sum of all
     np.testing.assert_array_equal(parts[0], tf.reduce_sum(values["metrics/auc/0"], 0))
-    assert not np.any(parts[1:])
+    assert np.all(parts[0] > 0) and not np.any(parts[1:])
     (seed,) = second.state.seeds
     starts = [int(part.numpy()[0]) for part in second.state.replica_variables(seed)]
     assert [(start - starts[0]) % 2**32 for start in starts] == [0, SEED_STRIDE, 2 * SEED_STRIDE]
+
+
+@pytest.mark.slow
+def test_a_snapshot_of_a_later_worker_holds_the_first_ones_random_streams(monkeypatch):
+    trainer = trained(2)
+    saved_state = SavedState(trainer.state)
+    of_first = saved_state.snapshot()
+    monkeypatch.setattr("distloop.training.saved_state.workers.first_replica", lambda strategy: 2)
+    saved_state.restore(of_first)  # as on the second worker of two replicas each
+    before = [part.numpy().tolist() for seed in trainer.state.seeds for part in trainer.state.replica_variables(seed)]
+    found = saved_state.snapshot()
+    assert_equal(*(arrays({n: v for n, v in values.items() if "seeds/" in n}) for values in (found, of_first)))
+    saved_state.restore(found)
+    after = [part.numpy().tolist() for seed in trainer.state.seeds for part in trainer.state.replica_variables(seed)]
+    assert after == before and before
 
 
 @pytest.mark.slow
