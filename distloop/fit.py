@@ -112,6 +112,7 @@ class Fit:
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
         self.checkpoints.resume()
+        self._began = self._step
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
@@ -293,7 +294,8 @@ class Fit:
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
             left = max(0.0, run.secs - self._loop.secs)
-            console = notebook.make_console(run.last_step, self._step, evals=evals, may_draw=may_draw, secs_left=left)
+            options: dict[str, Any] = {"began": self._began, "evals": evals, "secs_left": left}
+            console = notebook.make_console(run.last_step, self._step, may_draw=may_draw, **options)
             if workdir and self._step and evals:
                 console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)
@@ -331,10 +333,9 @@ def _cannot_be_written(workdir: str, error: OSError) -> ValueError:
 def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_before: Mapping[str, float]) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
-    devices = len(state.placement.devices) or state.strategy.num_replicas_in_sync
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
     try:
-        facts: dict[str, Any] = {"step": int(state.step), "devices": devices, "kind": kind}
+        facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
         run_starts.note_start(workdir, restore_secs, **facts, secs_before=secs_before)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)

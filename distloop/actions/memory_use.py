@@ -11,7 +11,8 @@ from distloop.monitoring import memory, memory_file
 class MemoryUse(Action):
     """Writes `memory.json` before the first step, and once more when `fit` ends; it is called at no boundary.
 
-    What `--memory` estimated in the same workdir, such as the activations, stays in it.
+    What `--memory` estimated in the same workdir, such as the activations, stays in it. So does what an earlier call of
+    `fit` took, if that was more.
     """
 
     every = 0
@@ -40,11 +41,13 @@ class MemoryUse(Action):
     def on_end(self, report: Report) -> None:
         """Writes what is held and was taken: the peak of each GPU, or on CPUs how much the process has grown."""
         held = self._held(report)
-        gpus = [device for device in held if not device.startswith("CPU")]
-        taken = {device: memory.device_peak_gb(device) for device in gpus}
-        if not gpus:
-            taken = {memory_file.HOST: memory.peaks()["host_memory_gb"] - self._gb_before}
+        taken = {device: self._gb_taken(device) for device in memory_file.measured(held)}
         self._write(held, {device: int(1e9 * gigabytes) for device, gigabytes in taken.items()})
+
+    def _gb_taken(self, device: str) -> float:
+        if device == memory_file.HOST:
+            return memory.peaks()["host_memory_gb"] - self._gb_before
+        return memory.device_peak_gb(device)
 
     def _held(self, report: Report) -> dict[str, dict[str, int]]:
         """Returns the bytes by device and part, estimated ones included."""
@@ -56,7 +59,10 @@ class MemoryUse(Action):
         return held
 
     def _write(self, held: dict[str, dict[str, int]], taken: dict[str, int]) -> None:
+        """Writes what is held and was taken, unless an earlier call of `fit` took more."""
+        most = memory_file.taken_before(self._workdir, held)
+        most |= {device: max(count, most.get(device, 0)) for device, count in taken.items()}
         try:
-            memory_file.write(self._workdir, memory_file.Memory(held, taken))
+            memory_file.write(self._workdir, memory_file.Memory(held, most))
         except OSError as error:
             log.warning("The report will lack the memory of this run: %s.", error.strerror or error)

@@ -23,14 +23,14 @@ class WorstExamples(Summary):
     Numbers of a row, such as its label, are beside its loss.
     """
 
-    def __init__(self, name: str, dataset: Any, *, most: int = 16, every: int = 0, batch_size: int = 256):
+    def __init__(self, name: str, dataset: Any, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
         """Stores the dataset.
 
         Args:
             name: of the evaluation; the result is shown as `<name>/worst_examples`.
             dataset: a finite `tf.data.Dataset` of batches, or NumPy arrays; every worker reads all of it.
             most: the number of rows to show.
-            every: steps; 0: at the end only.
+            every: how often, a duration; 0: at the end only.
             batch_size: of arrays.
 
         Raises:

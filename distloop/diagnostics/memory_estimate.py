@@ -128,7 +128,8 @@ def print_and_exit(trainer: Trainable, data: FitData) -> None:
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
             try:
                 os.makedirs(workdir, exist_ok=True)
-                memory_file.write(workdir, memory_file.Memory(estimate.devices, {}))
+                taken = memory_file.taken_before(workdir, estimate.devices)  # by a run that has begun
+                memory_file.write(workdir, memory_file.Memory(estimate.devices, taken))
             except OSError as error:
                 log.warning("The report will lack this estimate: %s.", error.strerror or error)
     raise SystemExit(0 if estimate.fits else 1)

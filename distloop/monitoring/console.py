@@ -61,6 +61,7 @@ class Console:
         evals: Sequence[str] = (),
         may_draw: bool = True,
         secs_left: float = 0.0,
+        began: int | None = None,
     ):
         """Starts the clock; prints nothing.
 
@@ -71,10 +72,12 @@ class Console:
             evals: names of the evaluations.
             may_draw: False: print lines on a terminal, too.
             secs_left: seconds until the end of a run that ends by time.
+            began: the step where the clock of `summarize` began, which is earlier after a rollback; None: `start`.
         """
         self._steps = steps
         self._secs_left = secs_left
-        self._start = self._step = start
+        self._step = start
+        self._began = start if began is None else began
         self._evals = frozenset(evals)
         self._opened_at = self._printed_at = time.monotonic()  # the console; the last line
         self._since = (start, self._opened_at)
@@ -175,8 +178,8 @@ class Console:
         if self._step < self._steps < math.inf:
             end = f"Ended at step {self._step} of {self._steps} after {duration}"
         else:
-            resumed = f" from step {self._start}" if self._start else ""
-            end = f"Finished {self._step - self._start} steps{resumed} in {duration}"
+            resumed = f" from step {self._began}" if self._began else ""
+            end = f"Finished {self._step - self._began} steps{resumed} in {duration}"
         if self._is_terminal:
             _print_tables(self._console, end, rows[:_MAX_METRICS], left_out, seconds)
         else:

@@ -20,6 +20,8 @@ TIME = "{time}"
 _FORMAT = "%Y%m%d-%H%M%S"
 _DIGITS = "[0-9]" * 8 + "-" + "[0-9]" * 6  # what the format writes; for glob
 
+_chosen: set[str] = set()  # by this process, whose `fit` makes the directory later
+
 
 def resolve(config: Config, workers: Workers) -> Config:
     """Returns the settings with the date and time in place of `{time}` in the workdir, the same on all workers."""
@@ -36,9 +38,14 @@ def _choose(config: Config) -> str:
     for path in sorted(glob.glob(pattern), reverse=True):
         if _settings_of(path) == settings and not _has_ended(path) and not run_lock.is_held(path):
             return path
-    while os.path.exists(path := config.workdir.replace(TIME, time.strftime(_FORMAT))):
+    while _is_taken(path := config.workdir.replace(TIME, time.strftime(_FORMAT))):
         time.sleep(0.1)  # another run began within this second
+    _chosen.add(os.path.abspath(path))
     return path
+
+
+def _is_taken(path: str) -> bool:
+    return os.path.exists(path) or os.path.abspath(path) in _chosen
 
 
 def _settings_of(path: str) -> dict[str, object] | None:
@@ -54,8 +61,10 @@ def _without_workdir(settings: dict[str, object]) -> dict[str, object]:
 
 
 def _has_ended(path: str) -> bool:
+    """Returns whether a run has nothing left to do; one that lacks its last checkpoint goes on from the one before."""
     try:
         (run,) = run_files.load_all([path])
     except ValueError:  # it has no rows yet
         return False
-    return run.status in ("complete", "stopped")
+    is_saved = run.saved_step is None or run.saved_step >= run.step  # None: its checkpoints may have been deleted
+    return run.status in ("complete", "stopped") and is_saved

@@ -8,6 +8,7 @@ It does not know how bytes are measured.
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from distloop import atomic_files
@@ -25,7 +26,8 @@ class Memory(NamedTuple):
 
     Attributes:
         devices: device -> what they hold -> bytes: of variables as they are placed, and what `--memory` estimated.
-        taken: device -> the peak of a GPU; "host" -> how much the process grew since the run began, on CPUs.
+        taken: device -> the peak of a GPU; "host" -> how much the process grew since `fit` began, on CPUs; the most of
+            all calls of `fit`.
     """
 
     devices: dict[str, dict[str, int]]
@@ -52,6 +54,17 @@ def read(workdir: str) -> Memory | None:
         return Memory(devices, _counts(content["taken"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def measured(devices: Iterable[str]) -> list[str]:
+    """Returns of which devices, such as `CPU:0`, the memory that was taken is known: the GPUs, or "host"."""
+    return [device for device in devices if not device.startswith("CPU")] or [HOST]
+
+
+def taken_before(workdir: str, devices: Iterable[str]) -> dict[str, int]:
+    """Returns what the file says was taken on such devices; an empty dict if it says nothing."""
+    earlier, names = read(workdir), measured(devices)
+    return {name: count for name, count in earlier.taken.items() if name in names} if earlier is not None else {}
 
 
 def _counts(values: dict[str, Any]) -> dict[str, int]:

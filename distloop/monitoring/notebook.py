@@ -85,7 +85,7 @@ class NotebookConsole(Console):
         seconds = clock.seconds()
         total = sum(seconds.values())
         is_cut = self._step < self._steps < math.inf
-        end = f"Ended at step {self._step}" if is_cut else f"Finished {self._step - self._start} steps"
+        end = f"Ended at step {self._step}" if is_cut else f"Finished {self._step - self._began} steps"
         best = [f"{name} best {value} at step {at}" for name, _, value, at in self._closing_rows() if value]
         self._words = [f"{end} in {total:.0f} s", *best, timing.show_shares(seconds)]
         self._update(at_once=True)

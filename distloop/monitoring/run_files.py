@@ -96,6 +96,7 @@ class Run:
         starts: the rows of `starts.jsonl`.
         memory: the content of `memory.json`; None: there is none.
         time_spent: the seconds of all starts together by what they went to, as `ledger.account` returns them.
+        saved_step: the step of the newest checkpoint; None: unknown.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Run:
     starts: list[dict[str, Any]]
     memory: Memory | None = None
     time_spent: Mapping[str, float] = field(default_factory=dict)
+    saved_step: int | None = None
 
     @property
     def step(self) -> int:
@@ -155,13 +157,14 @@ class Run:
     @property
     def training_secs(self) -> float:
         """The time of the steps, without tracing, evaluations, saves and pauses."""
-        return sum(secs for _, secs, _ in self._windows)
+        return sum(secs for _, secs, _ in self._windows.values())
 
     @property
     def elapsed_secs(self) -> float | None:
         """The time from the first step to the last row, with pauses; None: unknown."""
         times = self._times
-        return times[-1] - times[0] + self._windows[0][1] if self._windows else None
+        until_first_row = self._windows[0][1] if 0 in self._windows else 0.0
+        return times[-1] - times[0] + until_first_row if self._windows else None
 
     @property
     def device_hours(self) -> float | None:
@@ -171,12 +174,13 @@ class Run:
     @property
     def steps_per_sec(self) -> float | None:
         """Steps per second of training time; None: unknown."""
-        return sum(steps for steps, _, _ in self._windows) / self.training_secs if self._windows else None
+        return sum(steps for steps, _, _ in self._windows.values()) / self.training_secs if self._windows else None
 
     @property
     def examples_per_sec(self) -> float | None:
         """Examples per second of training time; None: unknown."""
-        return sum(examples for _, _, examples in self._windows) / self.training_secs if self._windows else None
+        examples = sum(examples for _, _, examples in self._windows.values())
+        return examples / self.training_secs if self._windows else None
 
     @property
     def seen(self) -> dict[str, float]:
@@ -189,15 +193,16 @@ class Run:
         return [row.get("time", math.nan) for row in self.rows]
 
     @functools.cached_property
-    def _windows(self) -> list[tuple[int, float, float]]:
-        """Returns steps, seconds and examples since the previous row, for rows with a speed."""
-        windows, previous = [], 0
-        for row in self.rows:
+    def _windows(self) -> dict[int, tuple[int, float, float]]:
+        """Returns steps, seconds and examples since the previous row, by the row's index, for rows with a speed."""
+        first = records.as_number(self.starts[0].get("step")) if self.starts else 0.0  # of another run, if restored
+        windows, previous = {}, int(first) if math.isfinite(first) else 0
+        for i, row in enumerate(self.rows):
             steps, speed = int(row["step"]) - previous, row.get("steps_per_sec", math.nan)
             previous = int(row["step"])
             if 0 < speed < math.inf and steps > 0:
                 secs = steps / speed
-                windows.append((steps, secs, secs * row.get("examples_per_sec", math.nan)))
+                windows[i] = (steps, secs, secs * row.get("examples_per_sec", math.nan))
         return windows
 
 
@@ -289,14 +294,17 @@ def _load(path: str, name: str) -> Run:
     step, until, reason = rows[-1]["step"] if rows else 0, steps if steps and records.is_count(steps) else None, None
     if saved.get("step", -1) >= step:  # else the run may have another end since
         until, reason = saved["until"], saved["stop_reason"]
-    elif until is None and (saved.get("until") or 0) > step:  # a run given by `epochs`
+    elif (until is None or until <= step) and (saved.get("until") or 0) > step:  # given by `epochs`, or to `fit`
         until = saved["until"]
     file = os.path.join(path, "metrics.jsonl" if has_begun else memory_file.FILE)
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(file)
     silent_secs = max(0.0, time.time() - since)
     starts, memory = run_starts.read_starts(path), memory_file.read(path)
     time_spent = ledger.account(starts, ledger.read_progress(path))
-    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory, time_spent)
+    return Run(
+        *(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory, time_spent),
+        saved_step=saved.get("step"),
+    )
 
 
 def _read_end(directory: str) -> dict[str, Any]:

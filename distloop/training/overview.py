@@ -193,7 +193,12 @@ def peak_flops(state: TrainState, settings: Config) -> float | None:
         gpus = tf.config.get_visible_devices("GPU") if settings.device != "cpu" else []
         names = {tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus}
         peak = flops.peak_of(names.pop(), settings.precision != "float32") if len(names) == 1 else None
-    return peak and peak * state.strategy.num_replicas_in_sync
+    return peak and peak * num_devices(state)
+
+
+def num_devices(state: TrainState) -> int:
+    """Returns on how many devices all workers train: one for each replica, or those of its pipeline stages."""
+    return (len(set(state.placement.devices)) or 1) * int(state.strategy.num_replicas_in_sync)
 
 
 def flops_per_example(forward: tf.Graph | None, batch_size: int | None) -> float | None:

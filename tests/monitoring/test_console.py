@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import rich.console
 
+import distloop
 from distloop.monitoring.console import Console, show_parts, show_split
 from distloop.monitoring.timing import Clock
+from tests.problems import classification, classifier, on
 
 
 @pytest.fixture
@@ -384,6 +386,24 @@ def test_a_run_without_metrics_has_a_summary():
     console.write(10, {})
     console.summarize(Clock())
     assert "distloop: Finished 6 steps from step 4 in 0 s\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("began", "end"), [(0, "Finished 10 steps in"), (2, "Finished 8 steps from step 2 in")])
+def test_after_a_rollback_the_summary_counts_from_where_its_clock_began(began, end):
+    stream = io.StringIO()
+    console = Console(10, 4, stream, began=began)
+    console.write(10, {})
+    console.summarize(Clock())
+    assert f"distloop: {end} 0 s\n" in stream.getvalue()
+
+
+@pytest.mark.slow
+def test_a_run_that_went_back_to_a_checkpoint_has_finished_all_its_steps(tmp_path, capsys):
+    data = classification(48)
+    data["x"][-3] = np.nan  # in the last batch of the first epoch
+    config = on(1, workdir=str(tmp_path), checkpoint_every=2, on_divergence="rollback")
+    distloop.Trainer(classifier(), config).fit(distloop.make_dataset(data, 8), steps=7)
+    assert "distloop: Finished 7 steps in" in capsys.readouterr().out
 
 
 # Sums and what they are made of.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 
 import pytest
 
@@ -63,6 +64,19 @@ def test_the_same_command_goes_on_with_its_unfinished_run(config):
     assert begin(config) != first  # it has ended
 
 
+def test_a_run_without_its_last_checkpoint_has_not_ended(config):
+    first = begin(config, steps=200)
+    with open(os.path.join(first, "metrics.jsonl"), "a") as file:
+        file.write(json.dumps({"step": 500, "time": 2.0, "loss": 0.25}) + "\n")
+    assert begin(config) == first
+
+
+def test_a_run_whose_checkpoints_were_deleted_has_ended(config):
+    first = begin(config, steps=500)
+    shutil.rmtree(os.path.join(first, "checkpoints"))
+    assert begin(config) != first
+
+
 def test_a_run_that_died_before_its_first_row_is_found(config):
     assert begin(config) == begin(config)
 
@@ -79,6 +93,13 @@ def test_two_runs_that_begin_within_a_second_have_their_own(config, monkeypatch)
     times = iter([name, "20261123-190000"])
     monkeypatch.setattr(dated_workdir.time, "strftime", lambda form: next(times))
     assert begin(config).endswith("190000")
+
+
+def test_two_trainers_of_a_second_have_their_own(config, monkeypatch):
+    times = iter(["20261123-180000", "20261123-180000", "20261123-180001"])
+    monkeypatch.setattr(dated_workdir.time, "strftime", lambda form: next(times))
+    first, second = (dated_workdir.resolve(config, One()).workdir for _ in range(2))  # neither has trained
+    assert first.endswith("180000") and second.endswith("180001")
 
 
 def test_a_workdir_without_the_time_stays():

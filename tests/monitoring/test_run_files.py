@@ -37,6 +37,7 @@ def steps(*numbers, **metrics):
         ((60, 3600), {"steps": 500}, {"step": 60, "until": 60}, ("complete", 60)),  # fit(steps=60)
         ((60, 5), {"steps": 100}, {"step": 30, "until": 30}, ("running", 100)),  # goes on with other steps
         ((60, 5), {"steps": 100}, {"step": 30, "until": 90, "stop_reason": "no better"}, ("running", 100)),
+        ((60, 3600), {"steps": 50}, {"step": 30, "until": 100}, ("interrupted", 100)),  # fit(steps=100)
         ((60, 3600), {"steps": 0}, None, ("ended", None)),
         ((60, 5), None, None, ("running", None)),
     ],
@@ -99,6 +100,25 @@ def test_training_time_is_the_time_of_the_steps(tmp_path):
     assert run.training_secs == 8.0
     assert run.steps_per_sec == 250 / 8 and run.examples_per_sec == 2500 / 8
     assert run.elapsed_secs == pytest.approx(4.0)  # 2 s between the rows, and the steps before the first
+
+
+def test_the_steps_of_the_run_that_it_began_from_do_not_count(tmp_path):
+    speed = {"steps_per_sec": 50.0, "examples_per_sec": 500.0}
+    starts = [{"step": 5000}, {"step": 5100}]
+    run = load(write_run(tmp_path / "a", steps(5100, 5200, **speed), starts=starts))
+    assert (run.training_secs, run.steps_per_sec, run.elapsed_secs) == (4.0, 50.0, pytest.approx(3.0))
+
+
+def test_the_first_row_may_have_no_speed(tmp_path):
+    rows = [{"step": 0, "test/loss": 1.0}, {"step": 100, "steps_per_sec": 50.0}]
+    run = load(write_run(tmp_path / "a", rows, starts=[{"step": 0}]))
+    assert run.training_secs == 2.0
+    assert run.elapsed_secs == pytest.approx(1.0)  # between the rows
+
+
+@pytest.mark.parametrize("start", [{}, {"step": None}, {"step": "x"}])
+def test_a_start_of_an_unknown_step_is_the_first(tmp_path, start):
+    assert load(write_run(tmp_path / "a", steps(100, steps_per_sec=50.0), starts=[start])).training_secs == 2.0
 
 
 def test_the_speed_is_unknown_without_speeds_in_the_rows(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import keras
 import pytest
@@ -9,6 +10,8 @@ import tensorflow as tf
 from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
+from distloop import fit
+from distloop.monitoring import run_starts
 from distloop.training import overview
 from tests import problems
 
@@ -131,6 +134,27 @@ def test_known_gpus_have_a_peak(monkeypatch):
     monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": f"NVIDIA {gpu}"})
     assert overview.peak_flops(trainer.state, on) is None
     assert overview.peak_flops(trainer.state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
+
+
+def test_each_device_of_a_pipeline_counts_once(tmp_path):
+    def model_fn(devices):
+        layers = [keras.layers.Dense(4) for _ in range(3)]
+        model = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 3, devices)
+        return distloop.ModelSpec(
+            model, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"]), 1)}
+        )
+
+    for devices in (["CPU:0", "CPU:1", "CPU:0"], ["CPU:1", "CPU:0", "CPU:1"]):
+        config = distloop.Config(device="cpu", num_stages=3, strategy="none")
+        state = distloop.Trainer(lambda devices=devices: model_fn(devices), config).state
+        assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
+        fit._begin_in(str(tmp_path), state, None, {})
+    assert [start["devices"] for start in run_starts.read_starts(str(tmp_path))] == [2, 2]
+
+
+def test_each_worker_has_the_devices_of_a_pipeline():
+    strategy, placement = SimpleNamespace(num_replicas_in_sync=3), SimpleNamespace(devices=["CPU:0", "CPU:1"])
+    assert overview.num_devices(SimpleNamespace(strategy=strategy, placement=placement)) == 6
 
 
 def test_the_layout_has_charts_for_what_the_run_reports():
