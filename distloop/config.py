@@ -3,7 +3,7 @@
 It does not know what a setting does, nor its flag; `flags.py` defines those.
 
     config = Config(steps=2_000, batch_size=64)
-    config = Config.from_flags()                # in main, after `define_flags()`: defaults, then the command line
+    config = Config.from_flags()                # in main, after `define_flags()`: defaults, file, command line
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ def setting(
 class Config:
     """All settings of a run; checked when it is created.
 
-    Integer fields also take floats without a fraction and NumPy numbers, string fields also paths. `~` in `workdir` is
-    expanded.
+    Integer fields also take floats without a fraction and NumPy numbers, string fields also paths. `~` in `workdir` and
+    `init_from` is expanded.
 
     Raises:
         ValueError: if a value has the wrong type, is not among the choices, is out of range, or contradicts another.
@@ -266,7 +266,8 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
-        object.__setattr__(self, "workdir", os.path.expanduser(self.workdir))  # shells leave --workdir=~/x unexpanded
+        for name in ("workdir", "init_from"):  # shells leave --workdir=~/x unexpanded
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         durations.profile_window(self.profile)
         contradictions.check(self)
         if self.replica_batch_size:
@@ -288,7 +289,7 @@ class Config:
 
     @classmethod
     def from_flags(cls, **overrides: Any) -> "Config":
-        """Returns the settings from the flags: `define_flags`' defaults, then the command line, then `overrides`.
+        """Returns the settings from the flags: `define_flags`' defaults, `--config`, command line, then `overrides`.
 
         Later ones take precedence; a later one of `steps`, `epochs` and `until` unsets the others; `batch_size` and
         `replica_batch_size` unset each other, too. Before flags are parsed, and for fields without a flag, defaults are
@@ -302,9 +303,11 @@ class Config:
         """
         check_names(overrides)
         defined: dict[str, Any] = {name: flags.FLAGS[name] for name in fields() if name in flags.FLAGS}
-        present = {name: flag.value for name, flag in defined.items() if flag.present or not flag.using_default_value}
         values = {name: flag.value for name, flag in defined.items()}
-        for later in (present, overrides):
+        given = {name: flag for name, flag in defined.items() if flag.present or not flag.using_default_value}
+        from_file = {name: flag.value for name, flag in given.items() if not flag.present}  # or set by the program
+        present = {name: flag.value for name, flag in given.items() if flag.present}
+        for later in (from_file, present, overrides):
             for group in (_LENGTHS, _BATCH_SIZES):
                 if any(later.get(name) for name in group):
                     values.update({name: fields()[name].default for name in group})

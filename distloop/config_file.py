@@ -18,6 +18,8 @@ from typing import Any
 
 from absl import flags
 
+_IS_FROM_FILE = "is_from_file"  # an attribute of absl's flag
+
 NAME = "config"
 HELP = "YAML or JSON file of flags by name, such as config.json of a run; flags on the command line take precedence."
 
@@ -33,6 +35,11 @@ def define(hidden: str) -> None:
     """
     if NAME not in flags.FLAGS:
         flags.DEFINE_flag(_ConfigFlag(hidden), flags.FLAGS)
+
+
+def is_from_file(flag: flags.Flag[Any]) -> bool:
+    """Returns whether a file gave the flag its value."""
+    return getattr(flag, _IS_FROM_FILE, False) and not flag.present and not flag.using_default_value
 
 
 class _ConfigFlag(flags.Flag[str]):
@@ -54,13 +61,16 @@ class _ConfigFlag(flags.Flag[str]):
             except (ValueError, flags.Error) as error:
                 raise flags.IllegalFlagValueError(f"{argument}: {error}") from error
             flag.using_default_value = False
+            flag.present = 0  # parsing has counted it as given on the command line, which may still come
+            setattr(flag, _IS_FROM_FILE, True)
 
 
 def _as_argument(flag: flags.Flag[Any], value: Any) -> Any:
     """Returns a value of a file as the flag's parser takes it: texts, or a list of texts for a flag of several."""
     if isinstance(value, list):
         texts = [_text(entry) for entry in value]
-        return texts if isinstance(flag, flags.MultiFlag) else ",".join(texts)
+        takes_list = isinstance(flag, flags.MultiFlag) or isinstance(flag.parser, flags.BaseListParser)
+        return texts if takes_list else ",".join(texts)
     return _text(value)
 
 

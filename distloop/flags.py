@@ -9,6 +9,7 @@ It does not know what a setting does; `config.py` has the help texts.
 """
 
 import dataclasses
+import enum
 import json
 import os
 import sys
@@ -181,13 +182,18 @@ def as_json(config: Config) -> str:
 def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
     """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`.
 
+    The values of a flag that was repeated are in one text.
+
     Args:
         config: the settings of the run.
         with_secrets: whether secret values are in it; else they are `***`.
     """
     lines = [line.partition("=") for line in _flag_lines(config, with_secrets=True) if line.startswith("--")]
     values = {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()}
-    values |= {name: value for name, _, value in lines}
+    own: dict[str, list[str]] = {}
+    for name, _, value in lines:
+        own.setdefault(name, []).append(value)
+    values |= {name: ", ".join(parts) for name, parts in own.items()}
     hidden = set() if with_secrets else secret_names()
     return {name: HIDDEN if name in hidden else value for name, value in values.items()}
 
@@ -293,17 +299,20 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
 
 def _own_flags(config: Config) -> list[flags.Flag[Any]]:
     """Returns the flags with a value that are no setting: those of the program's modules, and of the command line."""
-    # Flags of other modules count only if the command line has them: a module that is imported later in the run would
-    # make its flags unknown to the command that reads the files.
+    # Flags of other modules count only if the command line or --config has them: a module that is imported later in the
+    # run would make its flags unknown to the command that reads the files.
     ours = {*dataclasses.asdict(config), config_file.NAME}
     package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
+
+    def is_own(flag: flags.Flag[Any], module: str) -> bool:
+        is_of_program = module == sys.argv[0] or bool(package) and module.partition(".")[0] == package
+        return is_of_program or bool(flag.present) or config_file.is_from_file(flag)
+
     return [
         flag
         for module, module_flags in sorted(flags.FLAGS.flags_by_module_dict().items())
         for flag in module_flags
-        if flag.name not in ours
-        and flag.value is not None
-        and (flag.present or module == sys.argv[0] or bool(package) and module.partition(".")[0] == package)
+        if flag.name not in ours and flag.value is not None and is_own(flag, module)
     ]
 
 
@@ -311,8 +320,15 @@ def _own_values(config: Config) -> dict[str, Any]:
     """Returns the values of the program's flags by name, as JSON holds them; texts for types that it does not know."""
     if not flags.FLAGS.is_parsed():
         return {}
-    values = {flag.name: HIDDEN if _is_secret(flag.name) else flag.value for flag in _own_flags(config)}
+    values = {flag.name: HIDDEN if _is_secret(flag.name) else _with_names(flag.value) for flag in _own_flags(config)}
     return json.loads(json.dumps(values, default=str))
+
+
+def _with_names(value: Any) -> Any:
+    """Returns a flag's value with the name of each member of an enum, which `--config` reads, in its place."""
+    if isinstance(value, list):
+        return [_with_names(entry) for entry in value]
+    return value.name if isinstance(value, enum.Enum) else value
 
 
 def _lines(name: str, text: str, hidden: Collection[str]) -> list[str]:

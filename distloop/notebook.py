@@ -69,9 +69,19 @@ def _pickle(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _run(command: list[str]) -> int:
-    """Runs the launcher and shows its lines; returns its exit code."""
+    """Runs the launcher, for which modules are where this process finds them, and shows its lines.
+
+    Returns:
+        Its exit code.
+    """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     assert process.stdout is not None
     while True:

@@ -207,7 +207,7 @@ class Trainer:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
-        self._checkpoints.restore(path)
+        self._checkpoints.restore(path if path is None else os.path.expanduser(path))
 
     def audit(self, dataset: Data) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.
@@ -218,7 +218,7 @@ class Trainer:
             dataset: as for `fit`; its first batches are read.
 
         Returns:
-            The findings, each with what, name and hint; printed, a line for each.
+            The findings, each with `what`, `name` and `hint`; `print` shows a line for each kind.
 
         Raises:
             ValueError: on several workers, if the first batch has less than two rows, or `loss_fn` breaks a rule.
@@ -280,7 +280,7 @@ class Trainer:
         batches: int = 0,
         path: str = "",
     ) -> Any:
-        """Predicts for every row of a dataset, in its order.
+        """Predicts for every row of a dataset, in its order, with the averaged weights if there are any.
 
         Args:
             dataset: as for `fit`; finite.
@@ -304,7 +304,7 @@ class Trainer:
     def stream_predictions(
         self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False, batches: int = 0
     ) -> Iterator[Any]:
-        """Predicts a batch at a time.
+        """Predicts a batch at a time, with the averaged weights if there are any.
 
         Args:
             dataset: as for `fit`.

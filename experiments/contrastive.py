@@ -22,7 +22,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=1_500, batch_size=256, log_every=250)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of AdamW, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Peak learning rate of AdamW, after the warm-up.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.2, "Divisor of the similarities, which are between -1 and 1.")
 LABELS = flags.DEFINE_integer("labels", 50, "Number of labeled images for the linear probe.")
 
@@ -85,8 +85,7 @@ def model_fn():
         found = keras.metrics.sparse_categorical_accuracy(other, logits)
         return {"loss": tf.reshape(loss, [-1, 2]), "found": tf.reshape(found, [-1, 2])}  # [b, 2]
 
-    steps = distloop.Config.from_flags().steps or 1_500
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(50, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="3.3 %")
     return distloop.ModelSpec(
         {"encoder": encoder, "head": head},
         keras.optimizers.AdamW(rate, weight_decay=1e-4),

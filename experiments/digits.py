@@ -18,7 +18,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=500, batch_size=128, eval_every=100, checkpoint_every=100)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of AdamW, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Peak learning rate of AdamW, after the warm-up.")
 
 
 def block(filters):
@@ -52,8 +52,7 @@ def model_fn():
             "accuracy": keras.metrics.sparse_categorical_accuracy(label, logits),  # [B]
         }
 
-    config = distloop.Config.from_flags()
-    rate = distloop.make_schedule(LEARNING_RATE.value, config.steps or 500, warmup=min(50, config.steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="10 %")
     return distloop.ModelSpec(
         model,
         keras.optimizers.AdamW(rate, weight_decay=0.05),

@@ -21,7 +21,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=2_000, batch_size=128, eval_every=500)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The peak step size of AdamW, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak learning rate of AdamW, after the warm-up.")
 LEARNER = flags.DEFINE_enum("learner", "student", ["teacher", "student"], "Which of the two models to train.")
 SHARE = flags.DEFINE_float("share", 0.9, "The teacher's part of the student's loss; the rest is from the labels.")
 TEMPERATURE = flags.DEFINE_float("temperature", 3.0, "Divisor of both models' logits in the teacher's part.")
@@ -59,8 +59,7 @@ def model_fn():
             loss = (1 - SHARE.value) * loss + SHARE.value * soft_loss  # Hinton et al. 2015, arXiv:1503.02531, section 2
         return {"loss": loss, "accuracy": keras.metrics.sparse_categorical_accuracy(label, logits)}
 
-    steps = distloop.Config.from_flags().steps or 2_000
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(50, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="2.5 %")
     return distloop.ModelSpec(
         models,
         keras.optimizers.AdamW(rate, weight_decay=1e-3),

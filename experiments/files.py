@@ -21,7 +21,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=600, batch_size=128, eval_every=200)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The peak step size of Adam, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak learning rate of Adam, after the warm-up.")
 SHARED = os.path.join(tempfile.gettempdir(), "digits_shards")
 DATA = flags.DEFINE_string("data", SHARED, "Directory of the shards, shared by all workers.")
 SHARDS = flags.DEFINE_integer("shards", 8, "Files per split.")
@@ -81,8 +81,7 @@ def model_fn():
             "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),  # [B]
         }
 
-    steps = distloop.Config.from_flags().steps or 600
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(50, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="8.3 %")
     return distloop.ModelSpec(model, keras.optimizers.Adam(rate), loss_fn)
 
 

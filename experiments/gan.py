@@ -29,7 +29,7 @@ FIXED_NOISE = np.random.default_rng(0).normal(size=(1_000, LATENT)).astype(np.fl
 
 
 def with_noise(dataset):
-    """Adds "noise" to each batch, [B, LATENT], new noise in each pass."""
+    """Adds "noise" to each batch, [B, LATENT]; repeat the dataset before, as each pass over the result has the same."""
 
     def add(batch, seed):
         shape = [tf.shape(batch["image"])[0], LATENT]

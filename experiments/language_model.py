@@ -20,11 +20,13 @@ import distloop
 from experiments import datasets, ngrams
 
 distloop.define_flags(steps=6_000, batch_size=16, eval_every=1_000, log_every=200, clip_norm=1.0)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "The peak step size of AdamW, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Peak learning rate of AdamW, after the warm-up.")
 CONTEXT = flags.DEFINE_integer("context", 128, "Bytes of context.")
 WIDTH = flags.DEFINE_integer("width", 128, "Width of the residual stream.")
 BLOCKS = flags.DEFINE_integer("blocks", 4, "Number of transformer blocks.")
-NGRAM_ORDER = flags.DEFINE_integer("ngram_order", 6, "Most bytes of context of the n-grams it is compared with.")
+NGRAM_ORDER = flags.DEFINE_integer(
+    "ngram_order", 6, "Most bytes of context of the n-grams it is compared with.", lower_bound=0, upper_bound=6
+)
 HEADS = flags.DEFINE_integer("heads", 4, "Attention heads per block.")
 PROMPT = b"def "
 
@@ -81,8 +83,7 @@ def model_fn():
             "bits_per_byte": distloop.weighted(nats / np.log(2.0), batch["weight"]),
         }
 
-    steps = distloop.Config.from_flags().steps or 6_000
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(100, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="1.66 %")
     return distloop.ModelSpec(model, keras.optimizers.AdamW(rate, beta_2=0.99, weight_decay=0.1), loss_fn)
 
 

@@ -28,7 +28,7 @@ def model_fn():
         nats = keras.losses.sparse_categorical_crossentropy(text[:, 1:], logits, from_logits=True)  # [B, T]
         return {"loss": distloop.weighted(nats, batch["weight"])}
 
-    rate = distloop.make_schedule(language_model.LEARNING_RATE.value, config.steps, warmup=config.steps // 10)
+    rate = distloop.make_schedule(language_model.LEARNING_RATE.value, "100 %", warmup="10 %")
     return distloop.ModelSpec(model, keras.optimizers.AdamW(rate, beta_2=0.99, weight_decay=0.1), loss_fn)
 
 

@@ -60,7 +60,7 @@ def main(_):
     trainer.fit(train, evals={"test": test})
     target = np.concatenate([batch["target"] for batch in test.as_numpy_iterator()])
     error = target - trainer.predict(test)
-    print(f"test r2 {1 - np.var(error) / np.var(target):.3f}  mean absolute error {np.abs(error).mean():.3f}")
+    print(f"test r2 {1 - np.mean(error**2) / np.var(target):.3f}  mean absolute error {np.abs(error).mean():.3f}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=300, batch_size=50, eval_every=100)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-2, "The peak step size of Adam, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-2, "Peak learning rate of Adam, after the warm-up.")
 IMAGES = flags.DEFINE_integer("images", 50, "Train on so many images, the first ones.", lower_bound=1)
 TRAIN = flags.DEFINE_string("train", "", "A regular expression on the paths of the variables to train; empty: all.")
 
@@ -55,8 +55,7 @@ def model_fn():
             "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),  # [B]
         }
 
-    steps = distloop.Config.from_flags().steps or 300
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(20, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="6.5 %")
     return distloop.ModelSpec(
         {"encoder": encoder, "head": head},
         keras.optimizers.Adam(rate),

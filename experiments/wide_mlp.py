@@ -20,7 +20,7 @@ import distloop
 from experiments import datasets
 
 distloop.define_flags(steps=80, batch_size=128, log_every=20, eval_every=40, clip_norm=1.0)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-4, "The peak step size of Adam, reached after a warm-up.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-4, "Peak learning rate of Adam, after the warm-up.")
 FEATURES = flags.DEFINE_integer("features", 8_000, "Number of random features per image.")
 UNITS = flags.DEFINE_list("units", "4000,2000,500,300", "Units of each hidden layer.")
 BANDWIDTH = 2.0  # of the kernel: images much further apart than this are unrelated
@@ -54,8 +54,7 @@ def model_fn():
             "accuracy": tf.equal(logit > 0, is_odd > 0),
         }
 
-    steps = distloop.Config.from_flags().steps or 80
-    rate = distloop.make_schedule(LEARNING_RATE.value, steps, warmup=min(10, steps // 2))
+    rate = distloop.make_schedule(LEARNING_RATE.value, "100 %", warmup="12 %")
     return distloop.ModelSpec(model, keras.optimizers.Adam(rate), loss_fn)
 
 

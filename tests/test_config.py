@@ -53,9 +53,10 @@ def test_a_path_becomes_a_string():
     assert Config(workdir=pathlib.Path("/tmp/run")).workdir == "/tmp/run"
 
 
-def test_a_tilde_in_workdir_is_the_home_directory(monkeypatch):
+@pytest.mark.parametrize("name", ["workdir", "init_from"])
+def test_a_tilde_is_the_home_directory(monkeypatch, name):
     monkeypatch.setenv("HOME", "/home/someone")
-    assert Config(workdir="~/run").workdir == "/home/someone/run"
+    assert getattr(Config(**{name: "~/run"}), name) == "/home/someone/run"
 
 
 @pytest.mark.parametrize(

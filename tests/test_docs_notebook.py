@@ -68,6 +68,12 @@ def test_what_cannot_be_copied_is_refused(launched, monkeypatch):
     assert launched == []
 
 
+def test_workers_import_modules_from_where_the_kernel_does(tmp_path, monkeypatch):
+    (tmp_path / "module_of_the_kernel.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert notebook._run([sys.executable, "-c", "import module_of_the_kernel"]) == 0
+
+
 @pytest.mark.slow
 def test_the_notebook_of_the_documents_runs():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

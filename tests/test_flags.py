@@ -324,6 +324,15 @@ def test_a_secret_is_compared_and_written_nowhere(arguments, fresh_flags, tmp_pa
     assert flags.secret_names() >= {"--token", "--workdir"} and "--seed" not in flags.secret_names()
 
 
+def test_all_values_of_a_repeated_flag_are_compared(fresh_flags):
+    flags.define_flags()
+    absl_flags.DEFINE_multi_string("layer", [], "Layers.", flag_values=fresh_flags)
+    given = parse(fresh_flags, "--layer=a", "--layer=c")
+    assert flags.facts(given)["--layer"] == "a, c"
+    fresh_flags.layer = ["b", "c"]
+    assert flags.facts(given)["--layer"] == "b, c"
+
+
 def test_a_trial_has_no_schedules_and_no_devices():
     config = Config(clip_norm=1.0, eval_every=5, log_every=7, checkpoint_every="2 h", num_devices=2, workdir="/tmp/a")
     assert flags.hyperparameters(config) == {"seed": 0, "clip_norm": 1.0}

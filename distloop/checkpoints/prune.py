@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from distloop import atomic_files
 from distloop.checkpoints import store
+from distloop.checkpoints.checkpoint import read_manifest
 
 
 class Superfluous(NamedTuple):
@@ -71,17 +72,33 @@ def remove(found: Iterable[Superfluous], verify: Callable[[], None]) -> None:
 
 
 def _older_exports(workdir: str, keep: int) -> Iterator[str]:
-    """Yields the exports that are numbered by step, as `distloop.Export` numbers them, without the last ones."""
+    """Yields the exports that are numbered by step, as `distloop.Export` numbers them, without the last ones.
+
+    A file of arrays may be anything: it is an export where the newest checkpoint names its directory.
+    """
+    named = _export_directories(workdir)
     for entry in os.scandir(workdir):
         if not entry.is_dir(follow_symlinks=False) or entry.name == "checkpoints":
             continue
         by_kind: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for export in os.scandir(entry.path):
             match = re.fullmatch(r"(0|[1-9]\d*)(|\.keras|\.tflite|\.npz)", export.name)
-            if match and (match[2] or os.path.isfile(os.path.join(export.path, "saved_model.pb"))):
+            if not match or (match[2] == ".npz" and os.path.realpath(entry.path) not in named):
+                continue
+            if match[2] or os.path.isfile(os.path.join(export.path, "saved_model.pb")):
                 by_kind[match[2]][int(match[1])] = export.path
         for paths in by_kind.values():
             yield from (paths[step] for step in sorted(paths)[:-keep])
+
+
+def _export_directories(workdir: str) -> set[str]:
+    """Returns the directories of the `Export`s whose state the newest checkpoint has; relative ones are read here."""
+    checkpoints = store.in_workdir(workdir)
+    if (step := checkpoints.newest_whole) < 0:
+        return set()
+    names = read_manifest(os.path.join(checkpoints.directory, str(step)))["notes"].get("actions", {})
+    matches = [re.fullmatch(r"Export\((.*)\)", name, re.DOTALL) for name in names]
+    return {os.path.realpath(match[1]) for match in matches if match}
 
 
 def _size(path: str) -> int:

@@ -38,8 +38,8 @@ def prepare(config: Config) -> None:
     it again only seeds again.
 
     Args:
-        config: `strategy`, `device`, `num_devices`, `seed`, `deterministic`, `start_timeout` and `hang_timeout` are
-            read.
+        config: `strategy`, `device`, `num_devices`, `num_stages`, `virtual_replicas`, `intra_op_threads`, `seed`,
+            `deterministic`, `full_tracebacks`, `start_timeout` and `hang_timeout` are read.
 
     Raises:
         ValueError: if Keras uses another backend or a `keras.distribution`, if the device does not exist, if virtual

@@ -165,7 +165,7 @@ def main(_):
     cells = {part: [cell for name in _WORKLOADS.value for cell in MEASURE[part](name)] for part in _ONLY.value}
     text = page.render({"about": describe(), **cells})
     print("\n" + text)
-    if _WRITE.value or not any(flag.present for flag in (_WORKLOADS, _REPLICAS, _ONLY, _SYSTEMS)):
+    if _WRITE.value or not any(flag.present for flag in (_WORKLOADS, _REPLICAS, _ONLY, _SYSTEMS, _ROUNDS, _TURN_SECS)):
         PAGE.write_text(text, encoding="utf-8")
         pictures.write(PAGE)
 

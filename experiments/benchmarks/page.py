@@ -212,7 +212,7 @@ The same for predictions, all in order.
 ![Examples per second of predict](predict.svg)
 """
 BEYOND = """\
-Overhead in milliseconds, from the second call on. distloop's `fit` writes all files, including a checkpoint at the end;
+Overhead in milliseconds, from the third call on. distloop's `fit` writes all files, including a checkpoint at the end;
 Keras writes nothing.
 """
 SAVES = """\

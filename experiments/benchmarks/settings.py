@@ -19,6 +19,8 @@ def step_secs(workload: str, replicas: int, settings: dict) -> float:
     """Returns the median time of a step in a fresh process."""
     spec = {"part": "training", "workload": workload, "systems": ["distloop"], "rounds": 3, "turn_secs": 0.4}
     cell = processes.run_cell({**spec, "replicas": replicas, "settings": settings})
+    if "failed" in cell:
+        raise SystemExit(f"{workload} on {replicas}: {cell['failed']}")
     return statistics.median(cell["times"]["distloop"])
 
 

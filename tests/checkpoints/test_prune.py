@@ -49,6 +49,18 @@ def test_the_newest_and_the_best_checkpoints_and_the_last_exports_stay(run):
     assert list(names(run, keep=2)) == ["checkpoints/50.abandoned", "checkpoints/60.999999999-0123abcd.tmp"]
 
 
+def test_files_of_arrays_are_exports_where_the_newest_checkpoint_names_their_directory(run):
+    for path in ("export/7.npz", "export/8.npz", "samples/7.npz", "samples/8.npz"):
+        (run / path).parent.mkdir(exist_ok=True)
+        (run / path).write_bytes(b"12")
+    assert not any(name.endswith(".npz") for name in names(run))
+    checkpoints = in_workdir(str(run), keep=10)
+    state = {f"Export({run}/export)": {"best": 0.1}, "StopEarly(test/loss)": {"best": 0.1}}
+    checkpoints.save(70, {"x": tf.zeros([1])}, {"until": 40, "stop_reason": None, "actions": state}, {})
+    checkpoints.wait()
+    assert [name for name in names(run) if name.endswith(".npz")] == ["export/7.npz"]
+
+
 def test_a_damaged_newest_checkpoint_does_not_count_as_the_newest(run):
     os.remove(run / "checkpoints" / "40" / "manifest.json")
     assert "checkpoints/20" not in names(run) and "checkpoints/40" not in names(run)
