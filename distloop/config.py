@@ -26,6 +26,7 @@ CountOrAuto: TypeAlias = int | Literal["auto"]
 
 _BATCH_SIZES = ("batch_size", "replica_batch_size")  # of which a run has one
 _LENGTHS = ("steps", "epochs", "until")  # of which a run has one
+_PATHS = ("workdir", "init_from")  # in which shells leave `~` as it is: --workdir=~/x
 
 # The headings of `--help` and of the settings page, in order.
 RUN = "The run"
@@ -266,8 +267,6 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
-        for name in ("workdir", "init_from"):  # shells leave --workdir=~/x unexpanded
-            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         durations.profile_window(self.profile)
         contradictions.check(self)
         if self.replica_batch_size:
@@ -305,9 +304,8 @@ class Config:
         defined: dict[str, Any] = {name: flags.FLAGS[name] for name in fields() if name in flags.FLAGS}
         values = {name: flag.value for name, flag in defined.items()}
         given = {name: flag for name, flag in defined.items() if flag.present or not flag.using_default_value}
-        from_file = {name: flag.value for name, flag in given.items() if not flag.present}  # or set by the program
-        present = {name: flag.value for name, flag in given.items() if flag.present}
-        for later in (from_file, present, overrides):
+        layers = [{n: flag.value for n, flag in given.items() if bool(flag.present) is p} for p in (False, True)]
+        for later in (*layers, overrides):  # --config and the program set flags that are not present
             for group in (_LENGTHS, _BATCH_SIZES):
                 if any(later.get(name) for name in group):
                     values.update({name: fields()[name].default for name in group})
@@ -354,7 +352,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
             f"{field.name}={value!r} is not allowed: give {_allowed(field)}, or leave it out for the default, "
             f"{field.default!r}."
         )
-    return converted
+    return os.path.expanduser(converted) if field.name in _PATHS else converted
 
 
 def _converted(kind: Any, value: Any) -> Any:

@@ -67,7 +67,7 @@ class RunCheckpoints:
         hang_timeout = config.hang_timeout if self._is_chief else 0.0  # the others write nothing
         local = config.local_workdir
         self.disk_watch = DiskWatch(os.path.join(local, "checkpoints"), hang_timeout, fail)
-        gather = functools.partial(workers.gather, state.strategy)
+        self._gather = gather = functools.partial(workers.gather, state.strategy)
         self._workdir = workdir = Workdir(config, workers.Workers(state.strategy))
         self.lock = WorkersLock(local, self._is_chief, gather, finish=lambda: checkpoints.wait(), outer=workdir)
         watch, verify = self.disk_watch.over, self.lock.verify
@@ -130,9 +130,8 @@ class RunCheckpoints:
         Raises:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
-        gather = functools.partial(workers.gather, self._state.strategy)
         with self._workdir.reading(self._config.workdir, best=True) as local:
-            saved = load_best(in_workdir(local) if local else None, metric, gather)
+            saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             self._restore(saved._replace(path=self._config.workdir + saved.path.removeprefix(local)))
         self._shows_best = not run_goes_on_from_it
 
