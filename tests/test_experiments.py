@@ -179,11 +179,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_promised_program_runs_as_written(tmp_path):
+def test_the_promised_program_runs_as_written(tmp_path, monkeypatch):
     export = tmp_path / "export"
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    os.environ["PYTHONPATH"] = root
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", "--steps=150"]
     out = run(tmp_path / "promised.py", *flags, cwd=tmp_path)
     assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95

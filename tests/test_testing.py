@@ -148,6 +148,27 @@ def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has
     assert doubled["a/key/kernel"].numpy() == [2.0] and doubled["b/kernel"].numpy() == [0.0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_updates", [False, True])
+def test_without_rounding_noise_gradients_below_a_hundred_thousandth_are_left_out(has_updates):
+    slopes = [1.0, 0.9e-5, 1.1e-5, -0.9e-5, -1.1e-5]
+
+    def model_fn():
+        weight, optimizer = tf.Variable(tf.zeros([5])), keras.optimizers.SGD(1.0)
+        double = lambda gradients: {path: 2 * gradient for path, gradient in gradients.items()}  # noqa: E731
+        loss_fn = lambda batch, training: {"loss": tf.reduce_sum(slopes * weight) * batch}  # noqa: E731
+        if has_updates:
+            update = distloop.Update("only", loss_fn, optimizer, [weight], gradient_fn=double)
+            return distloop.ModelSpec([weight], updates=[update])
+        return distloop.ModelSpec([weight], optimizer, loss_fn, gradient_fn=double)
+
+    for quiet_fn, is_quiet in ((model_fn, False), (testing.without_rounding_noise(model_fn), True)):
+        trainer = distloop.Trainer(quiet_fn, on(1))
+        trainer.fit(tf.data.Dataset.from_tensors([1.0]), steps=1)
+        kept = [slope if abs(slope) > 1e-5 or not is_quiet else 0.0 for slope in slopes]
+        np.testing.assert_allclose(trainer.model[0], -2 * np.float32(kept), rtol=1e-6)
+
+
 def noisy(change=lambda loss: loss):
     """A `model_fn` with dropout and plain BatchNormalization, whose losses are changed."""
 

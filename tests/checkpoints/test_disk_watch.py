@@ -108,5 +108,6 @@ def test_fit_watches_the_disk_in_the_main_thread_and_in_the_one_that_saves(tmp_p
     monkeypatch.setattr("distloop.actions.write.Write.flush", lambda _: ended.wait(1))
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), hang_timeout=0.05))
     trainer.fit(distloop.make_dataset(classification(8), 8), steps=1)
-    for reason, action in zip(ended, ["saving", "saving the checkpoint of step 1"], strict=True):
-        assert re.fullmatch(f"nothing in .* has changed for 0.15 seconds while {action}: .*", reason)
+    for action in ("saving", "saving the checkpoint of step 1"):
+        pattern = f"nothing in .* has changed for 0.15 seconds while {action}: .*"
+        assert any(re.fullmatch(pattern, reason) for reason in ended), ended

@@ -174,17 +174,19 @@ def test_not_resuming_keeps_existing_checkpoints(tmp_path):
 
 @pytest.mark.slow
 def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
-    def run(steps, stop):
-        stop.every = None
-        make_trainer(tmp_path, steps_per_log=1, model_fn=classifier()).fit(data(), steps=steps, actions=[stop])
+    def measure(report):
+        return {"score": [3.0, 1.0, 2.0, 2.0, 2.0][report.step - 1]}
 
-    first = distloop.StopEarly("loss", patience=100)
-    run(4, first)
-    again = distloop.StopEarly("loss", patience=100)
-    run(5, again)
-    assert again.best <= first.best and first.best < np.inf
-    fresh = distloop.StopEarly("loss", patience=100)
-    assert fresh.best == np.inf
+    measure.every = 1
+
+    def run(steps):
+        stop = distloop.StopEarly("score", patience=100)
+        trainer = make_trainer(tmp_path, steps_per_log=1, model_fn=classifier())
+        trainer.fit(data(), steps=steps, actions=[measure, stop])
+        return stop.best, stop.waited
+
+    assert run(4) == (1.0, 2)
+    assert run(5) == (1.0, 3)
 
 
 class Counts(distloop.Action):

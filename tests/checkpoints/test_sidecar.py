@@ -7,8 +7,9 @@ import textwrap
 import pytest
 
 import distloop
+from distloop.checkpoints import sidecar
 from tests import forked
-from tests.problems import classification, classifier, on
+from tests.problems import classification, classifier, on, refused
 
 
 @pytest.mark.slow
@@ -74,3 +75,39 @@ def test_following_a_run_that_does_not_go_on_times_out(tmp_path):
     assert other.step == 5
     with pytest.raises(ValueError, match="no checkpoints to follow"):
         distloop.Trainer(classifier(), on(1)).evaluate_checkpoints(data)
+
+
+@pytest.mark.slow
+def test_each_checkpoint_of_a_run_is_measured_under_the_name_of_the_evaluation(tmp_path):
+    training, data = distloop.make_dataset(classification(67), 16), distloop.make_dataset(classification(33, seed=1), 8)
+
+    def trainer(**settings):
+        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), **settings))
+
+    trained = trainer(checkpoint_every=5)
+    trained.fit(training, steps=10)
+    found = trainer().evaluate_checkpoints(data, name="valid", poll_secs=0.01, timeout_secs=60)
+    assert list(found) == [5, 10] and found[5] != found[10] == trained.evaluate(data)
+    rows = [json.loads(line) for line in (tmp_path / "evaluations" / "valid.jsonl").read_text().splitlines()]
+    names = {name: f"valid/{name}" for name in ("loss", "accuracy")}
+    assert {row["step"]: {name: row[shown] for name, shown in names.items()} for row in rows} == {
+        step: {name: numbers[name] for name in names} for step, numbers in found.items()
+    }
+    assert any(name.startswith("events.") for name in os.listdir(tmp_path / "valid"))
+    assert trainer().evaluate_checkpoints(data, name="valid", timeout_secs=60) == {}
+    assert list(trainer().evaluate_checkpoints(data, timeout_secs=60)) == [5, 10]  # under the name "test"
+    assert sorted(os.listdir(tmp_path / "evaluations")) == ["test.jsonl", "valid.jsonl"]
+
+
+def test_a_run_in_a_bucket_and_several_workers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = distloop.make_dataset(classification(33), 8)
+    trainer = distloop.Trainer(classifier(), on(1, workdir="memory://bucket/run"))
+    refused(
+        lambda: trainer.evaluate_checkpoints(data),
+        "workdir='memory://bucket/run'",
+        f"give {trainer.config.local_workdir!r} on the machine that trains",
+    )
+    monkeypatch.setattr(sidecar.workers, "num_workers", lambda strategy: 2)
+    refused(lambda: trainer.evaluate_checkpoints(data), "several workers", "in one process", "without TF_CONFIG")
+    assert not os.listdir(tmp_path)

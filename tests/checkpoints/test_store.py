@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import threading
-import time
+import types
 
 import numpy as np
 import pytest
@@ -370,13 +370,17 @@ def test_the_last_checkpoint_is_read_if_it_comes_after_the_look_for_new_ones(tmp
     assert seen == [4, 5]
 
 
-def test_using_a_checkpoint_is_no_waiting_for_the_next(tmp_path):
-    kept, seen = save_of_5(tmp_path, 4), []
+def test_using_a_checkpoint_is_no_waiting_for_the_next(tmp_path, monkeypatch):
+    kept, seen, now = save_of_5(tmp_path, 4), [], [0.0]
+
+    def sleep(secs):
+        now[0] += secs
+        save_of_5(tmp_path, 5)
+
+    monkeypatch.setattr(store, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     for saved in follow(kept, (), 0.01, 0.3):
         seen.append(saved.step)
-        if saved.step == 4:
-            threading.Timer(0.5, save_of_5, (tmp_path, 5)).start()
-            time.sleep(0.4)
+        now[0] += 0.4  # longer than it waits
     assert seen == [4, 5]
 
 

@@ -172,6 +172,6 @@ def test_a_million_records_open_in_a_moment(tmp_path, scanned):
     index = open_index(LocalFiles([path]))
     many = index._replace(positions=np.arange(1_000_001, dtype=np.int64))
     record_index._store(index_path([path]), many)
-    start = time.process_time()
+    start = time.thread_time()  # of this thread, which reads the index
     assert equal(open_index(LocalFiles([path])), many)
-    assert time.process_time() - start < 0.1 and len(scanned) == 1
+    assert time.thread_time() - start < 0.1 and len(scanned) == 1

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import distloop
 from distloop.diagnostics import tuning
-from tests.problems import assert_equal, classification, classifier, everything, on, weights
+from tests.problems import assert_equal, classification, classifier, everything, on, refused, weights
 
 
 def batches(**arguments):
@@ -83,6 +83,33 @@ def test_a_learning_rate_test_leaves_the_learning_rate_to_its_variable():
     before = weights(trainer)
     trainer.fit(batches(), steps=2)
     assert_equal(weights(trainer), before)
+
+
+def two_updates():
+    """A spec of two updates whose losses are their weights, so that a step takes its rate from each."""
+    first, second = tf.Variable(10.0), tf.Variable(20.0)
+
+    def update(name, weight, rate):
+        loss_fn = lambda batch, training: {"loss": weight * tf.ones_like(batch)}  # noqa: E731
+        return distloop.Update(name, loss_fn, keras.optimizers.SGD(rate), [weight])
+
+    return distloop.ModelSpec([first, second], updates=[update("first", first, 0.5), update("second", second, 0.25)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("update", "begin"), [("first", 10.0), ("second", 20.0)])
+def test_of_two_updates_the_named_one_gets_the_rates_and_has_the_curve(monkeypatch, update, begin):
+    rows = []
+    call = tuning._WatchLoss.__call__
+    monkeypatch.setattr(tuning._WatchLoss, "__call__", lambda *args: rows.append(args[1].metrics) or call(*args))
+    trainer, data = distloop.Trainer(two_updates, on(1, console="quiet")), tf.data.Dataset.from_tensors([1.0])
+    result = distloop.find_learning_rate(trainer, data, lowest=0.01, highest=1.0, steps=5, update=update)
+    np.testing.assert_allclose(result.rates, 0.01 * 10 ** (0.5 * np.arange(5)), rtol=1e-6)
+    np.testing.assert_allclose(result.losses, begin - np.cumsum([0, *result.rates[:-1]]), rtol=1e-6)
+    other, rate, at = ("second", 0.25, 20.0) if update == "first" else ("first", 0.5, 10.0)
+    np.testing.assert_allclose([row[f"{other}/loss"] for row in rows], at - rate * np.arange(5), rtol=1e-6)
+    assert [float(weight) for weight in trainer.model] == [10.0, 20.0]
+    refused(lambda: distloop.find_learning_rate(trainer, data), "update=''", "['first', 'second']", "name one of them")
 
 
 @pytest.mark.slow
@@ -174,13 +201,32 @@ def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
-    speeds(monkeypatch, {16: 100.0})
-    levels = iter([1.0, 1.6])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "a batch of 32 may take more than 1 GB of memory"),
+        ({"memory_share": 0.7}, "a batch of 64 may take more than 1.4 GB of memory"),
+        ({"memory_share": 1}, "a batch of 128 is more than the dataset has"),
+    ],
+)
+def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch, arguments, reason):
+    speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
+    levels = iter([1.0, 1.6, 1.8])
     monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
     monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
-    result = distloop.autotune_batch(trainer_of(), batches())
-    assert result.reason == "a batch of 32 may take more than 1 GB of memory"
+    assert distloop.autotune_batch(trainer_of(), batches(), **arguments).reason == reason
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan")])
+def test_a_share_of_memory_that_makes_no_sense_is_refused(share):
+    call = lambda: distloop.autotune_batch(trainer_of(), batches(), memory_share=share)  # noqa: E731
+    refused(call, f"memory_share={share} was given to autotune_batch", "above 0, up to 1")
+
+
+def test_batches_are_not_measured_on_several_workers(monkeypatch):
+    trainer = trainer_of()
+    monkeypatch.setattr(tuning.workers, "num_workers", lambda strategy: 2)
+    refused(lambda: distloop.autotune_batch(trainer, batches()), "several workers", "call it on one of them")
 
 
 @pytest.mark.slow

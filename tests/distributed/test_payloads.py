@@ -24,10 +24,19 @@ def test_values_of_json_arrive_as_they_are(value):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "uint64", "bool", "complex64", "U3", "S2", "M8[s]"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
 def test_arrays_arrive_with_dtype_and_shape(dtype, shape):
-    array = np.zeros(shape, dtype)
+    assert_arrives(np.arange(math.prod(shape)).reshape(shape).astype(dtype))
+
+
+def assert_arrives(array):
     arrived = exchanged({"array": array})["array"]
-    assert isinstance(arrived, np.ndarray) and arrived.dtype == array.dtype and arrived.shape == shape
+    assert isinstance(arrived, np.ndarray) and arrived.dtype == array.dtype and arrived.shape == array.shape
     np.testing.assert_array_equal(arrived, array)
+
+
+@pytest.mark.parametrize("array", [np.float32([[1, 2, 3], [4, 5, 6]]).T, np.int64([[1, 2, 3], [4, 5, 6]])[:, ::-2]])
+def test_arrays_arrive_whatever_the_order_of_their_memory(array):
+    assert not array.flags.c_contiguous
+    assert_arrives(array)
 
 
 def test_scalars_of_numpy_stay_scalars_and_keep_their_bits():

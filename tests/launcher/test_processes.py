@@ -171,7 +171,7 @@ def test_a_progress_bar_is_shown_every_few_seconds(launch, write):
             time.sleep(0.02)
     """
     _, _, err = launch(write(program), command=patched(_PROGRESS_SECS=0.1))
-    assert 3 <= len(err) <= 5 and err[-1] == "[worker 0] 19"
+    assert 3 <= len(err) < 15 and err[-1] == "[worker 0] 19"  # not all 20, on a slow machine neither
 
 
 def patched(**constants):

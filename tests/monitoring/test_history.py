@@ -29,19 +29,29 @@ def test_its_representation_is_one_short_line():
     assert len(repr(History({f"name_{i}": 0.123456 for i in range(100)}))) < 200
 
 
+def names_in(svg):
+    """Returns the names of the curves in each chart."""
+    return [[text.text for text in chart.findall("{*}text")][10:] for chart in svg.findall("{*}g")]  # after 10 numbers
+
+
 def test_curves_of_training_and_evaluation_share_a_chart(tmp_path):
     picture = recorded().plot()
     picture.save(tmp_path / "curves.svg")
     svg = ElementTree.parse(tmp_path / "curves.svg").getroot()
-    charts = svg.findall("{*}g")
-    assert [[text.text for text in chart.findall("{*}text")][10:] for chart in charts] == [
-        ["loss", "test/loss"],
-        ["test/accuracy"],
-    ]
-    first, second = charts[0].findall("{*}polyline")
+    assert names_in(svg) == [["loss", "test/loss"], ["test/accuracy"]]
+    first, second = svg.find("{*}g").findall("{*}polyline")
     assert len(first.get("points").split()) == 3 and len(second.get("points").split()) == 1
     with pytest.raises(ValueError, match="plot was given 'los'; there are .*: name one of them"):
         recorded().plot("los")
+
+
+def test_curves_that_are_named_are_the_only_ones():
+    for names, charts in (
+        (["test/accuracy"], [["test/accuracy"]]),
+        (["steps_per_sec", "loss"], [["steps_per_sec"], ["loss"]]),  # one about the run, too
+        (["test/loss", "loss"], [["test/loss", "loss"]]),
+    ):
+        assert names_in(ElementTree.fromstring(recorded().plot(*names).svg)) == charts
 
 
 def test_rows_after_a_step_that_is_trained_again_are_dropped():

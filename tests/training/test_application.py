@@ -65,4 +65,6 @@ def test_histograms_show_whole_gradients(several_updates):
         {f"{name}/{i}": tensor.numpy() for name, tensors in read.items() for i, tensor in enumerate(tensors)}
         for read in found
     ]
+    assert all(np.any(values) for values in flat[0].values())
+    assert {name.rpartition("/")[0] for name in flat[0]} == {"weights/a", "weights/b", "gradients/a", "gradients/b"}
     assert_close(flat[1], flat[0])

@@ -24,7 +24,7 @@ def test_weights_tables_slots_and_averages_are_told_apart():
     (held,) = held_memory.held_by_device(make_state(0.9)).values()
     assert set(held) == set(memory_file.HELD)
     dense, table = 4 * (4 * 3 + 3), 4 * 1000 * 4
-    assert held.pop("optimizer slots") >= dense + table  # and the rate and the count of steps
+    assert 0 <= held.pop("optimizer slots") - (dense + table) <= 12  # the rate and the count of steps
     assert held == {"weights": dense, "embedding tables": table, "averages of weights": dense + table}
 
 
