@@ -237,10 +237,3 @@ def test_tensorflow_logs_errors_at_most_unless_the_user_chose_a_level(level):
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() in ([level] if level else ["2", "3"]), result.stderr
-
-
-def test_every_module_has_a_test_file():
-    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-    modules = [path.stem for path in MODULES.values() if path.name != "__init__.py"]
-    missing = [module for module in modules if f"test_{module}" not in tests]
-    assert missing == ["part_sums"]  # tests/test_laws.py and tests/training/test_forward_backward.py are about it
