@@ -40,9 +40,9 @@ lint: $(READY)
 matrix:
 	.ci/matrix $(ROWS)
 
-# Write docs/settings.md from the help texts of the settings, and build the site: docs/_build/html/index.html.
+# Write settings.md and the signatures of the reference from the code, and build the site: docs/_build/html/index.html.
 docs: $(READY)
-	$(BIN)/python docs/settings.py
+	$(BIN)/python docs/generated.py
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/sphinx-build -qnW --keep-going -c docs . docs/_build/html
 
 # Build dist/*.whl and dist/*.tar.gz, and try the wheel where nothing else is installed: its types, and the smoke test.

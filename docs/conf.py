@@ -76,6 +76,11 @@ def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] += "\n".join(["\n```{toctree}", ":hidden:", f":caption: {heading}", "", *pages, "```\n"])
 
 
+def without_help(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Leaves out what `generated.py` wrote for readers of the files: the site shows the same from the code."""
+    source[0] = re.sub(r"^```text written by make docs\n.*?^```\n", "", source[0], flags=re.M | re.S)
+
+
 class NotebookParser(Parser):
     """Reads the cells of a notebook, without their results, as a page of Markdown."""
 
@@ -95,4 +100,5 @@ def setup(app: Sphinx) -> None:
     app.add_source_suffix(".ipynb", "ipynb")
     app.add_source_parser(NotebookParser)
     app.connect("source-read", add_contents)
+    app.connect("source-read", without_help)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon

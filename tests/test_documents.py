@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -58,7 +59,12 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 def blocks(page, language):
     """Returns the page's fenced blocks in a language, without those marked as not to run."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return blocks_of(page.read_text(encoding="utf-8"), language)
+
+
+def blocks_of(text, language):
+    """Returns the fenced blocks of a text with these words after the fence."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
 def shortened(program):
@@ -112,7 +118,8 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 @each_page
 def test_blocks_that_do_not_run_say_why(page):
     for head in re.findall(r"^```(\S.*)$", page.read_text(encoding="utf-8"), re.M):
-        assert re.fullmatch(r"python|sh|\{eval-rst\}|\{program-output\} .+|python no-run: \S.{10,}", head), head
+        kinds = r"python|sh|text written by make docs|\{eval-rst\}|\{program-output\} .+|python no-run: \S.{10,}"
+        assert re.fullmatch(kinds, head), head
 
 
 @each_page
@@ -209,11 +216,45 @@ def test_every_law_is_there_with_tests_that_exist_in_the_files_that_are_linked()
         assert tests.count("test_") >= tests.count(", ") + 1
 
 
-def test_the_settings_page_is_what_its_program_writes():
-    spec = importlib.util.spec_from_file_location("docs_settings", ROOT / "docs" / "settings.py")
+def imports_of(program):
+    """Returns which of distloop, keras and tensorflow a program imports, in this order."""
+    nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [
+        (node.lineno, (getattr(node, "module", None) or node.names[0].name).partition(".")[0])
+        for node in sorted(nodes, key=lambda node: node.lineno)
+    ]
+    return [name for _, name in names if name in ("distloop", "keras", "tensorflow")]
+
+
+@each_page
+def test_distloop_is_imported_before_keras_so_that_tensorflow_logs_errors_alone(page):
+    for program in blocks(page, "python(?: no-run[^\n]*)?"):
+        imported = imports_of(program)
+        assert "distloop" not in imported or imported[0] == "distloop", program
+
+
+def test_the_notebook_imports_distloop_before_keras():
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    program = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert imports_of(program)[0] == "distloop"
+
+
+def test_written_pages_are_what_their_program_writes():
+    spec = importlib.util.spec_from_file_location("docs_generated", ROOT / "docs" / "generated.py")
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     assert program.PAGE.read_text(encoding="utf-8") == program.render(), "run `make docs`"
+    for page in REFERENCE:
+        text = page.read_text(encoding="utf-8")
+        assert text == program.render_reference(text), f"run `make docs`: {page.name}"
+
+
+def test_the_reference_shows_signatures_without_a_build():
+    text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE)
+    written = "".join(blocks_of(text, "text written by make docs"))
+    assert "\ndistloop.Trainer.fit(\n        train,\n" in written and "\ndistloop.make_schedule(" in written
+    missing = [name for name in distloop.__all__ if not re.search(rf"^distloop\.{name}\b", written, re.M)]
+    assert missing == []
 
 
 def test_the_page_on_watching_names_every_number_that_distloop_reports():
