@@ -410,23 +410,25 @@ def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread(tmp_path):
 @pytest.mark.slow
 def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path, capsys):
     workdir = str(tmp_path / "my run")
-    trainer = distloop.Trainer(classifier(batch_norm="local"), on(3, workdir=workdir, microbatches=2))
+    settings = {"workdir": workdir, "average_decay": 0.9, "microbatches": 2}
+    trainer = distloop.Trainer(classifier(batch_norm="local"), on(3, **settings))
     trainer.fit(batches(16), steps=4, evals={"test": batches()})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:7] == [
+    assert lines[:8] == [
         "distloop: devices 3 replicas (CPU:0, CPU:1, CPU:2)",
         "distloop: precision float32",
         "distloop: parameters 260, of which 228 train = hidden 128 + norm 64 + logits 68",
         "distloop: global batch 16 (5 + 5 + 6)",
+        "distloop: averaged weights, decay 0.9: evaluate, predict and export use them",
         "distloop: microbatches 2",
         f"distloop: workdir {workdir}",
         f"distloop: tensorboard --logdir '{workdir}'",
     ]
-    assert lines[7] == "step 0/4  tracing the train step ..."
-    assert lines[8] == "distloop: entries of each batch that no loss_fn reads: weight (loaded all the same)"
-    assert lines[9].startswith("step 4/4  loss ")
-    assert lines[10].startswith("distloop: Finished 4 steps in ")
-    assert [line.split()[1] for line in lines[11:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time:"]
+    assert lines[8] == "step 0/4  tracing the train step ..."
+    assert lines[9] == "distloop: entries of each batch that no loss_fn reads: weight (loaded all the same)"
+    assert lines[10].startswith("step 4/4  loss ")
+    assert lines[11].startswith("distloop: Finished 4 steps in ")
+    assert [line.split()[1] for line in lines[12:]] == ["test/loss", "test/accuracy", "loss", "accuracy", "time:"]
     assert re.match(r"distloop: time: \d+ % start-up, \d+ % ", lines[-1]) and len(lines[-1]) <= 100
 
 

@@ -344,6 +344,8 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         lines.append("virtual replicas are untested on GPUs; TensorFlow's deterministic operations are on")
     if settings.shard_optimizer:
         lines.append(_describe_sharding(state))
+    if settings.average_decay:
+        lines.append(f"averaged weights, decay {settings.average_decay:g}: evaluate, predict and export use them")
     if settings.microbatches != 1:
         lines.append(f"microbatches {settings.microbatches}")
     if settings.workdir and not settings.fast_dev_run:
