@@ -21,6 +21,7 @@ from absl.testing import flagsaver
 import distloop
 from distloop import config, launch, plan, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
+from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -73,9 +74,7 @@ def shortened(program):
     program = program.replace("num_devices=2", "num_devices=1")
     program = re.sub(r"\bConfig\(device=\"cpu\"(?!, num_devices)", 'Config(device="cpu", num_devices=1', program)
     program = re.sub(r"\bsteps=[\d_]+", "steps=2", re.sub(r"\bepochs=\d+", "steps=2", program))
-    return program.replace(".fit(train, steps=2, verbose=0)", ".fit(train, epochs=1, verbose=0)").replace(
-        ".fit(pairs, steps=2, verbose=0)", ".fit(pairs, epochs=1, verbose=0)"
-    )
+    return program.replace("steps=2, verbose=0)", "epochs=1, verbose=0)")  # of a Keras model
 
 
 def fresh_environment(directory):
@@ -113,6 +112,24 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     with flagsaver.flagsaver():
         exec(compile(shortened(program), page.name, "exec"), {"__name__": page.stem})
     flags.FLAGS.unparse_flags()
+
+
+@pytest.mark.slow
+def test_the_file_of_the_first_hour_runs_with_flags(tmp_path):
+    (program,) = blocks(ROOT / "docs" / "first_hour.md", "python no-run: a file of its own, spirals.py")
+    (tmp_path / "spirals.py").write_text(program)
+    given = ["--steps=40", f"--workdir={tmp_path}/run", "--device=cpu", "--num_devices=2", "--learning_rate=0.02"]
+    done = forked.run([tmp_path / "spirals.py", *given], env=os.environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"^accuracy (.+)$", done.stdout, re.M)[1]) > 0.4
+    assert (tmp_path / "run" / "checkpoints" / "40").is_dir()
+
+
+def test_the_first_program_is_the_same_on_every_page():
+    first = blocks(README, "python")[0]
+    assert blocks(ROOT / "docs" / "index.md", "python") == [first]
+    model_fn = re.search(r"^def model_fn.*?^    \)\n", first, re.M | re.S)[0]
+    assert model_fn in "".join(blocks(ROOT / "docs" / "first_hour.md", "python"))
 
 
 @each_page
