@@ -19,7 +19,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 import distloop
-from distloop import config, launch, plan, report, testing
+from distloop import config, launch, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
 from tests import forked
 
@@ -31,7 +31,6 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "meet", "address", "ray"}
 OTHERS = LAUNCHER | {
-    *plan._COSTS,
     "all",
     "help",
     "json",
@@ -216,7 +215,7 @@ def test_every_public_name_is_in_the_reference_once_with_an_example_that_runs():
     assert [name for name, used in examples.items() if not re.search(rf"\b{used}\b", programs)] == []
 
 
-@pytest.mark.parametrize("command", ["launch", "report", "plan", "smoke"])
+@pytest.mark.parametrize("command", ["launch", "report", "smoke"])
 def test_the_reference_shows_the_flags_of_a_command_with_an_example(command):
     text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     assert f"{{program-output}} python -m distloop.{command} --help\n" in text
@@ -305,12 +304,11 @@ def test_the_workspace_page_is_short():
 
 
 @pytest.mark.slow
-def test_the_examples_of_report_and_plan_run(tmp_path, monkeypatch):
+def test_the_examples_of_the_report_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = "\n".join(blocks(ROOT / "docs" / "reference" / "watching.md", "python")[:1])
     exec(compile(shortened(program), "watching.md", "exec"), names := {"__name__": "watching"})
     names["trainer"].fit(names["rows"])
     examples = "".join(blocks(ROOT / "docs" / "reference" / "commands.md", "sh"))
-    for module in (report, plan):
-        lines = re.findall(rf"^python -m {module.__name__} (.+)$", examples, re.M)
-        assert lines and all(module.main(shlex.split(line)) == 0 for line in lines)
+    lines = re.findall(r"^python -m distloop\.report (.+)$", examples, re.M)
+    assert lines and all(report.main(shlex.split(line)) == 0 for line in lines)

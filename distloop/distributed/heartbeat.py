@@ -27,7 +27,6 @@ from distloop.distributed import liveness, output
 from distloop.distributed.datagrams import Datagrams
 from distloop.distributed.liveness import Beat, Progress, Table, Timeouts
 from distloop.distributed.messages import Messages, NotCounted, shorten
-from distloop.distributed.neighbors import neighbors
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
@@ -291,11 +290,6 @@ class Heartbeat:
             has_news = self._table.has_news_since(before)
         if has_news:
             self._has_news.set()
-
-
-def datagrams_per_sec(workers: int) -> float:
-    """Returns the heartbeats of all workers together, once all have met."""
-    return workers * len(neighbors(0, workers)) / _SEND_SECS
 
 
 def _stacks() -> str:

@@ -1,13 +1,16 @@
 """Simulated runs that fail: next to closed forms, and what must hold for any cost."""
 
 import math
+import os
 
 import pytest
 
-from distloop.diagnostics import goodput_model
-from distloop.diagnostics.goodput_model import Costs, simulate
+from experiments import planning
+from experiments.planning import Costs, simulate
+from tests import forked
+from tests.problems import write_run
 
-FAILURES = goodput_model.draw_failures(seed=1)
+FAILURES = planning.draw_failures(seed=1)
 BLOCKING = Costs(save_pause_secs=5, save_secs=5, restore_secs=30, start_secs=100, notice_secs=4)
 WRITTEN_IN_BACKGROUND = Costs(save_pause_secs=5, save_secs=60, restore_secs=30, start_secs=100, notice_secs=4)
 
@@ -41,29 +44,29 @@ def test_the_goodput_is_that_of_the_closed_forms(mean, every):
 def test_without_failures_all_time_but_that_of_the_saves_counts():
     assert simulate(BLOCKING, math.inf, FAILURES, 95.0) == 0.95
     assert simulate(Costs(copy_secs=1, save_pause_secs=2, save_secs=2), math.inf, FAILURES, 30.0, 10.0) == 30 / 34
-    assert goodput_model.plan_saves(BLOCKING, math.inf, FAILURES) == (math.inf, 0.0, 1.0)
-    assert goodput_model.plan_copies(BLOCKING, math.inf, FAILURES).goodput == 1.0
+    assert planning.plan_saves(BLOCKING, math.inf, FAILURES) == (math.inf, 0.0, 1.0)
+    assert planning.plan_copies(BLOCKING, math.inf, FAILURES).goodput == 1.0
 
 
 def test_a_save_waits_for_the_one_before():
     assert simulate(WRITTEN_IN_BACKGROUND, math.inf, FAILURES, 30.0) == 0.5
-    assert goodput_model.plan_saves(WRITTEN_IN_BACKGROUND, 10.0, FAILURES).save_every_secs >= 55
+    assert planning.plan_saves(WRITTEN_IN_BACKGROUND, 10.0, FAILURES).save_every_secs >= 55
 
 
 def test_the_best_interval_grows_as_the_square_root_of_the_time_between_failures():
-    best = [goodput_model.plan_saves(BLOCKING, mean, FAILURES) for mean in (1e4, 1e6)]
+    best = [planning.plan_saves(BLOCKING, mean, FAILURES) for mean in (1e4, 1e6)]
     assert best[1].save_every_secs / best[0].save_every_secs == pytest.approx(10, rel=0.13)  # a step of the grid
-    assert best[0].save_every_secs == pytest.approx(goodput_model.daly_secs(5, 1e4), rel=0.13)
+    assert best[0].save_every_secs == pytest.approx(planning.daly_secs(5, 1e4), rel=0.13)
     assert best[0].goodput < best[1].goodput
 
 
 def test_young_and_daly():
-    assert goodput_model.young_secs(5, 1000) == 100
+    assert planning.young_secs(5, 1000) == 100
     root = math.sqrt(5 / 2000)
-    assert goodput_model.daly_secs(5, 1000) == pytest.approx(100 * (1 + root / 3 + root**2 / 9) - 5)
-    assert goodput_model.daly_secs(30, 10) == 10 and goodput_model.young_secs(0, math.inf) == 0
-    assert goodput_model.daly_secs(5, math.inf) == math.inf
-    assert goodput_model.mean_secs(10, 0.1) == 3600 and goodput_model.mean_secs(10, 0) == math.inf
+    assert planning.daly_secs(5, 1000) == pytest.approx(100 * (1 + root / 3 + root**2 / 9) - 5)
+    assert planning.daly_secs(30, 10) == 10 and planning.young_secs(0, math.inf) == 0
+    assert planning.daly_secs(5, math.inf) == math.inf
+    assert planning.mean_secs(10, 0.1) == 3600 and planning.mean_secs(10, 0) == math.inf
 
 
 @pytest.mark.parametrize("mean", [500.0, 5000.0])
@@ -72,8 +75,8 @@ def test_copies_that_cost_nothing_never_hurt(mean):
     without = simulate(costs, mean, FAILURES, 300.0)
     goodputs = [simulate(costs, mean, FAILURES, 300.0, every) for every in (300.0, 100.0, 20.0)]
     assert sorted([without, *goodputs]) == [without, *goodputs]
-    best = goodput_model.plan_saves(costs, mean, FAILURES)
-    assert goodput_model.plan_copies(costs, mean, FAILURES).goodput > best.goodput
+    best = planning.plan_saves(costs, mean, FAILURES)
+    assert planning.plan_copies(costs, mean, FAILURES).goodput > best.goodput
 
 
 def test_copies_that_are_always_lost_are_of_no_use():
@@ -82,4 +85,27 @@ def test_copies_that_are_always_lost_are_of_no_use():
 
 
 def test_the_same_seed_is_the_same_run():
-    assert goodput_model.draw_failures(1) == FAILURES != goodput_model.draw_failures(2)
+    assert planning.draw_failures(1) == FAILURES != planning.draw_failures(2)
+
+
+def test_costs_are_given_or_measured_or_assumed(tmp_path):
+    rows = [{"step": 100, "steps_per_sec": 10.0}, {"step": 200, "steps_per_sec": 10.0, "save_pause_secs": 70.0}]
+    write_run(tmp_path / "run", rows)
+    costs = planning.find_costs(str(tmp_path / "run"), {"restore_secs": 50.0, "copies_lost": 0.0, "step_secs": None})
+    assert costs["step_secs"] == (0.1, "measured") and costs["save_pause_secs"] == (70.0, "measured")
+    assert costs["save_secs"] == (70.0, "the pause, which is longer") and costs["start_secs"] == (120.0, "assumed")
+    assert costs["restore_secs"] == (50.0, "given") and costs["copy_restore_secs"] == (50.0, "as restore_secs")
+    assert costs["copies_lost"] == (0.0, "given") and costs["copy_secs"] == (70.0, "as save_pause_secs")
+    assert list(costs) == list(planning.COSTS)
+
+
+@pytest.mark.slow
+def test_the_program_prints_the_costs_and_a_row_for_each_number_of_workers():
+    arguments = ["-m", "experiments.planning", "--copy_secs=0.5", "--for_workers=1000,256"]
+    done = forked.run(arguments, env=os.environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    costs, plans, verdict = (part.splitlines() for part in done.stdout.strip().split("\n\n"))
+    assert len(costs) == len(planning.COSTS) and costs[6].split() == ["copy_secs", "0.5", "given"]
+    assert plans[1].startswith("256            24.4 h         15.6 min       15.6 min       15.6 min       98.70%")
+    assert plans[2].split() == "1000 6.25 h 7.91 min 7.85 min 7.92 min 97.00% 2.5 min 98.46%".split()
+    assert verdict == ["Copies in memory gain 1% of the time or more from 1000 workers on."]
