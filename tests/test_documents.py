@@ -21,6 +21,7 @@ from absl.testing import flagsaver
 import distloop
 from distloop import config, launch, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
+from experiments import planning
 from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "meet", "address", "ray"}
 OTHERS = LAUNCHER | {
+    *planning.COSTS,
     "all",
     "help",
     "json",
