@@ -61,7 +61,7 @@ _MODULES = {
     "make_dataset": "data.make_dataset",
     "make_schedule": "optimizers.learning_rates",
     "notebook_launch": "notebook",
-    "open_records": "data.record_files",
+    "open_records": "records.record_files",
     "pack": "data.packing",
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
@@ -103,7 +103,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.data.make_dataset import make_dataset as make_dataset
     from distloop.data.mixtures import Mixture as Mixture
     from distloop.data.packing import pack as pack
-    from distloop.data.record_files import open_records as open_records
     from distloop.diagnostics.memory_estimate import MemoryEstimate as MemoryEstimate
     from distloop.diagnostics.memory_estimate import estimate_memory as estimate_memory
     from distloop.diagnostics.tuning import BatchTest as BatchTest
@@ -138,6 +137,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
+    from distloop.records.record_files import open_records as open_records
     from distloop.trainer import Trainer as Trainer
     from distloop.training.gradient_step import GradientStep as GradientStep
     from distloop.training.metrics import weighted as weighted

@@ -29,6 +29,7 @@ ORDER = [
     ["training"],
     ["actions"],
     ["data"],
+    ["records"],
     ["remote"],
     ["monitoring"],
     ["distributed"],

@@ -11,9 +11,9 @@ import pytest
 
 import distloop
 from distloop import atomic_files
-from distloop.data import record_index
-from distloop.data.file_ranges import LocalFiles
-from distloop.data.record_index import index_path, open_index
+from distloop.records import record_index
+from distloop.records.file_ranges import LocalFiles
+from distloop.records.record_index import index_path, open_index
 from tests.record_shards import contents, write
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from distloop.atomic_files import make_directory, replacing
-from distloop.data.file_ranges import Files
-from distloop.data.record_scan import Shard, scan_shards
 from distloop.log import log
+from distloop.records.file_ranges import Files
+from distloop.records.record_scan import Shard, scan_shards
 from distloop.urls import file_system, is_url
 
 _FORMAT = b"distloop records 1"

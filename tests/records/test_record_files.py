@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data import file_ranges, record_files
-from distloop.data.record_index import index_path
+from distloop.records import file_ranges, record_files
+from distloop.records.record_index import index_path
 from tests.record_shards import contents, corrupt, position_of, write
 
 

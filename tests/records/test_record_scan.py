@@ -2,12 +2,11 @@ import os
 import struct
 import threading
 
-import numpy as np
 import pytest
 
-from distloop.data import record_scan
-from distloop.data.file_ranges import LocalFiles
-from distloop.data.record_scan import masked, scan_shards
+from distloop.records import record_scan
+from distloop.records.file_ranges import LocalFiles
+from distloop.records.record_scan import masked, scan_shards
 from tests.record_shards import contents, position_of, write
 
 
@@ -18,8 +17,7 @@ def scan(path, window=1 << 18):
 
 
 @pytest.mark.parametrize("window", [16, 17, 40, 100, 1000, 1 << 18])
-def test_records_begin_where_they_were_written_however_the_file_is_read(tmp_path, window, monkeypatch):
-    monkeypatch.setattr(record_scan, "_JUMPS_AT_ONCE", 3)
+def test_records_begin_where_they_were_written_however_the_file_is_read(tmp_path, window):
     path = tmp_path / "shard"
     write(path, [*contents(50), *[b"x" * 300] * 5, b"", *contents(50)])
     shard, positions = scan(path, window)
@@ -57,10 +55,6 @@ def test_checksums_are_those_that_tensorflow_writes(tmp_path):
     write(tmp_path / "shard", [b"123456789"])
     footer = (tmp_path / "shard").read_bytes()[-4:]
     assert masked(0xE3069283).to_bytes(4, "little") == footer  # of "123456789": Castagnoli's check value
-    lengths = [0, 1, 255, 256, 70_000, 1 << 40, (1 << 64) - 1]
-    words = np.frombuffer(b"".join(struct.pack("<Q", length) for length in lengths), np.uint8).reshape(-1, 8)
-    expected = [masked(record_scan.crc32c()(struct.pack("<Q", length))) for length in lengths]
-    assert record_scan._masked_crcs(words).tolist() == expected
 
 
 @pytest.mark.parametrize("length", [0, 5, 1 << 20, 1 << 62, (1 << 64) - 1])
@@ -76,14 +70,13 @@ def test_any_corrupt_length_ends_a_shard(tmp_path, length):
         assert shard.num_records == 7 and positions[-1] == byte and "record 7" in shard.damage
 
 
-def test_the_progress_is_told_where_it_takes_longer(tmp_path, monkeypatch, capsys):
+def test_a_line_says_what_is_read_where_it_takes_longer(tmp_path, monkeypatch, capsys):
     write(tmp_path / "shard", contents(20_000))  # so many that a busy machine looks before the end
-    monkeypatch.setattr(record_scan, "_PATIENCE_SECS", 0.0)
-    monkeypatch.setattr(record_scan, "_LINE_SECS", 0.0)
-    monkeypatch.setattr(record_scan, "_BAR_SECS", 0.001)
     scan(tmp_path / "shard", window=64)
-    out = capsys.readouterr().out
-    assert out.startswith("distloop: Reading the headers of 1 shards, 0.0 GB, once.\n") and "% of the headers" in out
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(record_scan, "_PATIENCE_SECS", 0.0)
+    scan(tmp_path / "shard", window=64)
+    assert capsys.readouterr().out == "distloop: Reading the headers of 1 shards, 0.0 GB, once.\n"
 
 
 def test_an_error_in_a_thread_ends_the_others(tmp_path, monkeypatch):

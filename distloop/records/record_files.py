@@ -17,11 +17,11 @@ from typing import Literal
 
 import numpy as np
 
-from distloop.data.array_records import ArrayRecords
-from distloop.data.file_ranges import FileNames, Files, expand, open_files
-from distloop.data.record_index import Index, open_index
-from distloop.data.record_scan import FOOTER_BYTES, HEADER_BYTES, Shard, crc32c, masked
 from distloop.log import log
+from distloop.records.array_records import ArrayRecords
+from distloop.records.file_ranges import FileNames, Files, expand, open_files
+from distloop.records.record_index import Index, open_index
+from distloop.records.record_scan import FOOTER_BYTES, HEADER_BYTES, Shard, crc32c, masked
 
 _READ_BYTES = 1 << 22  # neighbours are read at once, about so many bytes of them
 _MAX_NAMED = 32  # shards of which a fingerprint holds a digest each

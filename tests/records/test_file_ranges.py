@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from distloop.data.file_ranges import LocalFiles, expand, open_files
+from distloop.records.file_ranges import LocalFiles, expand, open_files
 
 
 def test_ranges_of_many_files_are_read_and_end_where_the_file_does(tmp_path):
