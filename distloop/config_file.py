@@ -89,7 +89,7 @@ def _read(path: str) -> dict[str, Any]:
             values = json.load(file) if path.endswith(".json") else _parse_yaml(file.read())
     except OSError as error:
         raise flags.IllegalFlagValueError(f"--config={path} cannot be read ({error.strerror}): name a file.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise flags.IllegalFlagValueError(f"--config={path} is no YAML or JSON: {error}") from error
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         raise flags.IllegalFlagValueError(

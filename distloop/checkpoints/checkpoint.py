@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from distloop.distributed.devices import HOST
 from distloop.errors import first_line
+from distloop.monitoring.records import as_object, parse_json
 from distloop.variables import count_unnamed
 
 _FORMAT = 2  # format 1 has no checksum of the index
@@ -125,7 +126,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     """
     try:
         with open(os.path.join(path, _MANIFEST), "rb") as file:
-            manifest: dict[str, Any] = json.loads(file.read())
+            manifest = parse_json(file.read(), as_object)
         if manifest.pop("checksum") != _checksum(manifest):
             raise ValueError(f"{_MANIFEST} was altered")
         for name, size in manifest["files"].items():
@@ -134,9 +135,10 @@ def read_manifest(path: str) -> dict[str, Any]:
                 raise ValueError(f"{name} has {actual_size} bytes instead of {size}")
         if manifest["format"] == _FORMAT and manifest["index"] != _index_checksum(path):
             raise ValueError(f"{_INDEX} is not the one that was written")
+        is_newer = manifest["format"] > _FORMAT
     except (*_MISSING, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    if manifest["format"] > _FORMAT:
+    if is_newer:
         raise ValueError(
             f"The checkpoint {path!r} has format {manifest['format']}, and this version of distloop reads up to "
             f"{_FORMAT}: install the version that wrote it, or give another workdir."

@@ -27,6 +27,7 @@ from distloop.atomic_files import delete, make_directory, put_back, remove_lefto
 from distloop.checkpoints.checkpoint import DamagedError, Saved, load, patiently, read_manifest, write_files
 from distloop.errors import first_line
 from distloop.log import log
+from distloop.monitoring.records import as_best_steps, parse_json
 
 _BEST = "best.json"
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -105,17 +106,15 @@ class Checkpoints:
         """
 
         def read() -> dict[str, list[int]]:
-            with open(self._path(_BEST), encoding="utf-8") as file:
-                return {str(metric): [int(step) for step in steps] for metric, steps in json.load(file).items()}
+            with open(self._path(_BEST), "rb") as file:
+                return parse_json(file.read(), as_best_steps)
 
         try:
             return patiently(read, self._path(_BEST))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return {}
-        except (ValueError, AttributeError, TypeError) as error:
-            log.error(
-                "%s is damaged (%s): the best checkpoints that it listed count as others.", self._path(_BEST), error
-            )
+        except ValueError as error:
+            log.error("%s is damaged (%s): the best ones that it listed count as others.", self._path(_BEST), error)
             return {}
 
     def save(

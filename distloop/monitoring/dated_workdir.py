@@ -14,7 +14,7 @@ import time
 from distloop import flags
 from distloop.config import Config
 from distloop.distributed.workers import Workers
-from distloop.monitoring import run_files, run_lock
+from distloop.monitoring import records, run_files, run_lock
 
 TIME = "{time}"
 _FORMAT = "%Y%m%d-%H%M%S"
@@ -49,11 +49,8 @@ def _is_taken(path: str) -> bool:
 
 
 def _settings_of(path: str) -> dict[str, object] | None:
-    try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            return _without_workdir(json.load(file))
-    except (OSError, ValueError):
-        return None
+    file = os.path.join(path, "config.json")
+    return records.read_json(file, _without_workdir, instead="its run is not taken for this command's")
 
 
 def _without_workdir(settings: dict[str, object]) -> dict[str, object]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distloop.log import log
+from distloop.monitoring.records import read_json
 from distloop.monitoring.writers import MediaFile, RunFile, name_of
 
 _MAX_ROWS = 10_000  # that are kept while a writer fails
@@ -60,13 +61,8 @@ class Notes:
         """Reads the file; an empty path: nothing is kept."""
         self._path = path
         self._lock = threading.Lock()  # each writer has a thread
-        self._notes: dict[str, Note] = {}
-        if path and os.path.isfile(path):
-            try:
-                with open(path, encoding="utf-8") as file:
-                    self._notes = {name: _as_note(note) for name, note in json.load(file).items()}
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                log.warning("%r cannot be read: writers get all rows, also those that they have.", path)
+        notes = read_json(path, _as_notes, instead="writers get all rows, also those that they have") if path else None
+        self._notes: dict[str, Note] = notes or {}
 
     def get(self, name: str) -> Note:
         """Returns the note of a writer."""
@@ -276,8 +272,14 @@ class Delivery:
         self._notes.save()
 
 
+def _as_notes(content: Any) -> dict[str, Note]:
+    return {name: _as_note(note) for name, note in content.items()}
+
+
 def _as_note(note: Any) -> Note:
-    files = {str(name): int(time) for name, time in note.get("files", {}).items()}
+    files = {name: int(time) for name, time in note.get("files", {}).items()}
+    if not isinstance(note["id"], str | None):
+        raise TypeError(f"an id of {note['id']!r}")
     return Note(int(note["step"]), note["id"], bool(note.get("is_open")), files)
 
 

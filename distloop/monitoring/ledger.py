@@ -8,15 +8,15 @@ A killed process cannot note its end: what it did after its last log is known by
 fall, or not at all. It does not know who starts a run again.
 """
 
-import contextlib
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distloop.monitoring.records import as_number
+from distloop.log import log
+from distloop.monitoring.records import as_number, read_json
 
 FILE = "progress.json"
 
@@ -41,13 +41,9 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
     os.replace(temporary, os.path.join(workdir, FILE))  # without waiting for the disk: it is no state of the run
 
 
-def read_progress(workdir: str) -> dict[str, Any] | None:
+def read_progress(workdir: str, warn: Callable[[str], None] = log.warning) -> dict[str, Any] | None:
     """Returns what was noted last; None if there is nothing, or it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        with open(os.path.join(workdir, FILE), encoding="utf-8") as file:
-            progress = json.load(file)
-        return progress if isinstance(progress, dict) else None
-    return None
+    return read_json(os.path.join(workdir, FILE), instead="how far the last start came is unknown", warn=warn)
 
 
 def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | None) -> dict[str, float]:
@@ -65,20 +61,20 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
     seconds: defaultdict[str, float] = defaultdict(float)
     if not starts:
         return seconds
-    ends = [*(start.get("progress") for start in starts[1:]), progress]
+    ends = [_as_dict(end) for end in (*(start.get("progress") for start in starts[1:]), progress)]
     for start, end, following in zip(starts, ends, [*starts[1:], None], strict=True):
         restoring, meeting = (_secs(start, name) for name in ("restore_secs", "meet_secs"))
         seconds["restoring"] += restoring
         seconds["meeting"] += meeting
         seconds["starting"] += max(0.0, _secs(start, "process_secs") - restoring - meeting)
         last_time = as_number(start.get("time"))
-        if end is not None and as_number(end.get("time")) < last_time:
-            end = None  # an earlier start noted it, and this one nothing
-        if end is not None:
+        if as_number(end.get("time")) < last_time:
+            end = {}  # an earlier start noted it, and this one nothing
+        if end:
             last_time = as_number(end.get("time"))
             _add_work(seconds, start, end, following)
         if following is not None:
-            unseen = "tracing" if end is None else "stopping" if end.get("is_end") else STEPS_TWICE
+            unseen = "tracing" if not end else "stopping" if end.get("is_end") else STEPS_TWICE
             _add_gap(seconds, last_time, following, unseen)
     return {name: secs for name, secs in seconds.items() if secs > 0}
 
@@ -95,8 +91,8 @@ def _add_work(
     following: Mapping[str, Any] | None,
 ) -> None:
     """Adds what a start did until it was noted last."""
-    phases = {name: as_number(secs) for name, secs in end.get("secs", {}).items() if name != "start-up"}
-    before = start.get("secs_before", {})
+    phases = {name: as_number(secs) for name, secs in _as_dict(end.get("secs")).items() if name != "start-up"}
+    before = _as_dict(start.get("secs_before"))
     phases = {name: max(0.0, secs - as_number(before.get(name, 0.0))) for name, secs in phases.items()}
     all_secs = as_number(end.get("time")) - as_number(start.get("time"))
     seconds["tracing"] += max(0.0, all_secs - sum(phases.values()))
@@ -122,6 +118,11 @@ def _add_gap(seconds: defaultdict[str, float], last_time: float, following: Mapp
         seconds["noticing"] += ended_at - last_time
         last_time = ended_at
     seconds["waiting"] += max(0.0, began_at - last_time)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    """Returns what a file holds where a dict should be; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _secs(row: Mapping[str, Any], name: str) -> float:

@@ -8,10 +8,12 @@ It does not know how bytes are measured.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from distloop import atomic_files
+from distloop.log import log
+from distloop.monitoring.records import read_json
 
 FILE = "memory.json"
 # What devices hold, in the order in which it is shown: from step to step; what a step needs besides, as estimated.
@@ -45,15 +47,14 @@ def write(workdir: str, memory: Memory) -> None:
             json.dump(memory._asdict(), file, indent=2)
 
 
-def read(workdir: str) -> Memory | None:
+def read(workdir: str, warn: Callable[[str], None] = log.warning) -> Memory | None:
     """Returns the content; None if the file is missing or damaged."""
-    try:
-        with open(os.path.join(workdir, FILE), "rb") as file:
-            content = json.loads(file.read())
-        devices = {str(device): _counts(parts) for device, parts in content["devices"].items()}
-        return Memory(devices, _counts(content["taken"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    return read_json(os.path.join(workdir, FILE), _as_memory, instead="the memory of the run is unknown", warn=warn)
+
+
+def _as_memory(content: Any) -> Memory:
+    devices = {device: _counts(parts) for device, parts in content["devices"].items()}
+    return Memory(devices, _counts(content["taken"]))
 
 
 def measured(devices: Iterable[str]) -> list[str]:
@@ -68,4 +69,4 @@ def taken_before(workdir: str, devices: Iterable[str]) -> dict[str, int]:
 
 
 def _counts(values: dict[str, Any]) -> dict[str, int]:
-    return {str(name): int(value) for name, value in values.items()}
+    return {name: int(value) for name, value in values.items()}

@@ -1,18 +1,21 @@
-"""Records: the rows that a run writes, one JSON object per line, and how numbers are formatted.
+"""Records: reads the JSON files of a run, and the rows that it writes, one object per line; formats numbers.
 
-It imports neither TensorFlow nor TensorBoard, and does not know who writes the rows.
+It imports neither TensorFlow nor TensorBoard, and does not know who writes the files. Whatever a file holds, its reader
+gets a value that it can use, a warning that names the file, or a ValueError.
 
     append_row("run/incidents.jsonl", {"step": 250, "reason": "..."})
     rows = read_metrics("run")      # [{"step": 100, "time": 1.8e9, "loss": 0.12, "test/accuracy": 0.98}, ...]
+    settings = read_json("run/config.json", instead="the settings are unknown")     # a dict, or None
 """
 
 import json
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from distloop import urls
+from distloop.log import log
 from distloop.monitoring.tags import GROUPS
 
 # Measurements of time and memory: they differ between runs that compute the same.
@@ -21,6 +24,78 @@ OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
 ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"], *GROUPS["data"], *GROUPS["per_layer"]} - {"skipped_steps"}
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
+_MOST_LEVELS = 100  # of values within values; Python's recursion ends at 1000
+_T = TypeVar("_T")
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """Returns a value of JSON that is an object.
+
+    Raises:
+        ValueError: if it is another one.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def as_best_steps(value: Any) -> dict[str, list[int]]:
+    """Returns what `best.json` holds: the steps at which each metric was best."""
+    return {metric: [int(step) for step in steps] for metric, steps in value.items()}
+
+
+def parse_json(data: bytes, read: Callable[[Any], _T]) -> _T:
+    """Returns what a function makes of a value of JSON.
+
+    Args:
+        data: the content of a file or a line.
+        read: takes the value apart, such as `as_object`; it may fail as if there were only values that it wants.
+
+    Raises:
+        ValueError: if that is no JSON, is nested too deeply, or lacks what `read` wants.
+    """
+    try:
+        value = json.loads(data)
+        if data.count(b"[") + data.count(b"{") > _MOST_LEVELS:
+            level = [value]
+            for _ in range(_MOST_LEVELS):
+                level = [inner for outer in level for inner in _values_in(outer)]
+            if level:
+                raise RecursionError
+        return read(value)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"it lacks what it should hold, {type(error).__name__}: {error}") from error
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def read_json(
+    path: str,
+    read: Callable[[Any], _T] = as_object,  # type: ignore[assignment]
+    *,
+    instead: str,
+    warn: Callable[[str], None] = log.warning,
+) -> _T | None:
+    """Returns what a function makes of the JSON in a file; None if there is none, or, with a warning, no use in it.
+
+    Args:
+        path: the file.
+        read: as for `parse_json`.
+        instead: what happens without it, for the warning.
+        warn: takes the warning.
+    """
+    try:
+        with open(path, "rb") as file:
+            return parse_json(file.read(), read)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        warn(f"{path!r} cannot be read ({getattr(error, 'strerror', None) or error}): {instead}.")
+    return None
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
@@ -103,10 +178,10 @@ def format_row(row: Mapping[str, Any]) -> bytes:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line; None if it is not an object with a `step`, such as half a row."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line, as_object)
+    except ValueError:
         return None
-    return row if isinstance(row, dict) and is_count(row.get("step")) else None
+    return row if is_count(row.get("step")) else None
 
 
 def is_count(value: Any) -> bool:

@@ -7,7 +7,6 @@ A run can be read while it trains. This module does not know how runs are displa
 """
 
 import functools
-import json
 import math
 import os
 import re
@@ -211,7 +210,7 @@ def load_all(paths: Sequence[str], leave_out: Callable[[str], None] = lambda sen
 
     Args:
         paths: workdirs, and directories of workdirs.
-        leave_out: called with a sentence about each run that cannot be read, if others can.
+        leave_out: called with a sentence about each run that cannot be read, if others can, and about files of others.
 
     Returns:
         The runs in the order of `paths`; the runs of one directory are sorted by name.
@@ -229,7 +228,7 @@ def load_all(paths: Sequence[str], leave_out: Callable[[str], None] = lambda sen
     runs, sentences = [], []
     for path in workdirs.values():
         try:
-            runs.append(_load(path, os.path.relpath(path, root)))
+            runs.append(_load(path, os.path.relpath(path, root), leave_out))
         except OSError as error:
             sentences.append(_unreadable(error))
         except ValueError as error:
@@ -283,13 +282,15 @@ def _by_number(name: str) -> list[Any]:
     return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
 
 
-def _load(path: str, name: str) -> Run:
+def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
     has_begun = os.path.isfile(os.path.join(path, "metrics.jsonl"))
     rows = records.read_metrics(path) if has_begun else []  # else its memory was estimated
     incidents_path = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
-    settings, saved = _read_json(os.path.join(path, "config.json")), _read_end(os.path.join(path, "checkpoints"))
+    file = os.path.join(path, "config.json")
+    settings: dict[str, Any] = records.read_json(file, instead="the settings of the run are unknown", warn=warn) or {}
     settings.pop("workdir", None)
+    saved = _read_end(os.path.join(path, "checkpoints"), warn)
     steps = settings.get("steps")
     step, until, reason = rows[-1]["step"] if rows else 0, steps if steps and records.is_count(steps) else None, None
     if saved.get("step", -1) >= step:  # else the run may have another end since
@@ -299,34 +300,26 @@ def _load(path: str, name: str) -> Run:
     file = os.path.join(path, "metrics.jsonl" if has_begun else memory_file.FILE)
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(file)
     silent_secs = max(0.0, time.time() - since)
-    starts, memory = run_starts.read_starts(path), memory_file.read(path)
-    time_spent = ledger.account(starts, ledger.read_progress(path))
+    starts, memory = run_starts.read_starts(path), memory_file.read(path, warn)
+    time_spent = ledger.account(starts, ledger.read_progress(path, warn))
     return Run(
         *(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory, time_spent),
         saved_step=saved.get("step"),
     )
 
 
-def _read_end(directory: str) -> dict[str, Any]:
+def _read_end(directory: str, warn: Callable[[str], None]) -> dict[str, Any]:
     """Returns `step`, `until` and `stop_reason` of the newest checkpoint; an empty dict if there is none."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     steps = [int(name) for name in names if re.fullmatch("[0-9]{1,18}", name)]
-    manifest = _read_json(os.path.join(directory, str(max(steps)), "manifest.json")) if steps else {}
-    try:
-        step, until, reason = manifest["step"], manifest["notes"]["until"], manifest["notes"]["stop_reason"]
-    except (KeyError, TypeError):
-        return {}
-    are_counts = records.is_count(step) and (until is None or records.is_count(until))
-    if not are_counts or not isinstance(reason, str | None):
-        return {}
+    path = os.path.join(directory, str(max(steps, default="")), "manifest.json")
+    return records.read_json(path, _end_of, instead="whether the run has ended is unknown", warn=warn) or {}
+
+
+def _end_of(manifest: Any) -> dict[str, Any]:
+    step, until, reason = manifest["step"], manifest["notes"]["until"], manifest["notes"]["stop_reason"]
+    if not records.is_count(step) or not (until is None or records.is_count(until)):
+        raise TypeError(f"a step of {step!r} and an end at {until!r}")
+    if not isinstance(reason, str | None):
+        raise TypeError(f"a reason of {reason!r}")
     return {"step": step, "until": until, "stop_reason": reason}
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty dict if the file is missing or damaged."""
-    try:
-        with open(path, "rb") as file:
-            value = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

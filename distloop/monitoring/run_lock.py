@@ -25,11 +25,12 @@ import socket
 import threading
 import time
 import uuid
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distloop.atomic_files import process_fields
 from distloop.distributed.notes import find_membership
 from distloop.monitoring.console import say
+from distloop.monitoring.records import parse_json
 
 HEARTBEAT_SECS = 5.0
 STALE_SECS = 30.0
@@ -323,12 +324,16 @@ def _read(path: str) -> Holder | None:
 def parse(text: bytes) -> Holder | None:
     """Returns the holder that a lock's file names; None if it holds something else."""
     try:
-        fields = json.loads(text)
-        token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
-        launch, membership = str(fields.get("launch", "")), int(fields.get("membership", 0))  # older files have none
-        return Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]), launch, membership)
-    except (ValueError, KeyError, TypeError):
+        return parse_json(text, _as_holder)
+    except ValueError:
         return None
+
+
+def _as_holder(fields: Any) -> Holder:
+    time.localtime(fields["since"])  # which is shown
+    token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
+    launch, membership = str(fields.get("launch", "")), int(fields.get("membership", 0))  # older files have none
+    return Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]), launch, membership)
 
 
 def _holds(path: str, holder: Holder | None) -> bool:

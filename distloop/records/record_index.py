@@ -19,6 +19,7 @@ import numpy as np
 
 from distloop.atomic_files import make_directory, replacing
 from distloop.log import log
+from distloop.monitoring.records import parse_json
 from distloop.records.file_ranges import Files
 from distloop.records.record_scan import Shard, scan_shards
 from distloop.urls import file_system, is_url
@@ -116,10 +117,11 @@ def _load(path: str, paths: Sequence[str]) -> Index | None:
         first = data.index(b"\n")
         assert data[:first] == b"%s %08x" % (_FORMAT, zlib.crc32(memoryview(data)[first:]))
         second = data.index(b"\n", first + 1)
-        rows = json.loads(data[first:second])
-        shards = tuple(Shard(path, *row) for path, row in zip(paths, rows, strict=True))
+        shards = parse_json(
+            data[first:second], lambda rows: tuple(Shard(path, *row) for path, row in zip(paths, rows, strict=True))
+        )
         return Index(shards, np.frombuffer(data, "<i8", offset=second + 1))
-    except (ValueError, TypeError, AssertionError):
+    except (ValueError, AssertionError):
         log.warning("The index %r is damaged: the headers of the shards are read again.", path)
         return None
 

@@ -23,6 +23,7 @@ from typing import Any
 from distloop.atomic_files import remove, replacing
 from distloop.log import log
 from distloop.monitoring.console import say
+from distloop.monitoring.records import read_json
 from distloop.monitoring.run_lock import LockLost
 from distloop.remote import tree
 from distloop.remote.directory import RemoteDirectory, RemoteError
@@ -307,11 +308,7 @@ def _write_state(root: str, state: dict[str, list[Any]]) -> None:
 
 
 def _read_state(root: str) -> dict[str, list[Any]]:
-    try:
-        with open(os.path.join(root, _STATE), encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (OSError, ValueError):  # all is uploaded again
-        return {}
+    return read_json(os.path.join(root, _STATE), instead="all files are uploaded again") or {}
 
 
 def _as_stamps(files: dict[str, Stamp]) -> list[Any]:

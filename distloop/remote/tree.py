@@ -8,12 +8,12 @@ written last and deleted first, so that who sees the seal sees the whole. While 
 is `<unit>.old`.
 """
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
+from distloop.monitoring.records import as_best_steps, parse_json
 from distloop.remote.directory import RemoteDirectory
 
 CHECKPOINTS = "checkpoints"
@@ -134,8 +134,8 @@ def sealed_steps(files: Mapping[str, int]) -> list[int]:
 def best_steps(best: bytes | None) -> set[int]:
     """Returns the steps that a `best.json` lists; none if there is no such file, or it is damaged."""
     try:
-        return {int(step) for steps in json.loads(best or b"{}").values() for step in steps}
-    except (ValueError, TypeError, AttributeError):
+        return {step for steps in parse_json(best or b"{}", as_best_steps).values() for step in steps}
+    except ValueError:
         return set()
 
 
@@ -171,10 +171,10 @@ def _is_whole(directory: RemoteDirectory, path: str, sizes: Mapping[str, int]) -
     if _MANIFEST not in sizes:
         return False
     try:
-        named = json.loads(directory.read(f"{path}/{_MANIFEST}") or b"")["files"]
-        return all(sizes.get(name) == size for name, size in named.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        named = parse_json(directory.read(f"{path}/{_MANIFEST}") or b"", lambda manifest: manifest["files"].items())
+    except ValueError:
         return False
+    return all(sizes.get(name) == size for name, size in named)
 
 
 def _stamps(folder: str) -> Iterator[tuple[str, Stamp]]:

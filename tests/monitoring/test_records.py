@@ -106,3 +106,40 @@ def test_nan_is_no_json():
     with pytest.raises(ValueError):
         records.format_row({"step": 1, "loss": math.nan})
     assert json.loads(records.format_row({"step": 1})) == {"step": 1}
+
+
+ODD = [b"", b"\x00\x00", b"\xff\xfe{", b'{"step": 1', b"null", b"[1]", b'"step"', b"[" * 5_000, b"[" * 150 + b"]" * 150]
+ODD += [b'{"step": {}}', b'{"step": 1e999}', b'{"step": ' + b"9" * 5_000 + b"}", b'{"steps": 1}', b'{"step": null}']
+
+
+@pytest.mark.parametrize("content", ODD, ids=range(len(ODD)))
+def test_a_file_that_holds_something_else_is_named_and_does_without(tmp_path, content):
+    path, warnings = tmp_path / "some.json", []
+    path.write_bytes(content)
+    found = records.read_json(
+        str(path), lambda value: int(value["step"]), instead="it begins at step 0", warn=warnings.append
+    )
+    assert found is None
+    (warning,) = warnings
+    assert str(path) in warning and warning.endswith(": it begins at step 0.") and "\n" not in warning
+
+
+def test_a_file_that_is_not_there_is_no_reason_to_warn(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "none.json", tmp_path / "file" / "none.json"):
+        assert records.read_json(str(path), instead="", warn=pytest.fail) is None
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    warnings = []
+    assert records.read_json(str(tmp_path), instead="nothing is known", warn=warnings.append) is None
+    assert warnings == [f"{str(tmp_path)!r} cannot be read (Is a directory): nothing is known."]
+
+
+@pytest.mark.parametrize("line", [b'{"step": 1, "loss": ' + b"[" * n + b"]" * n + b"}" for n in (150, 100_000)])
+def test_a_row_that_is_nested_too_deeply_to_be_printed_is_no_row(line):
+    assert records.parse_row(line) is None
+
+
+def test_brackets_in_a_text_are_no_levels():
+    assert records.parse_row(b'{"step": 1, "reason": "' + b"[" * 500 + b'"}') == {"step": 1, "reason": "[" * 500}
