@@ -11,6 +11,7 @@ what the files hold. It tells processes of one machine apart; those of several n
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -23,6 +24,9 @@ from typing import NamedTuple
 _PROCESS = r"(?P<process>\d{1,7}|\d{1,9}(?P<token>-[0-9a-f]{8}))"
 _LEFTOVER = re.compile(rf"(?P<target>.+)\.{_PROCESS}\.(?P<kind>tmp|old)(\.\w+)?")
 _CLOCK_SECS = 5  # by which the clock of a file server may be behind
+# What a file system answers that cannot wait for the disk, or that opens no directory.
+_UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EBADF)
+_UNKNOWN_OF_DIRECTORIES = (errno.EACCES, errno.EPERM, errno.EISDIR)
 _in_use: set[str] = set()  # temporary names of this process
 
 
@@ -175,12 +179,21 @@ def remove(path: str) -> None:
 
 
 def sync(path: str) -> None:
-    """Waits until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Waits until a file, or the names in a directory, are on the disk, if its file system can do that.
+
+    Raises:
+        OSError: if the disk fails. That it knows no such request is no failure: git and SQLite go on, too.
+    """
+    unknown = (*_UNKNOWN, *_UNKNOWN_OF_DIRECTORIES) if os.path.isdir(path) else _UNKNOWN
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in unknown:
+            raise
 
 
 @contextlib.contextmanager

@@ -1,9 +1,12 @@
 """Atomic files, without TensorFlow: what a reader sees at every moment, after errors and after kill -9 too."""
 
+import errno
 import os
 import pathlib
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -128,6 +131,40 @@ def test_everything_is_on_the_disk_before_it_takes_its_name(is_directory, tmp_pa
         with replacing(str(tmp_path / "name")) as temporary:
             pathlib.Path(temporary).write_text("new")
     assert synced == [os.stat(tmp_path).st_ino]  # the parent directory, after the rename
+
+
+def answering(number, is_meant):
+    """Stands in for os.fsync: answers with an error for files, or directories."""
+
+    def fsync(descriptor):
+        if is_meant(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    return fsync
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES])
+def test_what_knows_no_fsync_of_directories_is_written_to_all_the_same(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", answering(number, stat.S_ISDIR))
+    for text in ("old", "new"):
+        make_directory(str(tmp_path / "a"))
+        write(tmp_path / "a" / "model", text)
+    assert read(tmp_path / "a" / "model") == "new" and os.listdir(tmp_path / "a") == ["model"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_what_knows_no_fsync_at_all_is_written_to_all_the_same(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", answering(number, lambda mode: True))
+    write(tmp_path / "model", "new")
+    assert read(tmp_path / "model") == "new"
+
+
+@pytest.mark.parametrize("is_meant", [stat.S_ISDIR, stat.S_ISREG])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_fails_at_fsync_is_an_error(number, is_meant, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", answering(number, is_meant))
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        write(tmp_path / "model", "new")
 
 
 def test_a_new_name_is_on_the_disk_before_the_old_one_is_deleted(tmp_path, monkeypatch):
