@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from distloop.log import log
 from distloop.urls import file_system
 
 # Protocols of stores where a write is seen whole or not at all.
@@ -68,9 +69,13 @@ class RemoteDirectory:
         protocols = self._system.protocol
         self._is_store = bool(_OBJECT_STORES & {protocols, *([] if isinstance(protocols, str) else protocols)})
         self.answered_at, self.patience_secs = time.monotonic(), math.inf
+        self._refused: set[str] = set()  # keys that were named in the log
 
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.
+
+        A key of a store may be any text. One that no file of a directory can have, such as `a/../../b`, or `a` beside
+        `a/b`, is named in the log and left out.
 
         Args:
             below: the directory, by its path in this one; empty: this one.
@@ -84,8 +89,17 @@ class RemoteDirectory:
                 return {}
 
         start = len(self._path(below)) + 1
-        files = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list").items()}
-        return {name: size for name, size in files.items() if name and not name.endswith("/")}
+        found = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list").items()}
+        names = [name for name in found if name and not name.endswith("/")]  # others are folders' own
+        folders = {name[:i] for name in names for i, letter in enumerate(name) if letter == "/"}
+        files = {name: found[name] for name in names if name not in folders and is_path(name)}
+        if refused := sorted({*names} - {*files} - self._refused):
+            self._refused.update(refused)
+            log.warning(
+                "%s holds keys that no file of a directory can have, which are left alone: %s",
+                *(self.url, ", ".join(map(ascii, refused[:3])) + (", ..." if len(refused) > 3 else "")),
+            )
+        return files
 
     def read(self, name: str) -> bytes | None:
         """Returns the bytes of a file; None: there is none."""
@@ -149,7 +163,7 @@ class RemoteDirectory:
         parts: list[str] = []  # of each try: one that was given up may go on writing
 
         def get(progress: Any) -> None:
-            parts.append(f"{path}.{secrets.token_hex(4)}.part")
+            parts.append(os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}.part"))
             self._system.get_file(self._path(name), parts[-1], callback=progress)
 
         try:
@@ -288,6 +302,30 @@ class RemoteDirectory:
         if error is not None:
             raise error
         return result
+
+
+def is_path(key: str) -> bool:
+    """Returns whether a key of a store can be the path of a file in a directory: it is relative, and goes never up."""
+    try:
+        names = os.fsencode(key).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return all(name not in (b"", b".", b"..") and b"\0" not in name and len(name) <= 255 for name in names)
+
+
+def local_path(root: str, key: str) -> str:
+    """Returns where a file of a bucket goes below a local directory.
+
+    Args:
+        root: the directory.
+        key: of the file.
+
+    Raises:
+        RemoteError: if that would be elsewhere.
+    """
+    if not is_path(key):
+        raise RemoteError(f"no file of a directory can have the key {key!r}", is_final=True)
+    return os.path.join(root, key)
 
 
 def _until_whole(what: str, act: Callable[[], int], size: int) -> None:

@@ -15,7 +15,7 @@ from distloop.atomic_files import replacing
 from distloop.log import log
 from distloop.monitoring import ledger, memory_file, run_starts
 from distloop.remote import tree
-from distloop.remote.directory import RemoteDirectory, RemoteError
+from distloop.remote.directory import RemoteDirectory, RemoteError, is_path, local_path
 from distloop.remote.tree import BEST, CHECKPOINTS, TOKEN
 from distloop.urls import is_url
 
@@ -123,23 +123,24 @@ def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         path = path.rstrip("/")
         folder, name = path.rsplit("/", 1)
+        copied = local_path(root, name)
         if path.endswith(_FILES):
             _fetch_named(RemoteDirectory(folder), [name], root)
-            yield os.path.join(root, name)
+            yield copied
             return
         directory = RemoteDirectory(path)
         files = directory.list()
         if "manifest.json" in files:
             for file, size in files.items():
-                _download(directory, file, size, os.path.join(root, name))
-            yield os.path.join(root, name)
+                _download(directory, file, size, copied)
+            yield copied
         elif whole := tree.whole_checkpoints(directory, files):
             fetch_checkpoints(directory, root, None if best else {max(whole)})
             yield root
         else:
             parent = RemoteDirectory(folder)
             _fetch_named(parent, [file for file in parent.list() if file.startswith(f"{name}.")], root)
-            yield os.path.join(root, name)
+            yield copied
 
 
 def fetch_reports(url: str, root: str) -> str:
@@ -156,8 +157,9 @@ def fetch_reports(url: str, root: str) -> str:
         ValueError: if it cannot be read, or is no run.
     """
     directory = RemoteDirectory(url)
+    path = "/".join(filter(is_path, directory.url.split("/")))
     try:
-        return _fetch_reports(directory, os.path.join(root, directory.url.partition("://")[2].lstrip("/")))
+        return _fetch_reports(directory, local_path(root, path))
     except RemoteError as error:
         raise ValueError(f"{url!r} cannot be read ({error}): give the URL of what you may read.") from error
 
@@ -181,7 +183,7 @@ def _fetch_reports(directory: RemoteDirectory, root: str) -> str:
 def _fetch_named(directory: RemoteDirectory, names: Iterable[str], root: str) -> None:
     for name in names:
         if (data := directory.read(name)) is not None:
-            path = os.path.join(root, name)
+            path = local_path(root, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
                 file.write(data)
@@ -189,6 +191,6 @@ def _fetch_named(directory: RemoteDirectory, names: Iterable[str], root: str) ->
 
 def _download(directory: RemoteDirectory, path: str, size: int, root: str, name: str = "") -> None:
     """Brings a file to `root/path`; `name` is its path in the bucket, if that is another."""
-    target = os.path.join(root, path)
+    target = local_path(root, path)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     directory.download(name or path, size, target)

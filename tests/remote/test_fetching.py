@@ -1,16 +1,19 @@
 """Fetching: what comes from a bucket, and what is refused."""
 
 import os
+import pathlib
 import shutil
 
+import fsspec
 import pytest
 import tensorflow as tf
+from fsspec.implementations.memory import MemoryFileSystem
 
 from distloop import report
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.fetching import fetch_workdir, local_copy
+from distloop.remote.directory import RemoteDirectory, RemoteError, is_path
+from distloop.remote.fetching import fetch_reports, fetch_workdir, local_copy
 
 
 @pytest.fixture
@@ -99,3 +102,81 @@ def test_of_a_file_that_is_cut_short_nothing_is_left(url, tmp_path, monkeypatch)
     with pytest.raises(OSError, match="0 of 39 bytes came"):
         directory.download("metrics.jsonl", 39, str(tmp_path / "rows"))
     assert [name for name in os.listdir(tmp_path) if name.startswith("rows")] == []
+
+
+class Keys(MemoryFileSystem):
+    """A store whose keys are texts, as in S3: nothing makes paths of them."""
+
+    protocol, store, cachable = "keys", {}, False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return path.removeprefix("keys://").rstrip("/")
+
+    def find(self, path, *_, **__):
+        return {key: {"size": len(data)} for key, data in self.store.items() if key.startswith(f"{path}/")}
+
+    def info(self, path, **_):
+        return {"size": len(self.cat_file(path))}
+
+    def cat_file(self, path, *_, **__):
+        if path not in self.store:
+            raise FileNotFoundError(path)
+        return self.store[path]
+
+    def get_file(self, path, target, **_):
+        pathlib.Path(target).write_bytes(self.store[path])
+
+
+ODD_KEYS = [
+    "../planted",
+    "checkpoints/5/../../../../planted",
+    "checkpoints/../metrics.jsonl",
+    "/etc/planted",
+    "train//planted",
+    "./planted",
+    "train/.",
+    "a\0b",
+    "n" * 256,
+    "\ud800",
+    "train",  # beside train/events
+]
+
+
+def test_a_key_that_no_file_of_a_directory_can_have_is_named_and_comes_nowhere(tmp_path, caplog):
+    fsspec.register_implementation("keys", Keys, clobber=True)
+    good = {"checkpoints/5/manifest.json": b'{"files": {}}', "metrics.jsonl": b'{"step": 1}\n', "train/events": b"x"}
+    good["b" * 255] = b"x"
+    Keys.store.clear()
+    Keys.store.update({f"b/run/{key}": data for key, data in good.items()})
+    Keys.store.update({f"b/run/{key}": b"planted" for key in (*ODD_KEYS, "a\\..\\b", "A", "a/../metrics.jsonl")})
+    top = tmp_path / "top" / "folder"
+    fetch_workdir(RemoteDirectory("keys://b/run"), str(top / "staging"))
+    fetch_reports("keys://b/run", str(top / "reports"))
+    with local_copy("keys://b/run") as local:
+        assert sorted(os.listdir(local)) == ["checkpoints"]
+    files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    staged = {f"top/folder/staging/{key}" for key in (*good, "a\\..\\b", "A")}
+    assert {path for path in files if "/staging/" in path} == staged and b"planted" not in {
+        data for path, data in files.items() if not path.endswith(("A", "b"))
+    }
+    brought = {path.rpartition("/run/")[2] for path in files.keys() - staged}
+    assert brought == {"checkpoints/5/manifest.json", "metrics.jsonl"}
+    assert "holds keys that no file of a directory can have, which are left alone: '../planted', " in caplog.text
+    assert not any(map(is_path, ODD_KEYS[:-1]))
+
+
+@pytest.mark.parametrize("url", ["keys://b/run/..", "keys://b/.."])
+def test_a_url_that_ends_above_its_bucket_is_refused(url):
+    fsspec.register_implementation("keys", Keys, clobber=True)
+    with pytest.raises(RemoteError, match="no file of a directory can have the key '..'"), local_copy(url):
+        pass
+
+
+def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(tmp_path, url):
+    Keys.store.clear()
+    fsspec.register_implementation("keys", Keys, clobber=True)
+    path = url.partition("://")[2]
+    Keys.store[f"{path}/metrics.jsonl"] = b'{"step": 3}\n'
+    one, other = (fetch_reports(url, str(tmp_path / "reports")) for url in (url, f"keys://{path}"))
+    assert one != other and pathlib.Path(other, "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
