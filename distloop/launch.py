@@ -38,7 +38,7 @@ from typing import NoReturn
 
 from distloop.distributed import cores, environment, notices
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import elastic, hosts, meeting, ports, processes, ray_actors
+from distloop.launcher import children, elastic, hosts, meeting, ports, processes, ray_actors
 from distloop.launcher.standby import Standby
 
 FIRST_PORT = 12345  # of each host, with --hosts
@@ -62,6 +62,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
         "an indexed Job of Kubernetes)",
     ),
     "host_index": (int, None, 0, "of this machine in --hosts, from 0 (default: Kubernetes' JOB_COMPLETION_INDEX)"),
+    "parent": (int, None, 1, "number of the process that starts the launcher, which then ends when that one does"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow (default: {FIRST_PORT})"),
 }
 
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         options = _parse(arguments)
+        if options.parent is not None:
+            children.end_with(options.parent)
         if options.ray:
             return _run_in_ray(options, arguments[: len(arguments) - len(options.program)])
         _choose_cores(options, has_gpus=any(_choose_gpus(options)))

@@ -30,7 +30,7 @@ def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, worke
     """Calls a function on each of several local workers, and returns what it returned on the chief.
 
     Lines that workers print are shown behind `[worker 0]`. An interrupt of the kernel is passed on: a run with a
-    workdir saves a checkpoint, and the same cell resumes it.
+    workdir saves a checkpoint, and the same cell resumes it. The workers end within seconds of a kernel that is killed.
 
     Args:
         fn: makes its Trainer itself; it and what it uses from the notebook are copied to the workers.
@@ -49,7 +49,7 @@ def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, worke
     with tempfile.TemporaryDirectory(prefix="distloop-") as directory:
         with open(os.path.join(directory, _FUNCTION), "wb") as file:
             file.write(_pickle(fn, args))
-        launch = [sys.executable, "-m", "distloop.launch", f"--workers={workers}"]
+        launch = [sys.executable, "-m", "distloop.launch", f"--workers={workers}", f"--parent={os.getpid()}"]
         return _read_result(directory, _run([*launch, "-m", "distloop.notebook", directory]))
 
 

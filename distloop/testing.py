@@ -36,6 +36,7 @@ from distloop.comparison import relative_difference
 from distloop.config import Config
 from distloop.data.copies import fresh_copy
 from distloop.distributed import strategies, workers
+from distloop.launcher import children
 from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
 from distloop.trainer import Trainer
 from distloop.training.saved_state import SavedState
@@ -64,7 +65,7 @@ def run_on_devices(fn: Callable[..., T], devices: int, *arguments: Any, timeout_
         RuntimeError: if `fn` failed; the message holds the end of its process's output.
         subprocess.TimeoutExpired: if it takes longer.
     """
-    command = [sys.executable, "-m", "distloop.testing", f"--num_devices={devices}"]
+    command = [sys.executable, "-m", "distloop.testing", f"--num_devices={devices}", f"--parent={os.getpid()}"]
     (result,) = _call(command, fn, arguments, 1, timeout_secs)
     return result
 
@@ -90,7 +91,7 @@ def run_in_workers(
         subprocess.TimeoutExpired: as for `run_on_devices`.
     """
     command = [sys.executable, "-m", "distloop.launch", f"--workers={workers}"]
-    command += [f"--devices_per_worker={devices_per_worker}", "-m", "distloop.testing"]
+    command += [f"--devices_per_worker={devices_per_worker}", f"--parent={os.getpid()}", "-m", "distloop.testing"]
     return _call(command, fn, arguments, workers, timeout_secs)
 
 
@@ -326,7 +327,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--num_devices", type=int, default=1)
+    parser.add_argument("--parent", type=int)
     options = parser.parse_args()
+    if options.parent is not None:  # a worker ends with its launcher
+        children.end_with(options.parent, 0.0)
     # One thread within an operation: `assert_same_bits` needs it, and it is set before TensorFlow starts.
     config = Config(device="cpu", num_devices=options.num_devices, intra_op_threads=1)
     strategies.prepare(config)  # before the function's module is imported, which may make tensors

@@ -1,20 +1,51 @@
-"""Children of the launcher: how they start, and that each is reaped; without TensorFlow.
+"""Children of the launcher: how they start and end, and that each is reaped; without TensorFlow.
 
     child = start(command, environment, cores, guard_pipe, {1: stdout, 2: stderr})
     register(child)
     wait([file], secs=1.0)
     reap()                  # after SIGCHLD; child.returncode stays
+    end_with(parent)        # in a child: it ends when its parent does
 
 It does not know what they do.
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import selectors
+import signal
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+_LOOK_SECS = 0.5
+_SET_DEATH_SIGNAL = 1  # of prctl(2)
+_prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # not looked up after a fork
+
+
+def end_with(parent: int, grace_secs: float = 5.0) -> None:
+    """Sends this process SIGTERM when its parent has ended, however that ended, and SIGKILL after `grace_secs`.
+
+    A thread looks, so that it holds on every system, and also for a parent whose thread has ended before itself.
+
+    Raises:
+        ValueError: if this process is not a child of that one.
+    """
+    if os.getppid() != parent:
+        raise ValueError(f"parent={parent} is not the process that started this one: give its number, or leave it out.")
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_secs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="distloop-parent", daemon=True).start()
 
 
 class Child:
@@ -72,7 +103,7 @@ def start(
     guard_pipe: int,
     descriptors: Mapping[int, int],
 ) -> "subprocess.Popen[bytes]":
-    """Starts a process in a session of its own.
+    """Starts a process in a session of its own, which the system kills when this one ends, on Linux.
 
     Args:
         command: program and arguments.
@@ -84,6 +115,8 @@ def start(
 
     def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
         os.write(guard_pipe, b"+%d\n" % os.getpid())  # first: a launcher that dies now leaves no process behind
+        if _prctl is not None:  # the guard may be killed with the launcher
+            _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if cores:
             os.sched_setaffinity(0, cores)
 

@@ -51,3 +51,8 @@ def test_descriptors_above_1023_are_waited_for():
     assert children.wait([high], 5.0) == [high]
     for descriptor in (read_end, write_end, high):
         os.close(descriptor)
+
+
+def test_a_process_that_ends_with_its_parent_refuses_another_parent():
+    with pytest.raises(ValueError, match=r"parent=1 is not the process that started this one: give its number"):
+        children.end_with(1)

@@ -376,14 +376,15 @@ def running_with(argument):
     return pids
 
 
-def test_the_guard_ends_with_the_launcher(launch, start, write, tmp_path):
-    def guards(parent):
-        children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        return [int(pid) for pid in children if b"groups" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+def guards_of(parent):
+    children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if b"groups" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
 
+
+def test_the_guard_ends_with_the_launcher(launch, start, write, tmp_path):
     process = start(write("wait_for('go')"))
     read(tmp_path, "pid0")
-    (guard,) = guards(process.pid)
+    (guard,) = guards_of(process.pid)
     (tmp_path / "go").touch()
     assert process.wait(SECS) == 0 and not is_running(guard)
 
@@ -673,3 +674,41 @@ def test_who_failed_is_named_even_if_one_that_noticed_it_is_seen_at_the_same_tim
     process.send_signal(signal.SIGCONT)
     assert process.wait(SECS) == 137
     assert "worker 1 failed first, by signal 9 (Killed)" in process.stderr.read()
+
+
+KERNEL = """
+import sys
+from distloop import notebook
+
+def train(path):
+    import os, signal, subprocess, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a step that does not end
+    child = subprocess.Popen(["sleep", "100"])
+    open(path, "w").write(f"{os.getppid()} {os.getpid()} {child.pid}")
+    time.sleep(100)
+
+notebook.notebook_launch(train, (sys.argv[1],), workers=1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_quiet_workers_end_with_a_kernel_that_is_ended(number, start, write, tmp_path):
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    kernel = start(str(tmp_path / "run"), command=[sys.executable, str(tmp_path / "kernel.py")])
+    until(lambda: (tmp_path / "run").exists() and len((tmp_path / "run").read_text().split()) == 3)
+    pids = (tmp_path / "run").read_text().split()
+    assert all(map(is_running, pids))
+    kernel.send_signal(number)
+    kernel.wait(SECS)
+    until(lambda: not any(map(is_running, pids)))
+
+
+def test_a_worker_ends_with_a_launcher_that_is_killed_together_with_its_guard(start, write, tmp_path):
+    process = start(write("time.sleep(100)"))
+    pid = read(tmp_path, "pid0")
+    (guard,) = guards_of(process.pid)
+    for one in (process.pid, guard):
+        os.kill(one, signal.SIGSTOP)
+    for one in (guard, process.pid):
+        os.kill(one, signal.SIGKILL)
+    until(lambda: not is_running(pid))
