@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,7 +49,7 @@ from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.monitoring.timing import Clock, timed
+from distloop.monitoring.timing import Clock, timed, unix_time
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
@@ -302,7 +301,7 @@ class Fit:
         return writers
 
     def _report(self) -> Report:
-        return Report(self._step, self.units.run.last_step, self._loop.reported, self.state, time=time.time())
+        return Report(self._step, self.units.run.last_step, self._loop.reported, self.state, time=unix_time())
 
     @property
     def _step(self) -> int:

@@ -1,4 +1,4 @@
-"""TensorFlow functions: without AutoGraph if they are distloop's own, and without a warning about many traces.
+"""TensorFlow functions: without AutoGraph if they are distloop's own, and without a warning about many traces; time.
 
     read = graph_function(lambda: strategy.run(read_on_replica))
 
@@ -6,9 +6,11 @@ TensorFlow counts the traces of all functions made of one line of code together,
 trainers in a process, each of which traces such a function once.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -17,3 +19,30 @@ def graph_function(fn: Callable[..., Any], *, autograph: bool = False, **options
     traced = tf.function(fn, autograph=autograph, **options)
     traced._omit_frequent_tracing_warning = True  # private: users could not avoid it
     return traced
+
+
+class TimeLimit:
+    """Some seconds from now, in a graph, whose only clock can be set; a clock that was set back by more is over it."""
+
+    def __init__(self, secs: tf.Tensor):
+        """Starts the time; `secs` is a float64."""
+        self._began_at, self._limit = tf.timestamp(), tf.square(tf.maximum(secs, 0.0))
+
+    def is_ahead(self) -> tf.Tensor:
+        """Computes whether the time is not over yet."""
+        return tf.math.squared_difference(tf.timestamp(), self._began_at) < self._limit
+
+
+def graph_clock() -> Callable[[Any], np.ndarray]:
+    """Returns a function from times of `tf.timestamp`, in order, to those of the monotonic clock.
+
+    The times lie between this call and that of the function. Where the clock was set in between, the results are
+    inexact, but in order, and between the two calls.
+    """
+    began_at = time.monotonic()
+
+    def convert(times: Any) -> np.ndarray:
+        ended_at = time.monotonic()
+        return np.maximum.accumulate(np.clip(np.asarray(times) + (ended_at - time.time()), began_at, ended_at))
+
+    return convert

@@ -8,6 +8,7 @@ from typing import Any
 
 from distloop.actions.action import Action, Report
 from distloop.monitoring import ledger, run_starts
+from distloop.monitoring.timing import unix_time
 
 _NOTE_SECS = 1.0  # the least time between two notes
 
@@ -40,7 +41,7 @@ class Goodput(Action):
         if not self._starts:  # the disk is full
             return {}
         progress = self._progress(report.step)
-        if time.time() > self._noted_at + _NOTE_SECS:
+        if time.monotonic() > self._noted_at + _NOTE_SECS:
             self._note(progress)
         return {"goodput": ledger.goodput(ledger.account(self._starts, progress))}
 
@@ -57,11 +58,11 @@ class Goodput(Action):
             self._note({**self._progress(report.step), "is_end": True})
 
     def _progress(self, step: int) -> dict[str, Any]:
-        return {"time": time.time(), "step": step, "secs": self._seconds()}
+        return {"time": unix_time(), "step": step, "secs": self._seconds()}
 
     def _note(self, progress: Mapping[str, Any]) -> None:
         if self._is_chief:
             self._verify()
             with contextlib.suppress(OSError):  # of a full disk, on which a run may train
                 ledger.note_progress(self._workdir, **progress)
-                self._noted_at = time.time()
+                self._noted_at = time.monotonic()

@@ -8,13 +8,12 @@
 """
 
 import math
-import time
 from typing import Any
 
 import tensorflow as tf
 
 from distloop.distributed.devices import HOST
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import TimeLimit, graph_function
 
 
 class Behind:
@@ -44,14 +43,15 @@ class Behind:
         count = self.num_batches if most is None else min(most, self.num_batches)
         if count:
             with tf.device(HOST):
-                deadline = tf.constant(time.time() + secs, tf.float64)
-                self.num_batches -= int(_discard(self._iterator, tf.constant(count, tf.int64), deadline))
+                limits = tf.constant(count, tf.int64), tf.constant(secs, tf.float64)
+                self.num_batches -= int(_discard(self._iterator, *limits))
         return self.num_batches
 
 
 @graph_function
-def _discard(iterator: Any, count: tf.Tensor, deadline: tf.Tensor) -> tf.Tensor:
-    """Returns how many batches were read when so many were, or when the deadline (Unix, seconds) had passed."""
+def _discard(iterator: Any, count: tf.Tensor, secs: tf.Tensor) -> tf.Tensor:
+    """Returns how many batches were read when so many were, or so many seconds had passed."""
+    time_limit = TimeLimit(secs)
 
     def read(done: tf.Tensor) -> tuple[tf.Tensor]:
         batch = next(iterator)
@@ -59,6 +59,6 @@ def _discard(iterator: Any, count: tf.Tensor, deadline: tf.Tensor) -> tf.Tensor:
             return (done + 1,)
 
     def goes_on(done: tf.Tensor) -> tf.Tensor:
-        return (done < count) & ((tf.timestamp() < deadline) | (done == 0))
+        return (done < count) & (time_limit.is_ahead() | (done == 0))
 
     return tf.while_loop(goes_on, read, (tf.constant(0, tf.int64),), parallel_iterations=1)[0]

@@ -10,13 +10,13 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from distloop import urls
 from distloop.log import log
 from distloop.monitoring.tags import GROUPS
+from distloop.monitoring.timing import unix_time
 
 # Measurements of time and memory: they differ between runs that compute the same.
 OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
@@ -167,7 +167,7 @@ def append_row(path: str, row: Mapping[str, Any]) -> None:
         OSError: if it cannot be written.
     """
     with open(path, "ab") as file:
-        file.write(format_row({"time": time.time(), **row}))
+        file.write(format_row({"time": unix_time(), **row}))
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ import contextlib
 import glob
 import itertools
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -28,6 +29,7 @@ from distloop.monitoring.tags import describe, describe_media, group_tag
 # The end of the name of the file for the HParams page. TensorBoard keeps the first status that it reads, so there is
 # only the file of the last start. It is read last, because files are read in the order of their names.
 _HPARAMS = ".hparams"
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10}(\.\d+)?)\.")
 # Names in a workdir that an evaluation cannot have for its directory.
 _TAKEN = frozenset(
     [
@@ -219,9 +221,11 @@ class _EventFile:
 
     def __init__(self, directory: str, suffix: str = ""):
         os.makedirs(directory, exist_ok=True)
-        # TensorBoard reads the files of a directory in alphabetical order.
+        # TensorBoard reads the files of a directory in alphabetical order: of a clock that was set back, too.
+        times = [float(match[1]) for match in map(_EVENT_FILE.match, os.listdir(directory)) if match]
+        after = max([time.time(), *(when + 1e-6 for when in times)])
         self._path = os.path.join(
-            directory, f"events.out.tfevents.{time.time():017.6f}.{os.getpid()}.{next(self._numbers)}{suffix}"
+            directory, f"events.out.tfevents.{after:017.6f}.{os.getpid()}.{next(self._numbers)}{suffix}"
         )
         self._tags: set[str] = set()  # of numbers that have a description in this file
         with _os_errors(self._path):

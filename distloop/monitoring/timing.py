@@ -11,6 +11,7 @@ It does not know what happens in a phase.
 """
 
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ class Clock:
 
     def __init__(self) -> None:
         """Starts the clock."""
-        self._since = time.time()  # Unix, as in the compiled loop
+        self._since = time.monotonic()  # as in the compiled loop
         self._loop_end: float | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._first: dict[str, float] = {}  # duration of each phase's first time
@@ -42,8 +43,8 @@ class Clock:
         """Adds a compiled loop to the phases `input` and `step`.
 
         Args:
-            start: when it started; Unix, seconds.
-            end: when its last step ended; Unix, seconds.
+            start: when it started, in seconds of the monotonic clock.
+            end: when its last step ended, by the same clock.
             waited_secs: time in it spent waiting for data.
 
         Returns:
@@ -64,11 +65,11 @@ class Clock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time of the block, which runs between two loops, to a phase."""
-        start = time.time()
+        start = time.monotonic()
         try:
             yield
         finally:
-            secs = max(0.0, time.time() - start)
+            secs = time.monotonic() - start
             self._seconds[name] += secs
             self._first.setdefault(name, secs)
 
@@ -78,7 +79,8 @@ class Clock:
             name: self._seconds[name] for name in ("start-up", "input", "step", "evaluation", "saving", "logging")
         }
         seconds |= {name: secs for name, secs in self._seconds.items() if name not in seconds}
-        seconds["other"] = seconds.pop("other", 0.0) + max(0.0, time.time() - self._since - sum(self._seconds.values()))
+        unseen = time.monotonic() - self._since - sum(self._seconds.values())
+        seconds["other"] = seconds.pop("other", 0.0) + max(0.0, unseen)
         return seconds
 
     def advice(self) -> str | None:
@@ -106,6 +108,21 @@ class Clock:
         what = _ADVICE.get(name, f"a larger `every` of {name}")
         most = "" if name == "other" else f", most of it in {name}"
         return f"{show_share(host_share)} of the time went by between two loops{most}: try {what}."
+
+
+_unix_at_zero = -math.inf  # of the monotonic clock
+
+
+def unix_time(at: float | None = None) -> float:
+    """Returns the Unix time in seconds; within a process it goes on where the clock is set back.
+
+    Args:
+        at: seconds of the monotonic clock; None: now.
+    """
+    global _unix_at_zero
+    now = time.monotonic()
+    _unix_at_zero = max(_unix_at_zero, time.time() - now)
+    return _unix_at_zero + (now if at is None else at)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ not know when to stop, who reads the numbers, or what a step computes.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from distloop.data.shards import Layout
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import TimeLimit, graph_clock, graph_function
 from distloop.training import diagnosis, metrics, unsaved_draws
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -48,7 +47,7 @@ class CompiledLoop:
         self._num_timed_replicas = replicas if replicas > 1 else 0
         self._number_names: list[str] = []  # set by tracing
         self._last_batch: shards.LastBatch | None = None
-        with tf.device(HOST):  # when each step of a call began; Unix, seconds
+        with tf.device(HOST):  # when each step of a call began, by `tf.timestamp`
             self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
     def trace(self, source: Source, executor: str) -> None:
@@ -82,12 +81,11 @@ class CompiledLoop:
         Returns:
             The rows in order; only the last one may hold a diagnosis.
         """
-        start = time.time()
-        limits = _limits(count, log_every or count + 1, start + secs)
+        clock, limits = graph_clock(), _limits(count, log_every or count + 1, secs)
         with tf.experimental.function_executor_type(executor):
             result = (self._run_one if is_single else self._run)(source.iterator(), source.layout, *limits)
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
-        return self._unpack(result, start)
+        return self._unpack(result, clock)
 
     def last_batch(self) -> Any:
         """Returns a copy of the last batch, to be looked at again; None unless `locate_nonfinite` is on."""
@@ -102,28 +100,29 @@ class CompiledLoop:
         heads = {"steps_done": 1, "end": 1, "numbers": len(self._number_names)}
         return RowLayout(heads | dict(self._sums_layout().sizes))
 
-    def _unpack(self, result: Mapping[str, Any], start: float) -> list[Row]:
+    def _unpack(self, result: Mapping[str, Any], clock: Callable[[Any], np.ndarray]) -> list[Row]:
         columns = self._row_layout().unpack(result["rows"])
         rows: list[Row] = []
-        done = 0
-        for i, (done_then, end) in enumerate(zip(columns["steps_done"][:, 0], columns["end"][:, 0], strict=True)):
-            is_last = i + 1 == len(result["rows"])
+        start, *ends = clock([-np.inf, *columns["end"][:, 0]]).tolist()
+        step_starts, done = clock(result["step_starts"]), 0
+        for i, (done_then, end) in enumerate(zip(columns["steps_done"][:, 0], ends, strict=True)):
+            is_last, seconds = i + 1 == len(result["rows"]), max(end - start, 1e-6)
             numbers = dict(zip(self._number_names, columns["numbers"][i].tolist(), strict=True))
             rows.append(
                 Row(
                     steps=int(done_then) - done,
-                    end=float(end),
-                    seconds=float(end) - start,
+                    end=end,
+                    seconds=seconds,
                     tallies=columns["tallies"][i],
                     examples=float(columns["examples"][i, 0]),
-                    input_secs=float(columns["input_secs"][i, 0]),
+                    input_secs=min(max(0.0, float(columns["input_secs"][i, 0])), seconds),
                     numbers=numbers | metrics.flatten_results(result["keras_metrics"]) if is_last else numbers,
-                    step_secs=np.diff(result["step_starts"][done : int(done_then)], append=end),
-                    replica_secs=columns["replica_secs"][i],
+                    step_secs=np.maximum(np.diff(step_starts[done : int(done_then)], append=end), 0.0),
+                    replica_secs=np.maximum(columns["replica_secs"][i], 0.0),
                     diagnosis=result["diagnosis"] if is_last and result["failed"] else None,
                 )
             )
-            done, start = int(done_then), float(end)
+            done, start = int(done_then), end
         return rows
 
     def _steps_by_log(
@@ -132,18 +131,20 @@ class CompiledLoop:
         layout: Layout,
         count: tf.Tensor,
         log_every: tf.Tensor,
-        deadline: tf.Tensor,
+        secs: tf.Tensor,
         while_loop: Callable[..., Any] = tf.while_loop,
     ) -> dict[str, Any]:
         """Runs `count` steps, or up to the first that fails; a row for each log and for the steps after the last.
 
-        After the deadline (Unix, seconds) no step begins, but for the first one of a row that has begun.
+        After so many seconds no step begins, but for the first one of a row that has begun.
         """
         first = self._state.step.read_value()
+        with tf.device(HOST):
+            limit = TimeLimit(secs)
 
         def goes_on(done: tf.Tensor, failed: tf.Tensor, target: tf.Tensor, begun: Any = 0) -> tf.Tensor:
             with tf.control_dependencies([failed]):  # the clock is read when the step before has ended
-                in_time = tf.timestamp() < deadline
+                in_time = limit.is_ahead()
             return (done < target) & ~failed & (in_time | (done == begun))
 
         def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
@@ -271,9 +272,9 @@ def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "functi
     return graph_function(traced)
 
 
-def _limits(count: int, log_every: int, deadline: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def _limits(count: int, log_every: int, secs: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     with tf.device(HOST):
-        return tf.constant(count, tf.int64), tf.constant(log_every, tf.int64), tf.constant(deadline, tf.float64)
+        return tf.constant(count, tf.int64), tf.constant(log_every, tf.int64), tf.constant(secs, tf.float64)
 
 
 def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:

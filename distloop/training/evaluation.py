@@ -22,7 +22,7 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.distributed.tree_sums import tree_sum
 from distloop.errors import raise_as_user_error
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import TimeLimit, graph_function
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
@@ -239,16 +239,15 @@ class EvalLoop:
         self._tallies.assign([0.0])
         batches = 0
         while True:
-            start = time.time()
+            start = time.monotonic()
             most = limit - batches if limit else tf.int64.max
             most = most if is_alone or not is_cut else min(most, self._most_batches)
-            deadline = start + _PART_SECS if is_alone else np.inf
-            result = self._run(iterator, source.layout, *_limits(most, deadline))
+            result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if is_alone else np.inf))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
             batches += int(result["batches"])
             if not is_cut or workers.gather(strategy, bool(result["has_ended"]) or batches == limit).all():
                 return result | {"batches": batches}
-            in_time = int(result["batches"] * _PART_SECS / max(time.time() - start, 1e-6))
+            in_time = int(result["batches"] * _PART_SECS / max(time.monotonic() - start, 1e-6))
             most = max(1, min(in_time, 2 * self._most_batches))
             self._most_batches = int(
                 workers.agree_to_go_on(strategy, stop_requests, int(self._state.step), most).item()
@@ -261,15 +260,16 @@ class EvalLoop:
         facts["the Keras metrics"] = sorted(self._step.keras_metrics)
         workers.require_same(self._state.strategy, "evaluate", facts)
 
-    def _part(self, iterator: Any, layout: Layout, max_batches: tf.Tensor, deadline: tf.Tensor) -> dict[str, Any]:
+    def _part(self, iterator: Any, layout: Layout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
         """Adds the tallies of up to `max_batches` batches to those of the parts before; sums them over all workers.
 
-        After the deadline (Unix, seconds) no batch begins, but for the first one.
+        After so many seconds no batch begins, but for the first one.
         """
+        time_limit = TimeLimit(secs)
 
         def goes_on(has_more: tf.Tensor, batches: tf.Tensor, _: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([before]):  # the clock is read when the batch before the last has ended
-                in_time = tf.timestamp() < deadline
+                in_time = time_limit.is_ahead()
             return has_more & (batches < max_batches) & (in_time | (batches == 0))
 
         def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor, _: tf.Tensor) -> Any:
@@ -298,8 +298,8 @@ class EvalLoop:
         return {"has_ended": ~has_more, "batches": batches, "tallies": tallies, "keras_metrics": results}
 
 
-def _limits(max_batches: int, deadline: float) -> tuple[tf.Tensor, tf.Tensor]:
-    return tf.constant(max_batches, tf.int64), tf.constant(deadline, tf.float64)
+def _limits(max_batches: int, secs: float) -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.constant(max_batches, tf.int64), tf.constant(secs, tf.float64)
 
 
 def _copied(metrics: Mapping[str, keras.metrics.Metric], state: TrainState) -> KerasMetrics:

@@ -23,7 +23,7 @@ from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.errors import as_user_error
 from distloop.log import log
 from distloop.monitoring.profiler import Profile
-from distloop.monitoring.timing import Clock
+from distloop.monitoring.timing import Clock, unix_time
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
@@ -172,7 +172,7 @@ class TrainLoop:
                 until = step + 1 if self._plan.is_over else until
                 for _, action in (pair for pair in by_clock if before // pair[0] < self.secs // pair[0]):
                     with self._clock.phase(phase_of(action)):
-                        action(Report(step, until, self.reported, self._state, time=time.time()))
+                        action(Report(step, until, self.reported, self._state, time=unix_time()))
         return self.reported
 
     @property
@@ -277,7 +277,7 @@ class TrainLoop:
         """Reports the window, and opens a new one if a log is due."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
         numbers = self._window.metrics(self._step.names, per_token)
-        report = Report(step, until, numbers, self._state, time=end)
+        report = Report(step, until, numbers, self._state, time=unix_time(end))
         if self._plan.is_due(self._log_every, step, until):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window
         return report

@@ -9,7 +9,6 @@ It changes no variable. It does not know where the outputs go.
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import raise_as_user_error, require
+from distloop.graph_functions import TimeLimit
 from distloop.training.compiled_loop import compiled
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.state import TrainState
@@ -96,9 +96,7 @@ class PredictLoop:
         self._step = compiled(step, eager, name="prediction")  # one trace for its several callers
         run_many = compiled(self._batches, eager)
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
-        self._run_many = lambda iterator, layout: run_many(
-            iterator, layout, tf.constant(time.time() + _MAX_JOINED_SECS, tf.float64)
-        )
+        self._run_many = lambda *data: run_many(*data, tf.constant(_MAX_JOINED_SECS, tf.float64))
 
     def predict(
         self, source: Source, *, is_joined: bool = False, limit: int = 0, stop_requests: StopRequests | None = None
@@ -159,8 +157,9 @@ class PredictLoop:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._step(get_batch(), layout)
 
-    def _batches(self, iterator: Any, layout: Layout, deadline: tf.Tensor) -> Any:
-        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after the deadline (Unix)."""
+    def _batches(self, iterator: Any, layout: Layout, secs: tf.Tensor) -> Any:
+        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after so many seconds."""
+        time_limit = TimeLimit(secs)
         first = self._step(shards.next_batch(iterator, layout), layout)
         leaves = tf.nest.flatten(first)
         if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
@@ -183,7 +182,7 @@ class PredictLoop:
                 return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
 
             _, _, arrays = tf.while_loop(
-                lambda count, has_more, _: has_more & (count < _MAX_JOINED_BATCHES) & (tf.timestamp() < deadline),
+                lambda count, has_more, _: has_more & (count < _MAX_JOINED_BATCHES) & time_limit.is_ahead(),
                 body,
                 (tf.constant(1), tf.constant(True), arrays),
                 parallel_iterations=1,

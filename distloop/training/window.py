@@ -56,7 +56,7 @@ class Row:
 
     Attributes:
         steps: how many there were.
-        end: when the last one ended; Unix, seconds.
+        end: when the last one ended, in seconds of the monotonic clock.
         seconds: how long they took.
         tallies: `[2 * M]`: total and weight of each reported value.
         examples: how many they trained on.

@@ -310,7 +310,7 @@ def test_a_line_names_the_bottleneck_unless_it_is_the_step(waited, host, text, c
 def ended(monkeypatch):
     """The clock of a run of 20 seconds that waited 8 for data."""
     now = [1000.0]
-    monkeypatch.setattr("distloop.monitoring.timing.time.time", lambda: now[0])
+    monkeypatch.setattr("distloop.monitoring.timing.time.monotonic", lambda: now[0])
     ended = Clock()
     ended.loop(1004.0, 1016.0, 8.0)
     with ended.phase("evaluation"):

@@ -3,6 +3,7 @@
 import glob
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
+import distloop.monitoring.tensorboard
 from distloop.actions.action import Report
 from distloop.actions.write import Write
 from distloop.checkpoints.store import Checkpoints
@@ -34,6 +36,21 @@ def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
             summaries.write(step, {"loss": 1.0 / step})
         summaries.close()
     assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == list(range(1, 13))
+
+
+def test_a_run_that_goes_on_after_its_clock_was_set_back_is_read_after_what_it_has_written(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(distloop.monitoring.tensorboard.time, "time", lambda: now)
+    for start, end in ((0, 11), (5, 9), (6, 12)):
+        summaries = SummaryWriter(str(tmp_path), [], start)
+        summaries.begin({}, {}, Layout({}))
+        for step in range(start + 1, end + 1):
+            summaries.write(step, {"loss": 1.0 / step})
+        summaries.close(has_succeeded=end == 12)
+        now -= 3600.0
+    assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == list(range(1, 13))
+    names = sorted(os.listdir(tmp_path / "train"), key=lambda name: int(name.rpartition(".")[2]))
+    assert len(names) == 3 and sorted(names) == names  # in the order in which they were made
 
 
 def test_evaluations_have_their_own_directory_and_the_tags_of_training(tmp_path):

@@ -2,14 +2,15 @@
 
 import pytest
 
-from distloop.monitoring.timing import Clock, bottleneck, show_secs
+from distloop.monitoring import timing
+from distloop.monitoring.timing import Clock, bottleneck, show_secs, unix_time
 
 
 @pytest.fixture
 def now(monkeypatch):
     """Replaces the clock; now[0] is the time in seconds."""
     now = [1000.0]
-    monkeypatch.setattr("distloop.monitoring.timing.time.time", lambda: now[0])
+    monkeypatch.setattr("distloop.monitoring.timing.time.monotonic", lambda: now[0])
     return now
 
 
@@ -140,3 +141,15 @@ def test_the_first_evaluation_traces_and_causes_no_hint(now):
 
 def test_durations_have_hours_minutes_and_seconds():
     assert [show_secs(secs) for secs in (0.4, 61.0, 36_000.0)] == ["0:00:00", "0:01:01", "10:00:00"]
+
+
+def test_the_time_of_rows_goes_on_where_the_clock_is_set_back_and_follows_it_where_it_is_set_forward(monkeypatch):
+    unix, seconds = [1e9], [50.0]
+    monkeypatch.setattr(timing, "_unix_at_zero", -float("inf"))
+    monkeypatch.setattr(timing.time, "time", lambda: unix[0])
+    monkeypatch.setattr(timing.time, "monotonic", lambda: seconds[0])
+    found = [unix_time()]
+    for unix[0], seconds[0] in ((1e9 + 2, 52.0), (1e9 - 3600, 55.0), (1e9 + 90, 60.0)):
+        found.append(unix_time())
+    assert [when - 1e9 for when in found] == [0.0, 2.0, 5.0, 90.0]
+    assert unix_time(58.0) - 1e9 == 88.0

@@ -1,5 +1,7 @@
 """The compiled steps between two boundaries: which rows they return, and how often they are traced."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -34,6 +36,30 @@ def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
         (row,) = loop.run(source, 50, 20, executor="", is_single=False, secs=deadline)
         assert row.steps == 1 and len(row.step_secs) == 1
     assert trainer.step == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_at_start", [True, False])
+def test_a_clock_that_is_set_back_ends_a_loop_no_later_and_its_rows_have_seconds_of_their_own(is_at_start, monkeypatch):
+    calls = []
+
+    def now():  # set back between the host's look at the clock and the graph's, or after 50 looks
+        calls.append(len(calls))
+        return np.float64(time.time() - (3600.0 if is_at_start or len(calls) > 50 else 0.0))
+
+    monkeypatch.setattr(tf, "timestamp", lambda: tf.ensure_shape(tf.numpy_function(now, [], tf.float64), []))
+    trainer = distloop.Trainer(classifier(), on(1))
+    data = distloop.make_dataset(classification(64), 16)
+    trainer.build(data)
+    loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
+    source = make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config)
+    loop.trace(source, executor="")
+    began_at = time.monotonic()
+    rows = loop.run(source, 100_000, 5, executor="", is_single=False, secs=0.3)
+    ended_at = time.monotonic()
+    assert ended_at - began_at < 5.0
+    assert all(0.0 < row.seconds < 5.0 and 0.0 <= row.input_secs <= row.seconds for row in rows)
+    assert all((row.step_secs >= 0.0).all() and began_at <= row.end <= ended_at for row in rows)
 
 
 @pytest.mark.slow
