@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from distloop import tensorflow_import, versions
+from distloop import parts, tensorflow_import, versions
 
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
@@ -67,8 +67,8 @@ _MODULES = {
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
     "secret_flag": "flags",
-    "split": "distributed.pipeline",
-    "stages": "distributed.pipeline",
+    "split": "pipeline.pipeline",
+    "stages": "pipeline.pipeline",
     "summarize": "variables",
     "supervised": "keras_models.supervised",
     "synchronize": "distributed.synchronization",
@@ -110,8 +110,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.diagnostics.tuning import autotune_batch as autotune_batch
     from distloop.diagnostics.tuning import find_learning_rate as find_learning_rate
     from distloop.distributed.gathering import gather_rows as gather_rows
-    from distloop.distributed.pipeline import split as split
-    from distloop.distributed.pipeline import stages as stages
     from distloop.distributed.strategies import prepare as prepare
     from distloop.distributed.synchronization import synchronize as synchronize
     from distloop.flags import define_flags as define_flags
@@ -137,6 +135,8 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
+    from distloop.pipeline.pipeline import split as split
+    from distloop.pipeline.pipeline import stages as stages
     from distloop.records.record_files import open_records as open_records
     from distloop.trainer import Trainer as Trainer
     from distloop.training.gradient_step import GradientStep as GradientStep
@@ -150,7 +150,10 @@ else:
     def __getattr__(name: str) -> Any:
         """Imports a public name or a submodule when it is first used."""
         if name in _MODULES:
-            value = getattr(importlib.import_module(f"distloop.{_MODULES[name]}"), name)
+            try:
+                value = getattr(parts.import_part(_MODULES[name], f"distloop.{name}"), name)
+            except ValueError as error:
+                raise AttributeError(str(error)) from error
         elif not name.startswith("_") and importlib.util.find_spec(f"distloop.{name}"):
             value = importlib.import_module(f"distloop.{name}")
         else:

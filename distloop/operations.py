@@ -20,6 +20,7 @@ DRAWS_FROM_KERNEL = re.compile(
 )
 
 BACKWARD_SCOPE = "gradient_tape/"  # of operations that a tape creates
+RECOMPUTED_SCOPE = "recomputed"  # of operations of a layer that the backward pass computes again
 
 # Types of operations that only read a variable.
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}

@@ -41,6 +41,7 @@ from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale
+from distloop.parts import import_part
 from distloop.training import run_length
 from distloop.training.evaluation import EvalLoop
 from distloop.training.evaluations import make_evaluations
@@ -48,7 +49,6 @@ from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.training.prediction_files import write_outputs
 from distloop.training.predictor import Predictor
-from distloop.training.recomputation import with_recomputation
 from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
 
@@ -377,9 +377,12 @@ class Trainer:
 
 def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:
     """Returns the state of a run, made under its precision."""
+    if config.recompute:
+        recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
+        model_fn = recomputation.with_recomputation(model_fn, config.recompute)
     with loss_scale.policy(config.precision):
         return TrainState.make(
-            with_recomputation(model_fn, config.recompute),
+            model_fn,
             strategy,
             config.average_decay,
             config.virtual_replicas,

@@ -21,6 +21,7 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
+    ["records", "recompute", "pipeline"],  # parts, which can be taken away: tests/test_parts.py
     ["trainer"],
     ["fit"],
     ["diagnostics"],
@@ -29,7 +30,6 @@ ORDER = [
     ["training"],
     ["actions"],
     ["data"],
-    ["records"],
     ["remote"],
     ["monitoring"],
     ["distributed"],
@@ -46,6 +46,7 @@ ORDER = [
         "log",
         "operations",
         "layer_calls",
+        "parts",
         "tensorflow_import",
         "atomic_files",
         "comparison",
@@ -72,6 +73,7 @@ WITHOUT_TENSORFLOW = {
     "flags",
     "durations",
     "log",
+    "parts",
     "tensorflow_import",
     "atomic_files",
     "versions",
@@ -209,7 +211,7 @@ def test_only_one_module_names_strategy_classes(module):
 @each_module
 def test_only_two_modules_have_a_tape(module):
     has_tape = "GradientTape" in names_of(MODULES[module])
-    assert not has_tape or module in ("training.differentiation", "training.recomputed_call")
+    assert not has_tape or module in ("training.differentiation", "recompute.recomputed_call")
 
 
 def test_settings_are_written_where_secrets_are_hidden():

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.operations import BACKWARD_SCOPE, called_graphs
-from distloop.training.recomputed_call import SCOPE
+from distloop.operations import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 
-_RECOMPUTED = re.compile(rf"(^|/){SCOPE}(_\d+)?/")  # those of a forward pass within the backward pass
+_RECOMPUTED = re.compile(rf"(^|/){RECOMPUTED_SCOPE}(_\d+)?/")  # those of a forward pass within the backward pass
 # Operations that pass on their first input: TensorFlow copies nothing.
 _SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
 _SAME_MEMORY |= {"CheckNumerics", "EnsureShape"}

@@ -4,9 +4,8 @@
     segments, tallies, rows = placement.sum_microbatches(packing, 4, compute)
     gradients = placement.differentiate(tape, loss, tensors)
 
-`Placement` is the plain version: TensorFlow and the strategy place everything. `PipelinePlacement` has the same
-methods. Only this module knows whether there are stages; a train step, an export or the console asks for what it needs.
-It does not know how a step goes.
+`Placement` is the plain version: TensorFlow and the strategy place everything. A network of several stages has one with
+the same methods, in `pipeline/`. A train step, an export or the console asks a placement for what it needs.
 """
 
 import contextlib
@@ -18,11 +17,9 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies
-from distloop.distributed.pipeline import Pipeline, find_pipelines
-from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Packing
 from distloop.optimizers.sparse_gradients import Rows, Segment
-from distloop.variables import tensorflow_variable
+from distloop.variables import walk
 
 # Packed gradients, tallies, `[2 * m]`, and rows of other values, `[b, ...]` each.
 Sums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor]]
@@ -53,7 +50,7 @@ class Placement:
             ValueError: if `num_stages` is above 1 and no network has so many.
         """
         if num_stages > 1:
-            raise _wrong_num_stages(num_stages, "no network of several stages")
+            raise wrong_num_stages(num_stages, "no network of several stages")
 
     def check_microbatches(self, microbatches: int, batch_size: int) -> None:
         """Checks that no microbatch is empty, which a pipeline cannot run.
@@ -172,116 +169,19 @@ class _SparseSegmentsError(Exception):
         self.segments = segments
 
 
-class PipelinePlacement(Placement):
-    """The placement of networks whose stages are on several devices.
-
-    A stage's variables, slots, averages and gradients stay on its device, and its forward and backward pass run there.
-    The loss is computed on the last stage's device. The microbatches of a step are in one graph, so that stages work on
-    different ones at the same time.
-    """
-
-    def __init__(self, networks: Sequence[Pipeline]):
-        """Keeps the networks, at least one."""
-        self._networks = list(networks)
-
-    @property
-    def devices(self) -> list[str]:
-        """The device of each stage, as in `GPU:0`."""
-        return [device for network in self._networks for device in network.devices]
-
-    @property
-    def variable_devices(self) -> dict[int, str]:
-        """The devices of the networks' variables by `id`."""
-        return {
-            id(variable): device
-            for network in self._networks
-            for stage, device in enumerate(network.devices)
-            for variable in network.variables_of(stage)
-        }
-
-    def describe(self) -> list[str]:
-        """Returns a line for each network, as in `stages 2 = 1,024 on CPU:0 + 512 on CPU:1`."""
-        return [f"stages {network.describe()}" for network in self._networks]
-
-    def require_stages(self, num_stages: int) -> None:
-        """Checks that a network has as many stages as the settings say."""
-        if num_stages > 1 and num_stages not in [len(network) for network in self._networks]:
-            raise _wrong_num_stages(num_stages, f"a network of {len(self._networks[0])} stages")
-
-    def check_microbatches(self, microbatches: int, batch_size: int) -> None:
-        """Checks that no microbatch is empty."""
-        if microbatches > batch_size:
-            raise ValueError(
-                f"microbatches={microbatches} was given for batches of {batch_size} rows, so stages would work on "
-                f"empty ones: give microbatches={batch_size} or fewer, or larger batches."
-            )
-
-    def choose_executor(self, strategy: tf.distribute.Strategy, setting: str, step_flops: float | None) -> str:
-        """Returns the executor of a step's graph; stages run at the same time, however small a step is."""
-        return strategies.choose_executor(strategy, setting, None)
-
-    def adapt_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Lets a built optimizer work where its variables are."""
-        keras_hooks.update_on_variable_devices(optimizer)
-
-    def gradient_devices(self, variables: Sequence[Any]) -> list[str] | None:
-        """Returns the device of each variable."""
-        return [tensorflow_variable(variable).device for variable in variables]
-
-    def layer_scope(self, layer: keras.Layer) -> contextlib.AbstractContextManager[Any]:
-        """Returns a scope that places operations on a layer's device."""
-        scope: contextlib.AbstractContextManager[Any] = tf.device(tensorflow_variable(layer.variables[0]).device)
-        return scope
-
-    def differentiate(self, tape: Any, objective: tf.Tensor, tensors: Sequence[Any]) -> list[Any]:
-        """Computes gradients; each operation runs beside its forward operation, which a tape cannot do."""
-        if tf.executing_eagerly():
-            return super().differentiate(tape, objective, tensors)
-        gradients: list[Any] = tf.gradients(objective, tensors)
-        return gradients
-
-    def sum_microbatches(
-        self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec] = ()
-    ) -> Sums:
-        """Sums gradients and tallies over microbatches that flow through the stages, all in one graph."""
-        sums: list[list[tf.Tensor]] = []  # of the gradients, after each microbatch
-        with contextlib.ExitStack() as stack:
-            for network in self._networks:
-                stack.enter_context(network.ordered(sums))
-            segments, tallies, rows = self._compute_loss_last(compute, 0)
-            for index in range(1, count):
-                # A stage waits for the sum, not for the gradients: else TensorFlow may add up late and keep both.
-                sums.append(segments)
-                more_segments, more_tallies, more_rows = self._compute_loss_last(compute, index)
-                segments, tallies = packing.add(segments, more_segments), tallies + more_tallies
-                rows = [tf.concat(parts, 0) for parts in zip(rows, more_rows, strict=True)]
-        return segments, tallies, rows
-
-    def _compute_loss_last(self, compute: Compute, index: int) -> Sums:
-        """Computes a microbatch; what is in no stage, such as the loss, runs on the last stage's device."""
-        with tf.device(self.devices[-1]):
-            return compute(index)
-
-    @contextlib.contextmanager
-    def unplaced(self) -> Any:
-        """Enters a scope in which the networks are traced without devices, to be served anywhere."""
-        with contextlib.ExitStack() as stack:
-            for network in self._networks:
-                stack.enter_context(network.unplaced())
-            yield
-
-
 def make_placement(model: Any) -> Placement:
-    """Returns the placement of a model: a pipeline if it contains networks of several stages.
+    """Returns the placement of a model: that of its stages if it contains networks of several.
 
     Args:
         model: as in `ModelSpec`.
     """
-    networks = find_pipelines(model)
-    return PipelinePlacement(networks) if networks else Placement()
+    networks = [leaf for _, leaf in walk(model) if hasattr(leaf, "make_placement") and leaf.devices]
+    placement: Placement = networks[0].make_placement(networks) if networks else Placement()
+    return placement
 
 
-def _wrong_num_stages(num_stages: int, made: str) -> ValueError:
+def wrong_num_stages(num_stages: int, made: str) -> ValueError:
+    """Returns the error of a model that has another number of stages than the settings say."""
     return ValueError(
         f"num_stages={num_stages} was given, but model_fn made {made}: call distloop.split(model, {num_stages}) in "
         "it, or leave num_stages out."

@@ -7,8 +7,9 @@ import tensorflow as tf
 import distloop
 from distloop.config import Config
 from distloop.distributed import strategies
-from distloop.distributed.placement import PipelinePlacement, Placement, make_placement
+from distloop.distributed.placement import Placement, make_placement
 from distloop.optimizers.gradients import Packing
+from distloop.pipeline.stage_placement import StagePlacement
 from tests.problems import refused
 
 PLACEMENTS = pytest.mark.parametrize("kind", ["plain", "pipeline"])
@@ -35,7 +36,7 @@ def test_networks_of_several_stages_are_found_at_any_depth():
     module = tf.Module()
     module.parts = [network(), {"inner": network(1)}]
     found = make_placement({"a": module, "b": network()})
-    assert isinstance(found, PipelinePlacement)
+    assert isinstance(found, StagePlacement)
     assert found.devices == ["CPU:0", "CPU:1"] * 2
     assert len(found.describe()) == 2
 

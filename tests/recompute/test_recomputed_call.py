@@ -4,14 +4,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tests.training.test_recomputation import make_chain
 
 from distloop.diagnostics.live_memory import peak_of
 from distloop.graph_functions import graph_function
-from distloop.training.recomputation import recomputing
-from distloop.training.recomputed_call import SCOPE
+from distloop.operations import RECOMPUTED_SCOPE
+from distloop.recompute.recomputation import recomputing
 from distloop.variables import named_variables, tensorflow_variable
 from tests.problems import assert_close, assert_equal
-from tests.training.test_recomputation import make_chain
 
 layers = keras.layers
 
@@ -42,7 +42,7 @@ def assert_same(model, loss_fn, rows, pattern, **settings):
     """Checks that recomputation changes no gradient and nothing that is written; returns gradients and the graph."""
     kept, written, _ = differentiated(model, loss_fn, rows, **settings)
     again, written_again, graph = differentiated(model, loss_fn, rows, pattern, **settings)
-    assert any(f"{SCOPE}/" in op.name for op in graph.get_operations()), "nothing was recomputed"
+    assert any(f"{RECOMPUTED_SCOPE}/" in op.name for op in graph.get_operations()), "nothing was recomputed"
     assert_equal(written_again, written)
     assert {path: type(value) for path, value in again.items()} == {path: type(v) for path, v in kept.items()}
     assert_close(

@@ -18,10 +18,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from distloop.distributed import gathering
-from distloop.distributed.pipeline import find_pipelines
+from distloop.distributed.placement import make_placement
 from distloop.layer_calls import ReplacedCalls
-from distloop.training.recomputation_limits import FirstCalls, refusal
-from distloop.training.recomputed_call import RecomputedCall
+from distloop.recompute.recomputation_limits import FirstCalls, refusal
+from distloop.recompute.recomputed_call import RecomputedCall
 from distloop.training.spec import ModelSpec
 from distloop.variables import layers_by_path, top_layers
 
@@ -56,7 +56,7 @@ def with_recomputation(model_fn: Callable[[], ModelSpec], pattern: str) -> Calla
 
     Args:
         model_fn: that of the user.
-        pattern: the regular expression; empty: `model_fn` stays as it is.
+        pattern: the regular expression.
     """
 
     @functools.wraps(model_fn)
@@ -64,16 +64,16 @@ def with_recomputation(model_fn: Callable[[], ModelSpec], pattern: str) -> Calla
         spec: Any = model_fn()
         if not isinstance(spec, ModelSpec):
             return spec  # refused by the caller
-        if networks := find_pipelines(spec.model):
+        if stages := make_placement(spec.model).devices:
             raise ValueError(
-                f"recompute={pattern!r} was given with a network of {len(networks[0])} stages, which are recomputed as "
+                f"recompute={pattern!r} was given with a network of {len(stages)} stages, which are recomputed as "
                 "a whole: give distloop.split(model, num_stages, recompute=True) in place of the setting."
             )
         if all(layer.built for top in top_layers(spec.model) for layer in top._flatten_layers()):
             find_layers(spec.model, pattern)  # else when the model is built and called
         return spec.with_functions(functools.partial(recomputing, model=spec.model, pattern=pattern))
 
-    return make if pattern else model_fn
+    return make
 
 
 def recomputing(fn: Callable[..., Any], *, model: Any, pattern: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop.distributed import splitting
+from distloop.pipeline import splitting
 from tests.problems import refused
 
 

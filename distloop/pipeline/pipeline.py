@@ -21,9 +21,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop.distributed import splitting, workers
+from distloop.distributed import workers
 from distloop.distributed.devices import short_device
-from distloop.variables import ModelRunner, is_seed, named_variables, tensorflow_variable, walk
+from distloop.pipeline import splitting
+from distloop.pipeline.stage_placement import StagePlacement
+from distloop.variables import ModelRunner, is_seed, named_variables, tensorflow_variable
 
 
 class Pipeline(ModelRunner):
@@ -34,6 +36,8 @@ class Pipeline(ModelRunner):
         parts: the modules of each stage, called one after the other.
         devices: the device of each stage, as in `GPU:0`; empty for a single stage on the default device.
     """
+
+    make_placement = StagePlacement  # where a model with such networks computes
 
     def __init__(self, whole: Any, parts: Sequence[Sequence[Any]], devices: Sequence[str] | None, recompute: bool):
         """Places the variables; use `stages` or `split`.
@@ -266,15 +270,6 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
     if len(chosen) != count:
         raise ValueError(f"devices={list(devices)} were given for {count} stages: give one for each.")
     return chosen
-
-
-def find_pipelines(model: Any) -> list[Pipeline]:
-    """Returns the networks of several stages in a model.
-
-    Args:
-        model: as in `ModelSpec`.
-    """
-    return [leaf for _, leaf in walk(model) if isinstance(leaf, Pipeline) and leaf.devices]
 
 
 def _move(variable: Any, device: str) -> None:

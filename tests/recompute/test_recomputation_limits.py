@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.graph_functions import graph_function
-from distloop.training.recomputation import recomputing
+from distloop.recompute.recomputation import recomputing
 from distloop.variables import tensorflow_variable
 
 

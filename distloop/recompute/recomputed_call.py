@@ -19,11 +19,9 @@ from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
 from distloop.layer_calls import call_context, in_call_context
-from distloop.operations import outermost
-from distloop.training.recomputation_limits import FirstCall, FirstCalls, is_continuous, refusal
+from distloop.operations import RECOMPUTED_SCOPE, outermost
+from distloop.recompute.recomputation_limits import FirstCall, FirstCalls, is_continuous, refusal
 from distloop.variables import tensorflow_variable
-
-SCOPE = "recomputed"  # the name scope of operations of a second call
 
 
 class RecomputedCall:
@@ -127,7 +125,7 @@ class RecomputedCall:
                 together: list[Any] = tf.nest.map_structure(_identity, gradients, expand_composites=True)
             return together
 
-        record.record_operation(SCOPE, list(results), sources, differentiate)
+        record.record_operation(RECOMPUTED_SCOPE, list(results), sources, differentiate)
 
     def _recompute(
         self, slopes: Sequence[Any], first_call: FirstCall
@@ -143,7 +141,7 @@ class RecomputedCall:
         """
         slopes = [slope.values if isinstance(slope, tf.IndexedSlices) else slope for slope in slopes]
         graph = tf.compat.v1.get_default_graph()
-        with tf.name_scope(SCOPE), tf.control_dependencies(slopes):
+        with tf.name_scope(RECOMPUTED_SCOPE), tf.control_dependencies(slopes):
             flat, before = self._barrier(slopes)
             arguments, options = tf.nest.pack_sequence_as(self._arguments, flat, expand_composites=True)
             sources, first = [*(flat[i] for i in self._watched), *self._reads], len(graph.get_operations())

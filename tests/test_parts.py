@@ -1,0 +1,50 @@
+"""Parts: with the folder of one gone, the loop's laws hold, and what needs it says that it is not there."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import distloop
+from tests import forked, without_part
+from tests.problems import classifier, on
+
+PROGRAM = pathlib.Path(without_part.__file__)
+
+# Each part, and what a user does that needs it.
+PARTS = {
+    "launcher": None,  # a command; nothing within a program
+    "pipeline": lambda: distloop.split,
+    "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),
+    "records": lambda: distloop.open_records,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_the_laws_of_the_loop_hold_without_a_part(part, tmp_path):
+    done = forked.run([PROGRAM, part, tmp_path / "run"], env=os.environ, timeout=120)
+    assert done.returncode == 0 and done.stdout.endswith("held\n"), done.stderr
+
+
+@pytest.mark.parametrize("part", [part for part, use in PARTS.items() if use])
+def test_what_needs_a_part_says_that_it_is_not_there(part, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(f"distloop.{part}")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, value in list(vars(distloop).items()):  # names that were used before
+        if getattr(value, "__module__", "").startswith(f"distloop.{part}."):
+            monkeypatch.delattr(distloop, name)
+    monkeypatch.delattr(distloop, part, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [without_part.Gone(part), *sys.meta_path])
+    with pytest.raises(
+        (ValueError, AttributeError), match=f"needs the part '{part}' of distloop, and there is no fold"
+    ):
+        PARTS[part]()
+
+
+def test_importing_distloop_imports_no_part():
+    program = "import sys, distloop, distloop.trainer; print([n for n in sys.modules if n.startswith('distloop.')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [part for part in PARTS if f"'distloop.{part}." in done.stdout] == []
