@@ -179,10 +179,20 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except BaseException as error:
+            if isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None:
+                raise _is_called_otherwise(method, error) from None
             _shorten(error)
             raise error
 
     return call
+
+
+def _is_called_otherwise(method: Callable[..., Any], error: TypeError) -> ValueError:
+    """Returns the error of a call whose arguments do not fit the method's parameters."""
+    signature = inspect.signature(method)
+    parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
+    shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    return ValueError(f"{method.__qualname__} was called otherwise than it is made ({error}): call it as {shown}.")
 
 
 def _shorten(error: BaseException) -> None:

@@ -35,6 +35,7 @@ from distloop.actions.action import Action, Report
 from distloop.comparison import relative_difference
 from distloop.config import Config
 from distloop.data.copies import fresh_copy
+from distloop.data.source import Data
 from distloop.distributed import strategies, workers
 from distloop.launcher import children
 from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
@@ -97,7 +98,7 @@ def run_in_workers(
 
 def assert_replica_law(
     model_fn: Callable[[], ModelSpec],
-    dataset: tf.data.Dataset,
+    dataset: Data,
     replicas: Sequence[int] = (1, 2, 4),
     *,
     steps: int = 5,
@@ -113,7 +114,7 @@ def assert_replica_law(
 
     Args:
         model_fn: as for `Trainer`; without dropout or other random numbers in training, which differ between replicas.
-        dataset: of global batches, as for `Trainer.fit`.
+        dataset: as for `Trainer.fit`; each number of replicas reads it again.
         replicas: numbers of replicas; the others are compared with the first.
         steps: number of steps to train.
         tolerance: the largest norm of a difference, relative to the norm of the values; `without_rounding_noise` gets
@@ -144,7 +145,7 @@ def assert_replica_law(
 
 def assert_same_bits(
     model_fn: Callable[[], ModelSpec],
-    dataset: tf.data.Dataset,
+    dataset: Data,
     replicas: Sequence[int] = (1, 2, 4),
     *,
     virtual_replicas: int = 4,
@@ -160,7 +161,7 @@ def assert_same_bits(
 
     Args:
         model_fn: as for `Trainer`.
-        dataset: finite, of global batches, as for `Trainer.fit`.
+        dataset: as for `Trainer.fit`; finite; each number of devices reads it again.
         replicas: numbers of devices, which divide `virtual_replicas`; the others are compared with the first.
         virtual_replicas: as `Config.virtual_replicas`.
         steps: number of steps to train.

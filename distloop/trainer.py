@@ -23,7 +23,7 @@ from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.checkpoints.tflite_file import write_tflite_file
 from distloop.config import Config
-from distloop.data.arrays import as_dataset
+from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.copies import fresh_copy
 from distloop.data.passes import Passes
 from distloop.data.source import Data, Source
@@ -119,6 +119,7 @@ class Trainer:
     def fit(
         self,
         train: Data,
+        y: Any = None,
         *,
         steps: int | None = None,
         epochs: int | None = None,
@@ -138,13 +139,15 @@ class Trainer:
             train: a dataset of global batches, a function that returns one, or one worker's part for a
                 `tf.distribute.InputContext`, a `DistributedDataset`, `PyDataset`, generator, `DataLoader`, or arrays
                 `[N, ...]`: batches of `Config.batch_size`, shuffled with `Config.seed`; `evals` take them in order.
+            y: the labels, if `train` is features alone: `fit(x, y)` is `fit((x, y))`.
             steps: the global step to end with; overrides the config's steps, epochs and until.
             epochs: instead of `steps`: the number of passes over the dataset, counted from step 0.
             until: instead of `steps`: a duration, such as "2 h" of training or "1e6 examples".
             evals: name -> data to evaluate on, every `eval_every` and at the end, or `distloop.Evaluation`.
             actions: called in order after the evaluations; see `distloop.Action`.
             writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
-            **keras_arguments: `batch_size`, `steps_per_epoch`, `class_weight`, `validation_data`, `validation_split`.
+            **keras_arguments: `batch_size`, `steps_per_epoch`, `class_weight`, `sample_weight`, `validation_data`,
+                `validation_split`.
 
         Returns:
             The last metrics, also of a run that was there already; those of evaluations as `"test/accuracy"`.
@@ -155,7 +158,7 @@ class Trainer:
             OSError: if the last checkpoint could not be written.
             SystemExit: with code 75 after an interruption; with `audit`, `memory` or `autotune_batch` without training.
         """
-        clock, data = Clock(), read_arguments(train, evals, keras_arguments)
+        clock, data = Clock(), read_arguments(train, evals, keras_arguments, y)
         tryouts.run_instead(self, data)
         check_arguments(actions, writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
@@ -209,13 +212,14 @@ class Trainer:
         """
         self._checkpoints.restore(path if path is None else os.path.expanduser(path))
 
-    def audit(self, dataset: Data) -> Audit:
+    def audit(self, dataset: Data, y: Any = None) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.
 
         `distloop.diagnostics.audit` lists the checks. One device is enough. A model that is not built yet is built.
 
         Args:
             dataset: as for `fit`; its first batches are read.
+            y: as for `fit`.
 
         Returns:
             The findings, each with `what`, `name` and `hint`; `print` shows a line for each kind.
@@ -225,16 +229,17 @@ class Trainer:
         """
         if workers.num_workers(self.strategy) > 1:
             raise ValueError("audit was called on several workers: call it in one process, without TF_CONFIG.")
-        dataset = as_dataset(dataset, self._passes.batch_size, self.config.seed)
-        source = Source(fresh_copy(dataset) if isinstance(dataset, tf.data.Dataset) else dataset, self.strategy)
+        dataset = as_dataset(with_labels(dataset, y), self._passes.batch_size, self.config.seed)
+        source = Source(fresh_copy(dataset), self.strategy)
         self._build(source)
         return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.first_microbatches)
 
-    def evaluate(self, dataset: Data) -> dict[str, float]:
+    def evaluate(self, dataset: Data, y: Any = None) -> dict[str, float]:
         """Evaluates on one pass over a dataset, with the averaged weights if there are any; changes nothing.
 
         Args:
             dataset: as for `fit`; finite.
+            y: as for `fit`.
 
         Returns:
             Name -> metric over all examples.
@@ -242,7 +247,7 @@ class Trainer:
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
         """
-        return self._evaluation(dataset)()
+        return self._evaluation(with_labels(dataset, y))()
 
     def evaluate_checkpoints(
         self, dataset: Data, *, name: str = "test", poll_secs: float = 5.0, timeout_secs: float = 0.0
@@ -343,16 +348,17 @@ class Trainer:
         write_served = write_tflite_file if suffix == ".tflite" else write_saved_model
         write_served(self.state, self._predictor.predict_fns, self._element_spec, path, keep_dtypes)
 
-    def build(self, dataset: Data) -> None:
+    def build(self, dataset: Data, y: Any = None) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.
 
         Args:
             dataset: as for `fit`.
+            y: as for `fit`.
 
         Raises:
             ValueError: if the data breaks a rule, or a layer stays without variables.
         """
-        self._build(Source(dataset, self.strategy, repeat=False, batch_size=self._passes.batch_size))
+        self._build(Source(with_labels(dataset, y), self.strategy, repeat=False, batch_size=self._passes.batch_size))
 
     def _build(self, source: Source, *, metrics: bool = True) -> Source:
         """Builds the model, and its Keras metrics if asked to, if they are not built yet; returns the data."""

@@ -258,18 +258,18 @@ def test_an_empty_dataset(verb, length):
 
 @pytest.mark.parametrize(
     "data",
-    [[1, 2], (ROWS["x"], ROWS["y"].tolist()), {name: rows.tolist() for name, rows in ROWS.items()}],
+    [[{"x": ROWS["x"]}], (ROWS["x"], None), {"x": ROWS["x"], "y": 3}],
     ids=["list", "tuple", "dict"],
 )
 @VERBS
-def test_lists_of_numbers_instead_of_arrays(verb, data):
+def test_structures_that_are_not_of_arrays_alone(verb, data):
     trainer = make_trainer()
     refused(
         verbs(trainer, data)[verb],
         f"is a {type(data).__name__}",
         "tf.data.Dataset",
-        "into arrays with np.asarray",
-        "distloop.make_dataset(arrays, batch",
+        "arrays or lists of numbers, [N, ...]",
+        "distloop.make_dataset(examples, batch_size)",
     )
     assert trainer.step == 0
 

@@ -210,3 +210,27 @@ def test_an_operation_that_fails_while_evaluating_or_predicting_raises_its_error
         trainer.evaluate(data)
     with pytest.raises(tf.errors.InvalidArgumentError, match="1000000"):
         trainer.predict(data)
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda trainer: trainer.fit(1, 2, 32), ["Trainer.fit was called otherwise", "train, y=None, *, steps=None"]),
+        (lambda trainer: trainer.fit(x=1, y=2), ["'train'", "call it as (train, y=None"]),
+        (lambda trainer: trainer.evaluate(1, verbose=0), ["'verbose'", "(dataset, y=None)"]),
+        (lambda trainer: trainer.predict(1, batch_size=8), ["'batch_size'", "(dataset, *, signature=None"]),
+    ],
+)
+def test_a_call_with_other_arguments_is_a_sentence_with_those_that_there_are(call, parts):
+    trainer = distloop.Trainer(classifier(), on(1))
+    with pytest.raises(ValueError) as found:  # noqa: PT011 - the parts are looked for
+        call(trainer)
+    assert all(part in str(found.value) for part in parts)
+
+
+def test_a_type_error_of_a_users_function_stays():
+    def model_fn():
+        len(5)
+
+    with pytest.raises(TypeError, match="has no len"):
+        distloop.Trainer(model_fn, on(1))

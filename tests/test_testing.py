@@ -79,6 +79,20 @@ def test_a_model_that_keeps_the_replica_law_passes():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["arrays", "function"])
+def test_all_data_of_fit_can_be_given(kind):
+    rows = classification(24)
+    data = rows if kind == "arrays" else lambda: tf.data.Dataset.from_tensor_slices(rows).batch(8)
+    testing.assert_replica_law(classifier(), data, replicas=(1, 2), steps=2, batch_size=8)
+
+
+def test_data_that_can_be_read_once_is_refused():
+    generator = (classification(8) for _ in range(9))
+    with pytest.raises(ValueError, match="give the function that makes it"):
+        testing.assert_replica_law(classifier(), generator, replicas=(1, 2), steps=2)
+
+
 def test_a_model_that_breaks_the_replica_law_is_an_error_that_names_the_difference():
     with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
         testing.assert_replica_law(classifier(batch_norm="plain"), data(), (1, 2), steps=3)
@@ -188,6 +202,10 @@ def assert_same_bits():
     testing.assert_same_bits(noisy(), data(), (1, 2, 4), steps=2)
 
 
+def assert_same_bits_of_arrays():
+    testing.assert_same_bits(noisy(), classification(24), (1, 2), steps=2, batch_size=8)
+
+
 def assert_same_bits_of_one_that_asks_where_it_runs():
     replica = lambda: tf.distribute.get_replica_context().replica_id_in_sync_group  # noqa: E731
     testing.assert_same_bits(noisy(lambda loss: loss + 1e-6 * tf.cast(replica(), tf.float32)), data(), (1, 2), steps=2)
@@ -207,6 +225,7 @@ def assert_same_bits_of_sums_in_series():
 @pytest.mark.slow
 def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
     forked.run_on_devices(assert_same_bits, 4)
+    forked.run_on_devices(assert_same_bits_of_arrays, 2)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
-from distloop.data.arrays import as_dataset
+from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
 from distloop.layer_calls import ReplacedCalls
 from distloop.monitoring.media import Histogram, Media
@@ -39,7 +39,7 @@ class ActivationHistograms(Action):
         """Stores the dataset.
 
         Args:
-            dataset: a `tf.data.Dataset` of batches, or NumPy arrays; every worker reads the first batch.
+            dataset: as for `Trainer.fit`; every worker reads the first batch.
             every: how often, a duration; 0: at the end only.
             rows: the number of examples, from the first of that batch.
             layers: a regular expression; only layers in whose path it is found are shown.
@@ -50,12 +50,7 @@ class ActivationHistograms(Action):
         self.every = every
         self._rows = rows
         self._pattern = re.compile(layers)
-        self._batches = as_dataset(dataset, rows)
-        if not isinstance(self._batches, tf.data.Dataset):
-            raise ValueError(
-                f"ActivationHistograms was given {type(dataset).__name__} as its data; it takes a tf.data.Dataset of "
-                "batches, or NumPy arrays: make one of them."
-            )
+        self._batches = open_batches(dataset, rows)
         self._batch: Any = None
         self._model: Any = None
         self._measure: Any = None  # compiled, for the model of the last call

@@ -1,5 +1,6 @@
 """`WorstExamples`: the action that shows the rows of an evaluation with the largest loss."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.summary import Summary
-from distloop.data.arrays import as_dataset
+from distloop.data.arrays import are_arrays
+from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Images, Media, Text
 from distloop.monitoring.records import show_number
@@ -23,12 +25,12 @@ class WorstExamples(Summary):
     Numbers of a row, such as its label, are beside its loss.
     """
 
-    def __init__(self, name: str, dataset: Any, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
+    def __init__(self, name: str, dataset: Any = None, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
         """Stores the dataset.
 
         Args:
             name: of the evaluation; the result is shown as `<name>/worst_examples`.
-            dataset: a finite `tf.data.Dataset` of batches, or NumPy arrays; every worker reads all of it.
+            dataset: as for `Trainer.fit`; finite; every worker reads all of it.
             most: the number of rows to show.
             every: how often, a duration; 0: at the end only.
             batch_size: of arrays.
@@ -36,13 +38,15 @@ class WorstExamples(Summary):
         Raises:
             ValueError: if the data is something else.
         """
-        super().__init__(f"{name}/worst_examples", self._show, every)
-        self._batches = as_dataset(dataset, batch_size)
-        if not isinstance(self._batches, tf.data.Dataset):
+        if not isinstance(name, str) or dataset is None:
+            found = "no data" if isinstance(name, str) else f"a {type(name).__name__} as a name"
             raise ValueError(
-                f"WorstExamples was given {type(dataset).__name__} as its data; it takes a tf.data.Dataset of batches, "
-                "or NumPy arrays: make one of them."
+                f"WorstExamples was given {found}: give the name of the evaluation and its data, as in "
+                "WorstExamples('test', test, every=500)."
             )
+        super().__init__(f"{name}/worst_examples", self._show, every)
+        self._open = functools.partial(open_batches, dataset, batch_size, again=every != 0)
+        self._batches = None if are_arrays(dataset) else self._open()  # arrays may change in place
         self._most = most
         self._losses_fn: Any = None  # compiled, for the model of the last call
         self._model: Any = None
@@ -53,7 +57,7 @@ class WorstExamples(Summary):
             self._model, self._losses_fn = state.model, _compile_losses(state.spec.updates[0].loss_fn)
         worst: list[tuple[float, list[tuple[str, np.ndarray]]]] = []
         with state.averaged():
-            for batch in self._batches:
+            for batch in self._batches or self._open():
                 losses = self._losses_fn(batch).numpy()  # [B]
                 largest = sorted(np.flatnonzero(losses != -np.inf), key=lambda i: _rank(losses[i]))[: self._most]
                 rows = [(float(losses[i]), _row(batch, int(i))) for i in largest]

@@ -5,6 +5,8 @@
 A copy is made by editing the dataset's graph: each shuffle gets a stream of seeds that no other iterator draws from.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
 from distloop.data.numbered import NumberedDataset
@@ -19,14 +21,17 @@ _SEEDS_INPUT = {
 _SEED_GENERATOR = "private_seed_generator"
 
 
-def fresh_copy(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def fresh_copy(dataset: Any) -> Any:
     """Returns the dataset as it was before it was first read; the same object if it does not shuffle.
 
+    Data that is no `tf.data.Dataset` is returned as it is.
     All iterators over one dataset draw their shuffle seeds from one stream, so the second one has another order. An
     iterator over a copy draws from a stream of its own. If no copy can be made, a warning says why.
     """
     if isinstance(dataset, NumberedDataset):
         return dataset.fresh()
+    if not isinstance(dataset, tf.data.Dataset):
+        return dataset
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=dataset._variant_tensor, external_state_policy=_IGNORE_EXTERNAL_STATE

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_SCALARS = (str, bytes, int, float)
+_SCALARS = (str, bytes, int, float, np.generic)
 
 
 def as_example(example: Any) -> Any:
@@ -23,7 +23,7 @@ def as_example(example: Any) -> Any:
     """
     if isinstance(example, Mapping):
         return {name: as_example(part) for name, part in example.items()}
-    if isinstance(example, tuple) or (isinstance(example, list) and not _is_rectangular(example)):
+    if isinstance(example, tuple) or (isinstance(example, list) and not is_rectangular(example)):
         parts = [as_example(part) for part in example]
         return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
     if isinstance(example, (str, bytes)):
@@ -78,10 +78,10 @@ def describe(example: Any) -> str:
     return "(" + ", ".join(describe(part) for part in example) + ")"
 
 
-def _is_rectangular(values: list[Any]) -> bool:
+def is_rectangular(values: list[Any]) -> bool:
     """Returns whether a list holds numbers or texts, or such lists of one length."""
     if all(isinstance(value, _SCALARS) for value in values):
         return True
-    if not all(isinstance(value, list) and _is_rectangular(value) for value in values):
+    if not all(isinstance(value, list) and is_rectangular(value) for value in values):
         return False
     return len({np.shape(value) for value in values}) == 1

@@ -69,9 +69,9 @@ class Feed:
         """Raises a ValueError if the data can be read only once."""
         if not self._reader.restarts:
             raise ValueError(
-                "The data given is an iterator, which cannot be read again from an earlier batch (as "
-                "on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the function that "
-                "makes it, without calling it."
+                "The data given is an iterator, which cannot be read again from an earlier batch (as several "
+                "evaluations, on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the "
+                "function that makes it, without calling it."
             )
 
     def first_rows(self) -> Any:

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from distloop.data.arrays import as_dataset
 from distloop.data.feeds import Feed, make_feed
 from distloop.data.numbered import NumberedDataset, NumberedFeed
+
+EACH_AN_ARRAY = "arrays or lists of numbers, [N, ...], alone or in a dict, tuple or list"
 
 
 class WorkerContext(tf.distribute.InputContext):
@@ -104,13 +107,32 @@ def open_data(
     else:
         raise ValueError(
             f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
-            "function of tf.distribute.InputContext that returns one, NumPy arrays, [N, ...], alone or in a dict, "
-            "tuple or list, or batches from a PyDataset, a generator, a Grain dataset or a DataLoader: turn lists of "
-            "numbers into arrays with np.asarray, or make a dataset with distloop.make_dataset(arrays, batch_size)."
+            f"function of tf.distribute.InputContext that returns one, {EACH_AN_ARRAY}, or batches from a PyDataset, a "
+            "generator, a Grain dataset or a DataLoader: give a list of batches as lambda: iter(batches), and a list "
+            "of examples to distloop.make_dataset(examples, batch_size)."
         )
     dataset = dataset.take(limit) if limit else dataset
     dataset = dataset.cache() if is_cached else dataset
     return OpenedData(dataset, feed, takes_context, begins_anywhere=feed is not None and not (limit or is_cached))
+
+
+def open_batches(data: Any, batch_size: int, *, again: bool = False) -> tf.data.Dataset:
+    """Returns any data as a dataset of one pass over its global batches, all of which this worker reads.
+
+    Args:
+        data: as for `Trainer.fit`.
+        batch_size: of arrays.
+        again: whether it is read more than once.
+
+    Raises:
+        ValueError: if the data is of no kind that `fit` takes, TensorFlow has split it, or it can be read only once.
+    """
+    opened = open_data(as_dataset(data, batch_size), 1, 0)
+    if isinstance(opened.dataset, tf.distribute.DistributedDataset):
+        raise ValueError("The data given is a DistributedDataset, which TensorFlow has split: give the plain dataset.")
+    if again and opened.feed is not None:
+        opened.feed.require_restart()
+    return opened.dataset
 
 
 def _takes_argument(fn: Callable[..., Any]) -> bool:

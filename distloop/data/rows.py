@@ -351,7 +351,13 @@ def _column(array: Any) -> Any:
             f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset "
             "one source, as source['train'] of a dict of sources, or a distloop.Mixture of several."
         )
-    tensor = tf.constant(np.asarray(array))
+    try:
+        tensor = tf.constant(np.asarray(array))
+    except (TypeError, ValueError) as error:  # such as a frame of several types
+        raise ValueError(
+            f"An array of type {np.asarray(array).dtype} was given; distloop takes numbers, truth values or texts, one "
+            "type in an array: convert it with astype, or give the columns of a frame by name, as dict(frame)."
+        ) from error
     if not tensor.shape.rank:
         raise ValueError(
             f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of "

@@ -16,8 +16,8 @@ from typing import Any, TypedDict
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.arrays import are_arrays
-from distloop.data.make_dataset import make_dataset
+from distloop.data.arrays import are_arrays, are_same_arrays, as_arrays, as_dataset, with_labels
+from distloop.data.opening import EACH_AN_ARRAY
 from distloop.data.source import Data
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
@@ -26,9 +26,7 @@ _OF_FIT = ("steps", "epochs", "until", "evals", "actions", "writers")
 
 # Other arguments of Keras's fit, and names that people try: what to give instead.
 _INSTEAD = {
-    "x": "give the data first, as in fit((x, y), epochs=2)",
-    "y": "give one tuple, as in fit((x, y), epochs=2)",
-    "sample_weight": "give one tuple, as in fit((x, y, sample_weight), epochs=2)",
+    "x": "give the data first, as in fit(x, y, epochs=2)",
     "callbacks": "give actions=[distloop.from_callback(callback)]",
     "verbose": "set Config(console='quiet'), or 'lines'",
     "shuffle": "fit shuffles arrays by Config(seed=...); for another order give distloop.make_dataset(arrays, size)",
@@ -41,6 +39,7 @@ _INSTEAD = {
     "use_multiprocessing": "set it in the PyDataset",
     "max_queue_size": "set it in the PyDataset",
 }
+_OWN_BATCHES = "has batches of its own: leave batch_size out."
 _EVALS = "did you mean evals, as in evals={'val': dataset}"
 _INSTEAD |= dict.fromkeys(("eval", "validation", "val", "val_data", "valid", "test", "test_data", "eval_data"), _EVALS)
 
@@ -55,6 +54,7 @@ class KerasArguments(TypedDict, total=False):
             batches `(x, y)` or `(x, y, sample_weight)` with labels `[B]`, `[B, 1]`, or one-hot `[B, C]`.
         validation_data: evaluated as `evals={"val": validation_data}`.
         validation_split: the part of the arrays, from their end, that is not trained on, but evaluated as "val".
+        sample_weight: of arrays, as in `(x, y, sample_weight)`.
     """
 
     batch_size: int | None
@@ -62,6 +62,7 @@ class KerasArguments(TypedDict, total=False):
     class_weight: Mapping[int, float] | None
     validation_data: Any
     validation_split: float
+    sample_weight: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ class FitData:
         batch_size: of arrays; None: the config's.
         steps_per_epoch: None: those of a pass over the data.
         map_batch: adds class weights to a batch; None: there are none.
-        asked_for: the arguments that it was made from: equal ones ask for the same data to train on.
+        asked_for: the arguments that it was made from: equal ones ask for the same data to train on, and of arrays the
+            same ones do, though other values may be in them now.
     """
 
     train: Data
@@ -95,16 +97,21 @@ class FitData:
 
     def is_asked_for(self, asked_for: tuple[Any, ...]) -> bool:
         """Returns whether these arguments ask for this data to train on; of arrays, whether they are the same ones."""
-        return bool(asked_for) and _is_same(asked_for[0], self.asked_for[0]) and asked_for[1:] == self.asked_for[1:]
+        if not asked_for or asked_for[1:] != self.asked_for[1:]:
+            return False
+        return asked_for[0] is self.asked_for[0] or are_same_arrays(asked_for[0], self.asked_for[0])
 
 
-def read_arguments(train: Data, evals: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> FitData:
+def read_arguments(
+    train: Data, evals: Mapping[str, Any] | None, arguments: Mapping[str, Any], y: Any = None
+) -> FitData:
     """Returns the data that `fit` was asked to train and evaluate on.
 
     Args:
         train: the data.
         evals: by name, as `fit` takes them.
         arguments: the others, by name: `KerasArguments`.
+        y: the labels, if `train` is features alone.
 
     Raises:
         ValueError: if an argument is unknown or not possible with this data.
@@ -116,15 +123,19 @@ def read_arguments(train: Data, evals: Mapping[str, Any] | None, arguments: Mapp
             raise ValueError(f"fit was given {name}=..., which it does not have: {_hint(name)}.")
     given = {name: value for name, value in arguments.items() if value is not None}
     steps_per_epoch, batch_size = _whole(given, "steps_per_epoch"), _whole(given, "batch_size")
-    if batch_size and not are_arrays(train) and not callable(train):
+    train = with_labels(train, y, given.get("sample_weight"))
+    arrays = as_arrays(train)
+    if batch_size and arrays is None and not callable(train):
+        is_structure = isinstance(train, (list, tuple, Mapping))
         raise ValueError(
-            f"fit was given batch_size={batch_size} and a {type(train).__name__}, which has batches of its own: leave "
-            "batch_size out."
+            f"fit was given batch_size={batch_size} and a {type(train).__name__}, which "
+            + (f"is not of arrays alone: give {EACH_AN_ARRAY}." if is_structure else _OWN_BATCHES)
         )
     class_weight, split = given.get("class_weight"), given.get("validation_split", 0.0)
     map_batch = None if class_weight is None else _class_weigher(class_weight, train)
     asked_for = (train, batch_size, steps_per_epoch, class_weight, split)
     validation = given.get("validation_data")
+    train = train if arrays is None else arrays
     if split and validation is None:  # which takes precedence in Keras
         train, validation = _split(train, split)
     if validation is not None:
@@ -133,19 +144,10 @@ def read_arguments(train: Data, evals: Mapping[str, Any] | None, arguments: Mapp
                 f"fit was given validation data and evals with the name {EVALUATION!r}, which it is reported under: "
                 "give either, or another name."
             )
-        if isinstance(validation, (list, tuple)):
-            validation = tuple(np.asarray(part) if isinstance(part, list) else part for part in validation)
-        if batch_size and are_arrays(validation):
-            validation = make_dataset(validation, batch_size)
+        if batch_size:
+            validation = as_dataset(validation, batch_size)
         evals = {**(evals or {}), EVALUATION: validation}
     return FitData(train, dict(evals or {}), batch_size, steps_per_epoch, map_batch, asked_for)
-
-
-def _is_same(data: Any, other: Any) -> bool:
-    """Returns whether two arguments are one object, or structures of the same arrays."""
-    if are_arrays(data) and are_arrays(other):
-        return bool(tf.nest.map_structure(id, data) == tf.nest.map_structure(id, other))
-    return data is other
 
 
 def _hint(name: str) -> str:
@@ -183,7 +185,6 @@ def _split(train: Data, part: float) -> tuple[Any, Any]:
             f"fit was given validation_split={part!r} and {num_rows} rows; it is a part between 0 and 1 that leaves "
             "rows for both: give another."
         )
-    train = tuple(train) if isinstance(train, list) else train
     first = tf.nest.map_structure(lambda array: array[:num_trained], train)
     return first, tf.nest.map_structure(lambda array: array[num_trained:], train)
 

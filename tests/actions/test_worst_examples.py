@@ -66,9 +66,27 @@ def test_ragged_rows_of_weight_0_are_left_out():
     assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["3", "1.5"]
 
 
-def test_data_that_cannot_be_read_twice_is_refused():
-    with pytest.raises(ValueError, match="WorstExamples was given .* as its data; it takes a tf.data.Dataset"):
-        distloop.WorstExamples("test", iter([1]))
+def test_data_that_cannot_be_read_again_is_refused_if_it_has_to_be():
+    rows = [np.array([1.0, 2.0])] * 2
+    with pytest.raises(ValueError, match="give the function that makes it"):
+        distloop.WorstExamples("test", iter(rows), every=1)
+    for data in iter(rows), lambda: iter(rows):
+        _, media = show(distloop.WorstExamples("test", data), lambda batch, training: {"loss": batch})
+        assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["2", "2", "1", "1"]
+
+
+def test_arrays_that_change_in_place_are_shown_as_they_are():
+    rows = np.array([1.0, 2.0])
+    action = distloop.WorstExamples("test", rows)
+    rows[0] = 5
+    _, media = show(action, lambda batch, training: {"loss": batch})
+    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["5", "2"]
+
+
+@pytest.mark.parametrize("arguments", [["test"], [np.zeros(3)]])
+def test_the_name_and_the_data_are_both_needed(arguments):
+    with pytest.raises(ValueError, match=r"WorstExamples\('test', test, every=500\)"):
+        distloop.WorstExamples(*arguments)
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 import math
 import os
 
+import h5py
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.arrays import are_arrays, as_dataset
+from distloop.data.arrays import are_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.make_dataset import make_dataset
 from distloop.data.source import Source
 from tests.problems import (
@@ -135,14 +137,133 @@ def test_a_list_of_arrays_gives_batches_that_are_tuples():
     [
         (np.zeros(3), True),
         ((np.zeros(3), {"y": np.zeros(3)}), True),
-        ([1, 2], False),
-        ((np.zeros(3), [1, 2, 3]), False),
+        ([1, 2], True),
+        ((np.zeros(3), [1, 2, 3]), True),
+        ([np.zeros(3), [np.zeros(3), [1, 2, 3]]], True),
+        ({"x": tf.zeros([3]), "y": tf.Variable([1, 2, 3])}, True),
+        ([(np.zeros(3), np.zeros(3))], False),  # a list of batches
+        ([{"x": np.zeros(3)}], False),
+        ((1, 2), False),
+        ((np.zeros(3), None), False),
+        (tf.data.Dataset.range(3), False),
+        (lambda: np.zeros(3), False),
         ({}, False),
+        ([], False),
         (None, False),
     ],
 )
 def test_are_arrays_is_true_for_structures_of_arrays_alone(data, expected):
     assert are_arrays(data) == expected
+
+
+class Frame:
+    """Has what is used of a frame of pandas."""
+
+    iloc, shape = None, (3, 2)
+
+    def to_numpy(self):
+        return np.arange(6).reshape(3, 2)
+
+    __array__ = to_numpy
+
+
+class Foreign:
+    """Has what is used of a tensor of PyTorch or JAX."""
+
+    shape = (2,)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([3.0, 4.0], dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (tf.constant([[1.0], [2.0]]), np.array([[1.0], [2.0]], np.float32)),
+        (tf.Variable([1, 2]), np.array([1, 2], np.int32)),
+        ([[1.5, 2.0], [3.0, 4.0]], np.array([[1.5, 2.0], [3.0, 4.0]], np.float32)),
+        ([1, 2], np.array([1, 2])),
+        ([np.float64(1.5), np.float64(2)], np.array([1.5, 2.0], np.float32)),
+        (["a", "bc"], np.array(["a", "bc"], object)),
+        (Frame(), np.arange(6).reshape(3, 2)),
+        (Foreign(), np.array([3.0, 4.0])),
+    ],
+)
+def test_what_holds_rows_becomes_an_array(given, expected):
+    array = as_arrays(given)
+    assert type(array) is np.ndarray and array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+
+
+def test_arrays_on_disk_stay_there(tmp_path):
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = np.arange(8.0)
+        arrays = as_arrays((file["x"], np.memmap(tmp_path / "rows", np.int8, "w+", shape=(8,))))
+        assert isinstance(arrays[0], h5py.Dataset) and isinstance(arrays[1], np.memmap)
+        assert next(iter(as_dataset(arrays, 3)))[0].numpy().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("given", [tf.ragged.constant([[1], [2, 3]]), tf.sparse.from_dense(np.eye(3))])
+def test_ragged_and_sparse_arrays_are_refused_with_what_to_do(given):
+    with pytest.raises(ValueError, match="distloop takes dense ones.*from_tensor_slices"):
+        as_arrays((given, np.zeros(3)))
+
+
+def test_arrays_of_several_types_are_refused():
+    with pytest.raises(ValueError, match="array of type object was given.*astype"):
+        as_dataset(np.array([[1, "a"], [2, "b"]], object)[:, ::-1], 2)
+
+
+def test_labels_and_weights_join_their_features():
+    x, y, w = np.zeros(3), [1, 2, 3], np.ones(3)
+    assert with_labels(x) is x
+    assert with_labels(x, y) == (x, y) and with_labels(x, y, w) == (x, y, w)
+    with pytest.raises(ValueError, match="Labels were given beside a .*Dataset.*labels of their own"):
+        with_labels(tf.data.Dataset.range(3), y)
+    with pytest.raises(ValueError, match="without y"):
+        with_labels(x, None, w)
+    with pytest.raises(ValueError, match="A float was given as the labels"):
+        with_labels(x, 0.5)
+
+
+@pytest.mark.slow
+def test_x_and_y_apart_are_the_tuple_of_both():
+    model_fn, (x, y) = supervised_classifier(), labelled(40)
+    ends = []
+    for data in [(x, y), ((x, y),), (x, y.tolist()), ([x, tf.constant(y)],)]:
+        trainer = distloop.Trainer(model_fn, on(1, batch_size=16))
+        trainer.build(*data)
+        trainer.fit(*data, steps=2)
+        assert trainer.step == 2
+        trainer.fit(*data, steps=4)  # goes on in the same arrays
+        ends.append([everything(trainer), trainer.evaluate(*data)])
+    for end in ends[1:]:
+        assert_equal(end[0], ends[0][0])
+        assert end[1] == ends[0][1]
+    assert distloop.Trainer(model_fn, on(1, batch_size=16)).audit(x, y).findings == ()
+
+
+def test_sample_weights_are_an_argument_too():
+    x, y = labelled(32)
+    weighted, plain = (distloop.Trainer(supervised_classifier(), on(1, batch_size=16)) for _ in range(2))
+    weighted.fit(x, y, sample_weight=np.arange(32.0), steps=2)
+    plain.fit((x, y, np.arange(32.0)), steps=2)
+    assert_equal(everything(weighted), everything(plain))
+
+
+def labelled(count):
+    rows = classification(count)
+    return rows["x"], rows["label"]
+
+
+def supervised_classifier():
+    def model_fn():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4, name="logits")], name="net")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return distloop.supervised(model, loss, keras.optimizers.SGD(0.1))
+
+    return model_fn
 
 
 def run(data, workdir="", steps=9, replicas=2, **settings):
@@ -249,12 +370,20 @@ def test_arrays_are_batched_by_the_batch_of_a_replica():
     assert [len(part) for part in trainer.stream_predictions(classification(40))] == [16, 16, 8]
 
 
-def test_lists_of_numbers_are_refused():
+def test_lists_of_numbers_train_as_their_arrays():
+    rows = classification(16)
+    ends = []
+    for data in rows, {"x": rows["x"].tolist(), "label": rows["label"].tolist()}:
+        trainer = distloop.Trainer(classifier(), on(1, batch_size=8))
+        trainer.fit(data, steps=3)
+        ends.append(everything(trainer))
+    assert_equal(*ends)
+
+
+def test_a_list_of_batches_is_refused_with_what_to_do():
     trainer = distloop.Trainer(classifier(), on(1))
-    with pytest.raises(
-        ValueError, match="is a dict; distloop takes .* turn lists of numbers into arrays with np.asarray"
-    ):
-        trainer.fit({"x": [[0.0] * 8] * 4, "label": [0, 1, 2, 3]}, steps=1)
+    with pytest.raises(ValueError, match=r"is a list; distloop takes .* batches as lambda: iter\(batches\)"):
+        trainer.fit([classification(4), classification(4)], steps=1)
 
 
 def test_arrays_of_different_lengths_are_refused_by_fit():

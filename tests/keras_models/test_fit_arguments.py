@@ -114,7 +114,7 @@ def test_other_names_of_evals_are_recognized(name):
     [
         ("callbacks", "actions=[distloop.from_callback(callback)]"),
         ("verbose", "Config(console="),
-        ("y", "one tuple"),
+        ("x", "as in fit(x, y, epochs=2)"),
         ("step", "did you mean steps"),
         ("epoch", "did you mean epochs"),
         ("validation_datas", "did you mean validation_data"),
@@ -130,6 +130,7 @@ def test_arguments_that_fit_does_not_have_are_refused_with_what_to_give(name, pa
     ("train", "arguments", "part"),
     [
         (batches(X), {"batch_size": 8}, "has batches of its own"),
+        ((X, object()), {"batch_size": 8}, "is not of arrays alone: give arrays or lists of numbers"),
         (ARRAYS, {"batch_size": 0}, "batch_size=0; it takes a whole number"),
         (ARRAYS, {"steps_per_epoch": 1.5}, "steps_per_epoch=1.5; it takes a whole number"),
         (batches(X), {"validation_split": 0.1}, "only arrays can be split"),
