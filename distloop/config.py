@@ -11,8 +11,8 @@ import difflib
 import functools
 import itertools
 import math
-import numbers
 import os
+import re
 import textwrap
 from collections.abc import Collection
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -349,8 +349,8 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
         raise ValueError(
-            f"{field.name}={value!r} is not allowed: give {_allowed(field)}, or leave it out for the default, "
-            f"{field.default!r}."
+            f"{field.name}={durations.shown(value)} is not allowed: give {_allowed(field)}, or leave it out for the "
+            f"default, {field.default!r}."
         )
     return os.path.expanduser(converted) if field.name in _PATHS else converted
 
@@ -360,16 +360,12 @@ def _converted(kind: Any, value: Any) -> Any:
     if kind == int | str:
         return durations.normalize(value)
     if kind == CountOrAuto and isinstance(value, str):
-        return "auto" if value == "auto" else int(value) if value.isdecimal() else None
+        return "auto" if value == "auto" else int(value) if re.fullmatch(r"\d{1,18}", value) else None
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is str:
         return os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return None
-    if kind in (int, CountOrAuto) and value != math.floor(value):
-        return None
-    return float(value) if kind is float else int(float(value))
+    return durations.finite_number(value) if kind is float else durations.whole_number(value)
 
 
 def _allowed(field: dataclasses.Field[Any]) -> str:

@@ -22,6 +22,8 @@ ALLOWED = (
     "'2 h' or '25 %' of the run"
 )
 
+MOST_STEPS = 2**63  # above what TensorFlow counts in an int64
+
 _SECS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _COUNTS = {"": "steps", "%": "%"} | {
     unit[: len(unit) - s]: unit for unit in ("steps", "epochs", "examples") for s in (0, 1)
@@ -120,30 +122,58 @@ def parse(value: int | str) -> Duration:
     Raises:
         ValueError: for anything else.
     """
-    match = _FORM.fullmatch(str(value))
-    if match:
-        number, unit = float(match[1]), match[2]
+    steps = whole_number(value)
+    if steps is not None and steps >= 0:
+        return Duration(float(steps), "steps")
+    match = _FORM.fullmatch(value) if isinstance(value, str) else None
+    if match and (number := float(match[1])) < MOST_STEPS:
+        unit = match[2]
         if unit in _SECS:
             return Duration(number * _SECS[unit], "secs")
         name = _COUNTS.get(unit)
-        if name is not None and (name != "steps" or number == int(number)):
+        if name is not None and (name != "steps" or number.is_integer()):
             return Duration(number, name)
-    raise ValueError(f"The duration {value!r} was given: give {ALLOWED}.")
+    raise ValueError(f"The duration {shown(value)} was given: give {ALLOWED}.")
 
 
 def normalize(value: Any) -> int | str | None:
     """Returns a duration as settings hold it: a number of steps, or a text with another unit; None if it is none."""
-    if isinstance(value, bool) or not isinstance(value, str | numbers.Real):
-        return None
     try:
-        amount, unit = parse(str(value))
+        amount, unit = parse(value)
     except ValueError:
         return None
-    return int(amount) if unit == "steps" or not amount else str(value)
+    return whole_number(value) or int(amount) if unit == "steps" or not amount else str(value)
+
+
+def whole_number(value: Any) -> int | None:
+    """Returns a whole number, which may be a float or NumPy's, as an int; None if it is none, or counts no steps."""
+    number = finite_number(value)
+    return int(value) if number is not None and number.is_integer() and abs(number) < MOST_STEPS else None
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns a number as a float; None if it is none, or not finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):  # 10**400; a NaN of `decimal`
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error message shows it: in 100 letters at most."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python writes no more than 4,300 digits
+        return "a number of more than 4,300 digits"
 
 
 def _whole(steps: float) -> int:
     """Returns a number of steps rounded up, but for the last bits of the arithmetic."""
+    if not steps < MOST_STEPS:
+        raise ValueError(f"A duration of {steps:g} steps was given; a run has fewer than {MOST_STEPS:g}: give less.")
     return math.ceil(steps * (1 - 1e-12))
 
 
@@ -155,10 +185,10 @@ def profile_window(text: str) -> tuple[int, int]:
     """
     if not text:
         return 0, 0
-    start, _, stop = text.partition(":")
-    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+    match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)
+    if not match or int(match[1]) >= int(match[2]):
         raise ValueError(
-            f"profile={text!r} is not allowed: give two whole numbers, the smaller one first, as in profile=100:110 "
-            "for the steps after 100, up to 110."
+            f"profile={shown(text)} is not allowed: give two whole numbers, the smaller one first, as in "
+            "profile=100:110 for the steps after 100, up to 110."
         )
-    return int(start), int(stop)
+    return int(match[1]), int(match[2])

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distloop.distributed import environment
+from distloop.durations import shown, whole_number
 
 _FUNCTION, _RESULT, _ERROR = "function.pkl", "result.pkl", "error-{}.txt"
 
@@ -44,8 +45,8 @@ def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, worke
         ValueError: if cloudpickle is missing, or the function cannot be copied.
         RuntimeError: if a worker failed, with its error.
     """
-    if workers < 1:
-        raise ValueError(f"notebook_launch was given workers={workers}: give 1 or more.")
+    if (whole_number(workers) or 0) < 1:
+        raise ValueError(f"notebook_launch was given workers={shown(workers)}: give 1 or more.")
     with tempfile.TemporaryDirectory(prefix="distloop-") as directory:
         with open(os.path.join(directory, _FUNCTION), "wb") as file:
             file.write(_pickle(fn, args))

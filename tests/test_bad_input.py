@@ -709,3 +709,45 @@ def test_labels_that_are_no_number_of_a_class_are_named(label):
     trainer = distloop.Trainer(classifier(), on(1, batch_size=8))
     refused(lambda: trainer.fit(rows, steps=1), sentence)
     refused(lambda: trainer.evaluate(rows), sentence)
+
+
+ROWS = np.zeros((8, 2), "float32")
+TAKE_A_NUMBER = {
+    "make_schedule(steps)": lambda value: distloop.make_schedule(0.1, value),
+    "make_schedule(peak)": lambda value: distloop.make_schedule(value, 10),
+    "make_schedule(warmup)": lambda value: distloop.make_schedule(0.1, 10, warmup=value),
+    "make_schedule(drop_at)": lambda value: distloop.make_schedule(0.1, 10, decay="step", drop_at=[value]),
+    "scale_learning_rate": lambda value: distloop.scale_learning_rate(0.1, value),
+    "Evaluation(every)": lambda value: distloop.Evaluation(ROWS, every=value),
+    "Evaluation(batches)": lambda value: distloop.Evaluation(ROWS, batches=value),
+    "SaveBest(keep)": lambda value: distloop.SaveBest("loss", keep=value),
+    "StopEarly(patience)": lambda value: distloop.StopEarly("loss", patience=value),
+    "StopEarly(min_delta)": lambda value: distloop.StopEarly("loss", min_delta=value),
+    "Export(keep)": lambda value: distloop.Export(print, "exports", keep=value),
+    "LossScaleOptimizer(growth_steps)": lambda value: distloop.LossScaleOptimizer(
+        keras.optimizers.SGD(), growth_steps=value
+    ),
+    "LossScaleOptimizer(max_scale)": lambda value: distloop.LossScaleOptimizer(keras.optimizers.SGD(), max_scale=value),
+    "Mixture(weights)": lambda value: distloop.Mixture({"a": ROWS, "b": ROWS}, {"a": value, "b": 1}),
+    "make_dataset(batch_size)": lambda value: distloop.make_dataset(ROWS, value),
+    "make_dataset(seed)": lambda value: distloop.make_dataset(ROWS, 2, seed=value),
+    "pack(length)": lambda value: distloop.pack([ROWS[0]] * 4, value, lengths=[2] * 4),
+    "from_callback(every)": lambda value: distloop.from_callback(keras.callbacks.Callback(), value),
+    "notebook_launch(workers)": lambda value: distloop.notebook_launch(print, workers=value),
+}
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, 10**5_000, float("inf"), float("nan"), "1e400", 1j, None, [1]], ids=range(8)
+)
+@pytest.mark.parametrize("call", TAKE_A_NUMBER)
+def test_what_is_no_number_that_a_float_can_hold_is_refused_in_a_sentence(call, value):
+    if not (call == "Evaluation(every)" and value is None):  # as Config(eval_every) says
+        refused(lambda: TAKE_A_NUMBER[call](value), "give" if "notebook" in call else "given")
+
+
+@pytest.mark.parametrize(
+    "length", [dict(steps=10**400), dict(epochs=10**5_000), dict(steps=2**63), dict(until="1e400")]
+)
+def test_a_length_that_no_run_can_count_is_refused(length):
+    refused(lambda: distloop.Trainer(classifier(), on(1)).fit(classification(8), **length), "fit was given")

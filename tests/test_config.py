@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import math
 import pathlib
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -128,3 +130,23 @@ def test_a_setting_that_does_not_exist_is_refused_with_what_may_be_meant():
     with pytest.raises(ValueError, match="'step' is no setting of distloop: did you mean steps"):
         Config(step=3)
     assert copy.deepcopy(pickle.loads(pickle.dumps(Config(steps=3)))) == Config(steps=3)
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, 10**5_000, "1e400", "9" * 5_000, math.inf, math.nan, Fraction(10**400), 1j], ids=range(8)
+)
+@pytest.mark.parametrize("name", [name for name, field in fields().items() if field.type not in (str, bool)])
+def test_a_number_that_no_float_can_hold_fails_in_one_sentence(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}=.{{1,100}} is not allowed: give .* or leave it out") as caught:
+        Config(**{name: value})
+    assert len(str(caught.value)) < 500
+
+
+def test_whole_numbers_above_those_of_a_float_stay_exact():
+    assert Config(steps=2**53 + 1).steps == 2**53 + 1
+
+
+@pytest.mark.parametrize("text", [f"1:{'9' * 5_000}", "1:2:3", "5:5", ":", "-1:3"])
+def test_a_profile_of_other_steps_fails_in_one_sentence(text):
+    with pytest.raises(ValueError, match=r"^profile='.{1,100} is not allowed: give two whole numbers"):
+        Config(profile=text, workdir="run")

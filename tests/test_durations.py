@@ -3,7 +3,7 @@
 import pytest
 
 import distloop
-from distloop.durations import Duration, Period, Units, parse
+from distloop.durations import Duration, Period, Units, normalize, parse
 
 UNITS = Units(lambda: 40, lambda: 64, Period(steps=1_000))
 
@@ -118,3 +118,23 @@ def test_durations_that_are_not_given_have_defaults_of_their_own():
 def test_a_period_is_over_after_its_steps_or_its_seconds():
     assert [Period(steps=9).is_over(step, 99.0) for step in (8, 9, 10)] == [False, True, True]
     assert [Period(secs=9.0).is_over(99, secs) for secs in (8.0, 9.0, 10.0)] == [False, True, True]
+
+
+HUGE = ["1e400", "1e999 steps", "1e19 epochs", 10**400, 10**5_000, "9" * 5_000, 2**63, 1e19]
+
+
+@pytest.mark.parametrize("value", HUGE, ids=range(len(HUGE)))
+def test_more_than_a_run_can_count_is_refused_in_a_sentence(value):
+    with pytest.raises(ValueError, match=r"^The duration .{1,100} was given: give a number of steps") as caught:
+        parse(value)
+    assert len(str(caught.value)) < 400
+    assert normalize(value) is None
+
+
+def test_a_product_that_no_run_can_count_is_refused():
+    with pytest.raises(ValueError, match=r"^A duration of 2e\+19 steps was given; a run has fewer than 9.22337e\+18"):
+        Units(steps_per_epoch=lambda: 20).period("1e18 epochs")
+
+
+def test_steps_above_the_whole_numbers_of_a_float_stay_exact():
+    assert normalize(2**53 + 1) == 2**53 + 1

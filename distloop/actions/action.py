@@ -362,7 +362,9 @@ def check_actions(actions: Sequence[Action]) -> None:
                 "`action.every = '1 epoch'`, or give a Keras callback as distloop.from_callback(callback)."
             )
         if action.every is not None and durations.normalize(action.every) is None:
-            raise ValueError(f"The action {action!r} has every={action.every!r}: give {durations.ALLOWED}, or None.")
+            raise ValueError(
+                f"The action {action!r} has every={durations.shown(action.every)}: give {durations.ALLOWED}, or None."
+            )
     if len(metrics := metrics_to_restore(actions)) > 1:
         raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
 

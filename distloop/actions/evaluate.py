@@ -49,10 +49,14 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.every is not None and durations.normalize(self.every) is None:
-            raise ValueError(f"Evaluation was given every={self.every!r}: give {durations.ALLOWED}, or None.")
-        batches: Any = self.batches
-        if isinstance(batches, bool) or not isinstance(batches, numbers.Integral) or batches < 0:
-            raise ValueError(f"Evaluation was given batches={self.batches!r}; give a whole number, 0 for all.")
+            raise ValueError(
+                f"Evaluation was given every={durations.shown(self.every)}: give {durations.ALLOWED}, or None."
+            )
+        batches = durations.whole_number(self.batches)
+        if not isinstance(self.batches, numbers.Integral) or batches is None or batches < 0:
+            raise ValueError(
+                f"Evaluation was given batches={durations.shown(self.batches)}; give a whole number, 0 for all."
+            )
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
         if self.rows_fn is not None and not callable(self.rows_fn):

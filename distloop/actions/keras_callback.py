@@ -147,8 +147,8 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
         raise ValueError(f"from_callback was given {callback!r}; it takes a keras.callbacks.Callback.")
     if (period := durations.normalize(every)) is None:
         raise ValueError(
-            f"from_callback was given every={every!r}; it takes the steps of an epoch, a whole number, or another "
-            "duration, such as '1 epoch'."
+            f"from_callback was given every={durations.shown(every)}; it takes the steps of an epoch, a whole number, "
+            "or another duration, such as '1 epoch'."
         )
     for kind in type(callback).__mro__:
         if kind.__module__.startswith("keras.") and kind.__name__ in _REPLACEMENTS:

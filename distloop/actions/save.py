@@ -7,6 +7,7 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves
 from distloop.actions.schedule import Plan
+from distloop.durations import shown, whole_number
 from distloop.log import log
 
 
@@ -155,5 +156,5 @@ def check_best(action_name: str, mode: str, keep: int = 1) -> None:
         raise ValueError(
             f"mode={mode!r} was given to {action_name}; say 'min' if smaller is better, 'max' if larger is."
         )
-    if keep < 1:
-        raise ValueError(f"keep={keep} was given to {action_name}; it keeps 1 at least.")
+    if (whole_number(keep) or 0) < 1:
+        raise ValueError(f"keep={shown(keep)} was given to {action_name}; it keeps 1 at least.")

@@ -6,6 +6,7 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopTraining
 from distloop.actions.save import SaveBest, check_best
+from distloop.durations import finite_number, shown, whole_number
 
 
 class StopEarly(Action):
@@ -31,8 +32,10 @@ class StopEarly(Action):
             ValueError: for another mode, or a patience below 1.
         """
         check_best("StopEarly", mode)
-        if patience < 1:
-            raise ValueError(f"patience={patience} was given to StopEarly; it waits for 1 measurement at least.")
+        if (whole_number(patience) or 0) < 1:
+            raise ValueError(f"patience={shown(patience)} was given to StopEarly; it waits for 1 measurement at least.")
+        if (delta := finite_number(min_delta)) is None or delta < 0:
+            raise ValueError(f"min_delta={shown(min_delta)} was given to StopEarly; give a number, 0 or more.")
         self.name = f"StopEarly({metric})"
         self.metric = metric
         self.patience = patience

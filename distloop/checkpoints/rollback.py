@@ -43,7 +43,7 @@ class Rollback:
             self._blamed.append(batch)
             return None
         if self._blamed and len(self._blamed) == self._max_tries - 1:
-            batch = max((earlier for earlier in range(batch) if earlier not in skipped), default=0)
+            batch = next((earlier for earlier in reversed(range(batch)) if earlier not in skipped), 0)
             skipped = skipped - set(self._blamed)
         self._blamed.append(batch)
         return batch, skipped | {batch}

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from distloop.data.order import Order, permute
 from distloop.distributed.devices import HOST
+from distloop.durations import shown, whole_number
 
 _WINDOW_BATCHES = 100
 _KEPT_WINDOWS = 4  # several threads read batches near each other
@@ -131,7 +132,10 @@ def by_length(order: Order, lengths: np.ndarray, pad_to: Sequence[int]) -> Lengt
             f"lengths of {lengths.dtype.name} {list(lengths.shape)} were given for {order.num_rows:,} rows; give the "
             "length of each row, an integer of 0 or more."
         )
-    widths = tuple(sorted(int(width) for width in pad_to))
+    given = [whole_number(width) for width in pad_to]
+    widths = tuple(sorted(width for width in given if width is not None))
+    if len(widths) < len(given):
+        raise ValueError(f"pad_to={shown(pad_to)} was given; it takes lengths, whole numbers.")
     if widths and (longest := int(lengths.max())) > widths[-1]:
         raise ValueError(
             f"The longest row has {longest}, and pad_to ends at {widths[-1]}: add {longest} to pad_to, or cut rows."

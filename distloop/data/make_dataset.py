@@ -5,7 +5,6 @@
 It does not know replicas or places in the data.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from distloop.data.mixtures import Mixture, by_batch
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
+from distloop.durations import shown, whole_number
 from distloop.log import log
 
 
@@ -71,9 +71,9 @@ def make_dataset(
     sizes = {batch: _as_int(size, "batch_size") for batch, size in sizes.items()}
     seed = _as_int(seed, "seed")
     if min(sizes.values()) < 1:
-        raise ValueError(f"batch_size={batch_size} was given; a batch has one row at least.")
+        raise ValueError(f"batch_size={shown(batch_size)} was given; a batch has one row at least.")
     if not 0 <= seed < 2**31:
-        raise ValueError(f"seed={seed} was given; a seed of the order is from 0 up to 2**31 - 1.")
+        raise ValueError(f"seed={shown(seed)} was given; a seed of the order is from 0 up to 2**31 - 1.")
     if isinstance(source, tf.data.Dataset):
         if map_fn is not None:
             raise ValueError("map_fn was given with a tf.data.Dataset, whose examples have no number: use Dataset.map.")
@@ -110,10 +110,10 @@ def make_dataset(
 
 def _as_int(value: Any, name: str) -> int:
     """Returns an integer of any kind, such as NumPy's, as one of Python's, which JSON can hold."""
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise ValueError(f"{name}={value!r} was given; it takes an integer, such as {name}=64.") from error
+    number = None if isinstance(value, float) else whole_number(value)
+    if number is None:
+        raise ValueError(f"{name}={shown(value)} was given; it takes an integer, such as {name}=64.")
+    return number
 
 
 def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:
@@ -153,7 +153,8 @@ def _make_reader(
     source: Any, map_fn: Callable[[Any, Any], Any] | None, lengths: np.ndarray | None
 ) -> tuple[ArrayRows | SourceRows, example_map.TracedMap | None]:
     """Returns the reader of a source, and what applies `map_fn` to a batch of it, if TensorFlow does."""
-    is_of_rows = lengths is not None and hasattr(source, "__len__") and len(lengths) == len(source)
+    is_of_rows = lengths is not None and hasattr(source, "__len__") and lengths.shape == (len(source),)
+    is_of_rows = is_of_rows and lengths.dtype.kind in "iu"
     extremes = [int(np.argmin(lengths)), int(np.argmax(lengths))] if lengths is not None and is_of_rows else []
     is_columns = is_arrays(source) and not (isinstance(source, list) and is_of_rows)
     arrays = source.as_arrays() if isinstance(source, Mixture) else source if is_columns else None

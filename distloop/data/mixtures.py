@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from distloop.data.examples import describe
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
+from distloop.durations import finite_number, shown, whole_number
 
 _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters
@@ -63,8 +64,10 @@ class Mixture:
         """
         if not sources:
             raise ValueError("A Mixture was given no sources; it needs one at least.")
-        if examples_per_epoch < 0:
-            raise ValueError(f"examples_per_epoch={examples_per_epoch} was given; an epoch has one example at least.")
+        if (count := whole_number(examples_per_epoch)) is None or count < 0:
+            raise ValueError(
+                f"examples_per_epoch={shown(examples_per_epoch)} was given; an epoch has one example at least."
+            )
         self.names = tuple(sources)
         is_by_batch = any(isinstance(value, Mapping) for value in weights.values())
         stages = by_batch(weights, "weights") if is_by_batch else {0: weights}
@@ -74,7 +77,7 @@ class Mixture:
         self._sources = [r if isinstance(r, ArrayRows) else sources[name] for name, r in readers.items()]
         self._given = list(sources.values())
         self.rows_of = tuple(len(reader) for reader in readers.values())
-        self.examples_per_epoch = examples_per_epoch or sum(self.rows_of)
+        self.examples_per_epoch = count or sum(self.rows_of)
         self._ends = np.cumsum(self.rows_of)
         starts = self._ends - self.rows_of
         self.rows_to_look_at = np.concatenate(
@@ -140,9 +143,10 @@ class Mixture:
                 f"The sources of a Mixture are {', '.join(map(repr, self.names))}, and weights were given for "
                 f"{', '.join(map(repr, weights)) or 'none'}: give each source a weight, 0 for one that is left out."
             )
-        values = [float(weights[name]) for name in self.names]
-        if not all(0 <= value < math.inf for value in values) or not any(values):
-            raise ValueError(f"The weights {dict(weights)} were given; weights are 0 or more, and one is more than 0.")
+        values = [-1.0 if (value := finite_number(weights[name])) is None else value for name in self.names]
+        if min(values) < 0 or not 0 < sum(values) < math.inf:
+            given = shown(dict(weights))
+            raise ValueError(f"The weights {given} were given; weights are 0 or more, and one is more than 0.")
         slots = round_shares([value / math.fsum(values) for value in values])
         for name, value, count in zip(self.names, values, slots, strict=True):
             if value and not count:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from distloop.data.examples import as_example
+from distloop.durations import shown, whole_number
 from distloop.log import log
 
 
@@ -40,12 +41,14 @@ def pack(source: Any, length: int, *, lengths: Sequence[int] | np.ndarray) -> "P
             f"lengths of {counts.dtype.name} {list(counts.shape)} were given for {len(source):,} sequences; give the "
             "length of each, an integer of 1 or more, and one sequence at least."
         )
-    if (longest := int(counts.max())) > length:
+    if (size := whole_number(length)) is None:
+        raise ValueError(f"length={shown(length)} was given to pack; give the length of a row, a whole number.")
+    if (longest := int(counts.max())) > size:
         raise ValueError(
-            f"Sequence {int(np.argmax(counts))} has a length of {longest}, and rows have {length}: cut or split longer "
+            f"Sequence {int(np.argmax(counts))} has a length of {longest}, and rows have {size}: cut or split longer "
             "sequences, or give a larger length."
         )
-    return PackedRows(source, length, counts)
+    return PackedRows(source, size, counts)
 
 
 class PackedRows:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from distloop.data.arrays import are_arrays, are_same_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.opening import EACH_AN_ARRAY
 from distloop.data.source import Data
+from distloop.durations import shown, whole_number
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
 
@@ -163,9 +164,9 @@ def _whole(arguments: Mapping[str, Any], name: str) -> int | None:
     value = arguments.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
-    return int(value)
+    if (number := whole_number(value)) is None or number < 1:
+        raise ValueError(f"fit was given {name}={shown(value)}; it takes a whole number, 1 or more.")
+    return number
 
 
 def _split(train: Data, part: float) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from distloop.durations import Units, parse
+from distloop.durations import Units, finite_number, parse, shown, whole_number
 
 
 def scale_learning_rate(
@@ -41,8 +41,8 @@ def scale_learning_rate(
         ("batch_size", batch_size),
         ("base_batch_size", base_batch_size),
     ):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value!r} was given to scale_learning_rate; give a number above 0.")
+        if (finite_number(value) or 0) <= 0:
+            raise ValueError(f"{name}={shown(value)} was given to scale_learning_rate; give a number above 0.")
     if rule not in ("linear", "sqrt"):
         raise ValueError(f"rule={rule!r} was given to scale_learning_rate; give 'linear' or 'sqrt'.")
     ratio = batch_size / base_batch_size
@@ -73,12 +73,12 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
         if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(f"schedule={schedule!r} was given to WarmUp; give a Keras LearningRateSchedule.")
-        if warmup_steps < 1 or warmup_steps != int(warmup_steps):
+        if (whole_number(warmup_steps) or 0) < 1:
             raise ValueError(
-                f"warmup_steps={warmup_steps!r} was given to WarmUp; give a whole number of 1 or more, or no WarmUp."
+                f"warmup_steps={shown(warmup_steps)} was given to WarmUp; give a whole number, 1 or more, or no WarmUp."
             )
-        if not 0 <= start < math.inf:
-            raise ValueError(f"start={start!r} was given to WarmUp; give a learning rate, 0 or more.")
+        if (first := finite_number(start)) is None or first < 0:
+            raise ValueError(f"start={shown(start)} was given to WarmUp; give a learning rate, 0 or more.")
         self.schedule = schedule
         self.warmup_steps = int(warmup_steps)
         self.start = float(start)
@@ -262,10 +262,14 @@ def _check(
     given = "was given to make_schedule;"
     if decay not in ("cosine", "linear", "step", "constant"):
         raise ValueError(f"decay={decay!r} {given} give 'cosine', 'linear', 'step' or 'constant'.")
-    if not 0 < peak < math.inf:
+    numbers = {"peak": peak, "warmup": warmup, "final": final, "drop_factor": drop_factor}
+    for name, value in numbers.items():
+        if finite_number(value) is None:
+            raise ValueError(f"{name}={shown(value)} {given} give a finite number.")
+    if not 0 < peak:
         raise ValueError(f"peak={peak!r} {given} give a learning rate above 0.")
-    if steps < 1 or steps != int(steps):
-        raise ValueError(f"steps={steps!r} {given} give the steps of the whole run, a whole number of 1 or more.")
+    if (whole_number(steps) or 0) < 1:
+        raise ValueError(f"steps={shown(steps)} {given} give the steps of the whole run, a whole number of 1 or more.")
     if not 0 <= warmup < steps or warmup != int(warmup):
         raise ValueError(f"warmup={warmup!r} {given} give a whole number from 0 to below steps={steps}.")
     if not 0 <= final <= peak:
@@ -277,11 +281,11 @@ def _check(
             f"decay={decay!r} and drop_at={drop_at!r} were given to make_schedule; give both decay='step' and the "
             "steps at which to drop, or neither."
         )
-    if any(step != int(step) for step in drop_at) or any(
+    if any(whole_number(step) is None for step in drop_at) or any(
         low >= high for low, high in zip([warmup, *drop_at], [*drop_at, steps], strict=True)
     ):
         raise ValueError(
-            f"drop_at={drop_at!r} {given} give rising whole numbers above warmup={warmup} and below steps={steps}."
+            f"drop_at={shown(drop_at)} {given} give rising whole numbers above warmup={warmup} and below steps={steps}."
         )
     if not 0 < drop_factor < 1:
         raise ValueError(f"drop_factor={drop_factor!r} {given} give a factor above 0 and below 1.")

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.durations import finite_number, shown, whole_number
 from distloop.optimizers import gradients, keras_hooks
 
 # After this many overflows in a row at the smallest scale, the scale is not the cause.
@@ -110,16 +111,13 @@ class LossScaleOptimizer(tf.Module):
             )
         if not dynamic:
             min_scale = max_scale = initial_scale
-        largest = tf.float32.max
-        if (
-            not 0 < min_scale <= initial_scale <= max_scale <= largest
-            or growth_steps != int(growth_steps)
-            or growth_steps < 1
-        ):
+        scales = [finite_number(scale) or 0.0 for scale in (min_scale, initial_scale, max_scale)]
+        are_scales = 0 < scales[0] <= scales[1] <= scales[2] <= tf.float32.max
+        if not are_scales or not 1 <= (whole_number(growth_steps) or 0) < 2**31:
             raise ValueError(
-                f"LossScaleOptimizer was given initial_scale={initial_scale}, min_scale={min_scale}, max_scale="
-                f"{max_scale} and growth_steps={growth_steps}; it needs 0 < min_scale <= initial_scale <= max_scale, "
-                "all finite in float32, and a whole number of growth_steps, 1 or more."
+                f"LossScaleOptimizer was given initial_scale={shown(initial_scale)}, min_scale={shown(min_scale)}, "
+                f"max_scale={shown(max_scale)} and growth_steps={shown(growth_steps)}; it needs 0 < min_scale <= "
+                "initial_scale <= max_scale, all finite in float32, and a whole number of growth_steps, 1 or more."
             )
         self.inner_optimizer = inner_optimizer
         self.growth_steps = growth_steps

@@ -23,6 +23,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from distloop.distributed import workers
 from distloop.distributed.devices import short_device
+from distloop.durations import shown, whole_number
 from distloop.pipeline import splitting
 from distloop.pipeline.stage_placement import StagePlacement
 from distloop.variables import ModelRunner, is_seed, named_variables, tensorflow_variable
@@ -216,8 +217,8 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
     Raises:
         ValueError: if the network cannot be cut into that many stages, or as for `stages`.
     """
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
-        raise ValueError(f"split was given num_stages={num_stages!r}; it takes a whole number, 1 or more.")
+    if (whole_number(num_stages) or 0) < 1:
+        raise ValueError(f"split was given num_stages={shown(num_stages)}; it takes a whole number, 1 or more.")
     if isinstance(model, (list, tuple)):
         sizes = splitting.relative([splitting.parameter_bytes(part) for part in model])
         ends = splitting.balance(sizes + splitting.relative([1.0] * len(model)), num_stages, "the list of modules")

@@ -6,8 +6,6 @@
 It does not know who acts at the end.
 """
 
-import numpy as np
-
 from distloop import durations
 from distloop.config import Config
 from distloop.data.source import Source
@@ -33,13 +31,14 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
     if steps is None and epochs is None and until is None:
         steps, epochs, until = config.steps, config.epochs, config.until
     for name, value in (("steps", steps), ("epochs", epochs)):
-        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and not (is_whole and value >= 0):
-            raise ValueError(f"fit was given {name}={value!r}; it takes a whole number, 1 or more.")
+        number = 0 if value is None else durations.whole_number(value)
+        if number is None or number < 0:
+            raise ValueError(f"fit was given {name}={durations.shown(value)}; it takes a whole number, 1 or more.")
     length = durations.normalize(until) if until else 0
     if length is None or str(length).strip().endswith("%"):
         raise ValueError(
-            f"fit was given until={until!r}; it takes a duration, such as '2 h', '3 epochs' or '1e6 examples'."
+            f"fit was given until={durations.shown(until)}; it takes a duration, such as '2 h', '3 epochs' or "
+            "'1e6 examples'."
         )
     if sum(map(bool, (steps, epochs, length))) != 1:
         also = f" and until={until!r}" if until else ""

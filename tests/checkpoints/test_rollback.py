@@ -250,3 +250,9 @@ def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_be
         return everything(trainer)
 
     assert_equal(run("stopped", 17, 22), run("straight", 22))
+
+
+def test_the_batch_before_the_bad_one_is_found_at_once_however_far_the_run_is():
+    rollback, batch = Rollback(2), 10**12
+    assert rollback.choose(batch, batch, {7}) == (batch, {7, batch})
+    assert rollback.choose(batch, batch, {7, batch}) == (batch - 1, {7, batch - 1})
