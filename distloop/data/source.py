@@ -206,6 +206,8 @@ class Source:
         """Returns the iterator, at the place where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
+        elif self.is_astray and (self._feed is None or self.seeks or not self._feed.goes_on):
+            self.restore_position(self.save_position())  # a loop failed, and `fit` was called again
         self.behind.skip()
         return self._iterator
 

@@ -263,7 +263,8 @@ def is_alive(own: Holder, first: Look, look: Look, stale_secs: float | None = No
             return start == holder.start
     if look[:2] != first[:2]:
         return True  # it has been touched
-    return False if look.now - look.touched_at > (stale_secs or STALE_SECS) else None
+    touched_at = min(look.touched_at, first.now)  # later only by a clock that was set back since
+    return False if look.now - touched_at > (stale_secs or STALE_SECS) else None
 
 
 def _has_newer_membership(one: Holder, other: Holder) -> bool:

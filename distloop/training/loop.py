@@ -154,16 +154,21 @@ class TrainLoop:
         if self.open_boundary is not None and self._act_again(step, until, actions):
             return self.reported
         while step < until:
-            for row in self._run_to_boundary(source, step, until, actions):
-                step += row.steps
-                source.batches_taken += row.steps
-                self._window.add(row)
-                if row.diagnosis is not None:
-                    raise self._explain_failure(source, step, row.diagnosis)
-                if not self._is_boundary(step, until, actions):
-                    continue
-                if self._act(actions, self._report(step, until, row.end)):
-                    return self.reported
+            rows = iter(self._run_to_boundary(source, step, until, actions))
+            try:
+                for row in rows:
+                    step = self._count(source, step, row)
+                    if row.diagnosis is not None:
+                        raise self._explain_failure(source, step, row.diagnosis)
+                    if not self._is_boundary(step, until, actions):
+                        continue
+                    if self._act(actions, self._report(step, until, row.end)):
+                        return self.reported
+            finally:  # an action failed: the steps of the rows after that are done all the same
+                for row in rows:
+                    step = self._count(source, step, row)
+                    if self._plan.is_due(self._log_every, step, until):
+                        self._open_window()
             self._show_progress(step, "")
             if step < until:
                 before = self.secs
@@ -188,6 +193,12 @@ class TrainLoop:
         """Has the step traced anew, as its microbatches or another constant of it have changed."""
         self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
         self._traced_for = None
+
+    def _count(self, source: Source, step: int, row: Row) -> int:
+        """Adds the steps of a row to the place in the data and to the window; returns the step after them."""
+        source.batches_taken += row.steps
+        self._window.add(row)
+        return step + row.steps
 
     def _run_to_boundary(self, source: Source, step: int, until: float, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
@@ -216,8 +227,10 @@ class TrainLoop:
                     is_single=is_single,
                     secs=secs,
                 )
-        except tf.errors.OpError as error:
+        except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_place(int(self._state.step) - step)
+            if not isinstance(error, tf.errors.OpError):
+                raise
             if isinstance(error, tf.errors.ResourceExhaustedError):
                 if self._halving is not None and self._halving.halve(source):
                     self.trace_again()

@@ -1,5 +1,6 @@
 """What the workers agree on between two loops; how a run is cut changes no bit: tests/test_laws.py."""
 
+import json
 import os
 import types
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE, append_row
+from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import TrainLoop
 from tests.problems import assert_equal, classification, classifier, on, seconds_of_one_loop, weights
 
@@ -144,8 +146,11 @@ class FailsOnce:
         return {name: values[row] for name, values in self.rows.items()}
 
 
+GOES_BACK = {"from the step before the error": False, "from a checkpoint before": True, "in the same process": None}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("goes_back", [False, True], ids=["from the step before the error", "from a checkpoint before"])
+@pytest.mark.parametrize("goes_back", GOES_BACK.values(), ids=GOES_BACK)
 def test_place_and_step_agree_after_an_error_of_the_data(goes_back, tmp_path):
     def trainer(name):
         config = on(1, workdir=str(tmp_path / name), log_every=0, checkpoint_every=5, console="quiet")
@@ -158,8 +163,60 @@ def test_place_and_step_agree_after_an_error_of_the_data(goes_back, tmp_path):
     with pytest.raises(ValueError, match="the network is away"):
         run.fit(data, steps=15)
     assert run.step == 7  # of the loop from 5 to 10
-    run.save()
-    run._checkpoints.wait()
-    run.restore(tmp_path / "run" / "checkpoints" / ("5" if goes_back else "7"))
+    if goes_back is not None:
+        run.save()
+        run._checkpoints.wait()
+        run.restore(tmp_path / "run" / "checkpoints" / ("5" if goes_back else "7"))
     run.fit(data, steps=15)
+    assert_equal(weights(run), weights(whole))
+
+
+class Fails(distloop.Action):
+    """An action for every row of a loop that fails at step 10, once."""
+
+    every, only_writes = None, True
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, report):
+        if report.step == 10 and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [RuntimeError("the service is down"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_place_and_step_agree_after_an_error_at_one_of_the_rows_of_a_loop(error, tmp_path):
+    def trainer(name):
+        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / name), log_every=1, console="quiet"))
+
+    data = distloop.make_dataset(classification(64), 4, shuffle=True)
+    whole, run, again = trainer("whole"), trainer("run"), trainer("run")
+    whole.fit(data, steps=3000)
+    with pytest.raises(type(error)):
+        run.fit(data, steps=2000, actions=[Fails(error)])
+    assert run.step > 10  # there were several rows
+    run.save()
+    (step,) = os.listdir(tmp_path / "run" / "checkpoints")
+    notes = json.loads((tmp_path / "run" / "checkpoints" / step / "manifest.json").read_text())["notes"]
+    assert int(step) == notes["input"]["batches"] == run.step and notes["window"]["steps"] == 0
+    again.fit(data, steps=3000)
+    assert_equal(weights(again), weights(whole))
+
+
+@pytest.mark.slow
+def test_a_fit_after_ctrl_c_in_a_loop_misses_no_batch(monkeypatch):
+    data, run, whole = (
+        distloop.make_dataset(classification(64), 4, shuffle=True),
+        *(distloop.Trainer(classifier(), on(1, log_every=0)) for _ in range(2)),
+    )
+    whole.fit(data, steps=3000)
+    unpack = CompiledLoop._unpack
+    monkeypatch.setattr(CompiledLoop, "_unpack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(data, steps=2000)
+    monkeypatch.setattr(CompiledLoop, "_unpack", unpack)
+    assert run._train_source.batches_taken == run.step > 0
+    run.fit(data, steps=3000)
     assert_equal(weights(run), weights(whole))
