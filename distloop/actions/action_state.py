@@ -1,15 +1,19 @@
 """Action state: the state of actions for a checkpoint, kept by the action's name, in values that JSON gives back equal.
 
-    states = states_of(by_name(actions))        # {"StopEarly(test/loss)": {"best": 0.12, "waited": 1}}
-    restore(actions, states)
+    states = RunStates()                        # of one run
+    states.attach(actions, saved=None)          # by each `fit`: an action that another run has used begins anew
+    states.read()                               # {"StopEarly(test/loss)": {"best": 0.12, "waited": 1}}
 
 A state is copied when it is read, so an action may change its own dict at once. A value that JSON would give back as
 another one (a tuple, a dict with integer keys) is refused. This module does not know where states are written.
 """
 
+import copy
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -19,10 +23,92 @@ from distloop.log import log
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
 
 
-def by_name(actions: Sequence[Action]) -> dict[str, Action]:
+class _Use(NamedTuple):
+    """What is known of an action since a run first had it."""
+
+    action: Callable[[], Any]  # weak, where that is possible
+    first: Any  # its state then; None: it said so, or had none yet
+    run: Callable[[], Any]  # the `RunStates` of the run that had it last
+
+
+_uses: dict[int, _Use] = {}  # by identity of the action
+
+
+class RunStates:
+    """The states of one run's actions, over several calls of `fit`, some of which may lack an action."""
+
+    def __init__(self) -> None:
+        """Begins without any."""
+        self._states: dict[str, Any] = {}  # by name, of actions that `fit` has now or had before
+        self._actions: dict[str, Action] = {}  # of the present `fit`, by name
+
+    def attach(self, actions: Sequence[Action], saved: Mapping[str, Any] | None, *, is_written: bool = True) -> None:
+        """Gives each action its state in this run: that of a checkpoint, or of this run, or the one of a new action.
+
+        Args:
+            actions: all actions of a `fit`, in the order in which they were given.
+            saved: the states of the checkpoint that was restored, by name, or of versions that named a state by class
+                and position: `StopEarly/0`; None: none was restored.
+            is_written: whether the states go into checkpoints.
+
+        Raises:
+            ValueError: if they do, and two actions have the same name, or JSON does not give back a state as it was.
+        """
+        named = by_name(actions, must_differ=is_written)
+        self._keep()
+        states = self._states if saved is None else dict(saved)
+        keys = {name: name if name in states else _earlier_key(it, actions, states) for name, it in named.items()}
+        for name, action in named.items():
+            use, key = _use_of(action), keys[name]
+            first = _look(action) if use is None else use.first
+            run = None if use is None else use.run()
+            if run is self and saved is None:
+                continue  # it goes on
+            if run is not None:
+                run._keep()
+            if key is not None:
+                member(action, "set_state")(copy.deepcopy(states[key]))
+            elif use is not None:
+                _begin_anew(action, name, first)
+            _note(action, self, first)
+        absent = {name: state for name, state in states.items() if name not in {*keys, *keys.values()}}
+        if absent and saved is not None:
+            log.warning(
+                "The checkpoint holds the state of %s, which is no action of this run: it is kept for a later start.",
+                ", ".join(map(repr, sorted(absent))),
+            )
+        self._states, self._actions = absent, named
+        if is_written:
+            check(named)
+
+    def read(self) -> dict[str, Any]:
+        """Returns the states by name, for a checkpoint: those of the present actions, and what earlier ones have left.
+
+        Raises:
+            ValueError: if a state holds a value that JSON does not give back as it was.
+        """
+        self._states |= states_of(self._own())
+        return dict(self._states)
+
+    def _keep(self) -> None:
+        """Keeps the present states: the next `fit` may have other actions, and another run may take these."""
+        looks = {name: _look(action) for name, action in self._own().items()}
+        self._states |= {name: state for name, state in looks.items() if state is not None}
+
+    def _own(self) -> dict[str, Action]:
+        """Returns the present actions by name, without those that another run has taken since."""
+        uses = {name: _use_of(action) for name, action in self._actions.items()}
+        return {name: self._actions[name] for name, use in uses.items() if use is None or use.run() is self}
+
+
+def by_name(actions: Sequence[Action], *, must_differ: bool = True) -> dict[str, Action]:
     """Returns the actions that have a state to keep, by name.
 
     The name of an action is its attribute `name`; without one, a function's `__name__` or the name of the class.
+
+    Args:
+        actions: in order.
+        must_differ: whether names must differ; else the second of a name has `#2` behind it.
 
     Raises:
         ValueError: if two of them have the same name.
@@ -32,6 +118,8 @@ def by_name(actions: Sequence[Action]) -> dict[str, Action]:
         if not _has_state(action):
             continue
         name = name_of(action)
+        while not must_differ and named.get(name, action) is not action:
+            name = f"{name_of(action)} #{len(named) + 1}"
         if named.setdefault(name, action) is not action:
             raise ValueError(
                 f"Two actions are called {name!r}, and a checkpoint keeps the state of each by its name: give one of "
@@ -41,7 +129,7 @@ def by_name(actions: Sequence[Action]) -> dict[str, Action]:
 
 
 def states_of(named: Mapping[str, Action]) -> dict[str, Any]:
-    """Returns the states by name, copied; an action whose state is None has none.
+    """Returns the actions' states by name, copied; an action whose state is None has none.
 
     Raises:
         ValueError: if a state holds a value that JSON does not give back as it was.
@@ -53,31 +141,50 @@ def states_of(named: Mapping[str, Action]) -> dict[str, Any]:
 def check(named: Mapping[str, Action]) -> None:
     """Checks the states that the actions have before the first step, as `states_of` does."""
     for name, action in named.items():
-        try:
-            state = member(action, "get_state")()
-        except Exception:  # noqa: S112 - it may have a state only once it was called
-            continue
-        if state is not None:
+        if (state := _look(action)) is not None:
             _copy(state, name, "")
 
 
 def restore(actions: Sequence[Action], states: Mapping[str, Any]) -> None:
-    """Gives each action its state of a checkpoint; logs the names of states that no action takes.
+    """Gives each action its state of a checkpoint, as `RunStates.attach` of a new run."""
+    RunStates().attach(actions, states, is_written=False)
 
-    Args:
-        actions: all actions, in the order in which they were given.
-        states: as `states_of` returned them, or of versions that named a state by class and position: `StopEarly/0`.
-    """
-    unused = set(states)
-    for name, action in by_name(actions).items():
-        key = name if name in states else _earlier_key(action, actions, states)
-        if key is not None:
-            member(action, "set_state")(states[key])
-            unused.discard(key)
-    if unused:
+
+def _look(action: Action) -> Any:
+    """Returns a copy of an action's state; None: it may have one only once it was called."""
+    try:
+        return copy.deepcopy(member(action, "get_state")())
+    except Exception:
+        return None
+
+
+def _use_of(action: Action) -> _Use | None:
+    use = _uses.get(id(action))
+    return use if use is not None and use.action() is action else None
+
+
+def _note(action: Action, run: RunStates, first: Any) -> None:
+    """Notes that a run has an action, as long as the action lives."""
+    key = id(action)
+    try:
+        reference: Callable[[], Any] = weakref.ref(action, lambda _: _uses.pop(key, None))
+    except TypeError:  # of a class with slots
+        reference = functools.partial(lambda it: it, action)
+    _uses[key] = _Use(reference, first, weakref.ref(run))
+
+
+def _begin_anew(action: Action, name: str, first: Any) -> None:
+    """Gives an action that another run has used the state that it had when it was new."""
+    try:
+        member(action, "set_state")(copy.deepcopy(first))
+    except Exception:
+        if first is not None:
+            raise
+    if first is None and _look(action) is not None:
         log.warning(
-            "The checkpoint holds the state of %s, which is no action of this run: the state is left out.",
-            ", ".join(map(repr, sorted(unused))),
+            "The action %r was used by another run and keeps its state, as it had none when it was new: give each run "
+            "its own.",
+            name,
         )
 
 

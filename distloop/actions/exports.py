@@ -1,7 +1,7 @@
 """`Export`: the action that exports the model while it trains, into directories that are numbered by step.
 
     trainer.fit(train, evals={"test": test}, actions=[
-        distloop.Export(trainer.export, "models/digits", metric="test/accuracy", mode="max", keep=3),
+        distloop.Export(trainer.export, "models/digits", metric="test/accuracy", keep=3),
     ])                                                            # models/digits/1500, models/digits/2000, ...
 
 TensorFlow Serving reads this layout, and serves the highest number. It does not know how a model is exported.
@@ -15,7 +15,7 @@ from typing import Any
 
 from distloop import atomic_files
 from distloop.actions.action import Action, Report
-from distloop.actions.save import check_best
+from distloop.actions.save import check_keep, choose_mode
 from distloop.distributed import workers
 from distloop.errors import first_line
 from distloop.log import log
@@ -38,7 +38,7 @@ class Export(Action):
         *,
         every: int | str = 0,
         metric: str = "",
-        mode: str = "min",
+        mode: str = "auto",
         keep: int = 3,
         suffix: str = "",
     ):
@@ -49,15 +49,15 @@ class Export(Action):
             directory: of the exports; made if it is missing.
             every: a duration; 0: at the end only.
             metric: instead of `every`: a name in the report, such as "test/accuracy".
-            mode: "min" if smaller is better, "max" if larger is.
+            mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
             keep: number of the last exports to keep.
             suffix: of the paths, such as ".keras"; empty: SavedModels.
 
         Raises:
-            ValueError: for another mode, if `keep` is below 1, both `every` and `metric` are given, or the directory
-                is a URL.
+            ValueError: for another mode, a name that does not say what is better, if `keep` is below 1, both `every`
+                and `metric` are given, or the directory is a URL.
         """
-        check_best("Export", mode, keep)
+        check_keep("Export", keep)
         if every and metric:
             raise ValueError(
                 f"Export was given every={every!r} and metric={metric!r}: give one; with a metric it exports whenever "
@@ -74,7 +74,7 @@ class Export(Action):
         self.every = None if metric else every
         self.directory = os.fspath(directory)
         self.metric = metric
-        self.mode = mode
+        self.mode = choose_mode("Export", metric, mode) if metric or mode != "auto" else "min"
         self.keep = keep
         self.best: float | None = None  # of the metric, among those that were exported
         self.num_failed = 0

@@ -6,20 +6,23 @@
 An epoch is `every` steps. This module does not know the training loop.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from distloop import durations
 from distloop.actions.action import Action, Report, StopTraining
+from distloop.actions.save import choose_mode
 
 # The replacement of each callback that distloop has its own setting for.
 _REPLACEMENTS = {
     "BackupAndRestore": "set Config(workdir=..., checkpoint_every=...)",
     "ModelCheckpoint": "use distloop.SaveBest(metric), or set Config(checkpoint_every=...)",
     "OrbaxCheckpoint": "set Config(workdir=..., checkpoint_every=...)",
-    "EarlyStopping": "use distloop.StopEarly(metric, patience)",
+    "EarlyStopping": "use distloop.StopEarly(metric, patience=...)",
     "TensorBoard": "set Config(workdir=...), which writes for TensorBoard",
     "LearningRateScheduler": "give the optimizer distloop.make_schedule(...) or another Keras schedule",
     "CSVLogger": "set Config(workdir=...) and read it with distloop.read_metrics",
@@ -29,6 +32,8 @@ _REPLACEMENTS = {
     "SwapEMAWeights": "set Config(average_decay=...)",
 }
 _EPOCHS = "epochs that have ended"  # no name of an attribute
+_OTHERS = "attributes that JSON can no longer hold"
+_SET_BY_KERAS = ("params", "model", "_model", "validation_data")
 _SUPPORTED = {"on_epoch_end", "on_train_begin", "on_train_end"}
 
 
@@ -40,6 +45,8 @@ class FromCallback(Action):
         self.every = every
         self.name = f"from_callback({type(callback).__name__})"
         self._callback = callback
+        if hasattr(callback, "_set_monitor_op") and callback.monitor_op is None:
+            _choose_direction(callback)
         self._settings = self._attributes()  # and the counters at the start
         self._model: _Model | None = None
         self._restored: Mapping[str, Any] | None = None  # by the first `on_start`
@@ -73,10 +80,11 @@ class FromCallback(Action):
         self._callback.on_train_end(_logs(report))
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the attributes that are numbers or strings and have changed, and the number of epochs if counted."""
-        settings = self._settings
-        changed = {n: v for n, v in self._attributes().items() if n not in settings or settings[n] != v}
-        return changed | ({_EPOCHS: self._epochs} if self._epochs else {})
+        """Returns the attributes that JSON can hold and have changed, and the number of epochs if counted."""
+        settings, attributes = self._settings, self._attributes()
+        changed = {n: v for n, v in attributes.items() if n not in settings or settings[n] != v}
+        others = [name for name in settings if name not in attributes and name in vars(self._callback)]
+        return changed | ({_EPOCHS: self._epochs} if self._epochs else {}) | ({_OTHERS: others} if others else {})
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned, after `on_train_begin` if that is to come."""
@@ -87,16 +95,15 @@ class FromCallback(Action):
 
     def _restore(self, changed: Mapping[str, Any]) -> None:
         """Sets the attributes that had changed, and the others to what they are set to when the callback is made."""
-        attributes = self._attributes()
-        unchanged = {name: value for name, value in self._settings.items() if name in attributes}
-        vars(self._callback).update({**unchanged, **changed})
+        changed = copy.deepcopy({**changed})
+        others = {*changed.pop(_OTHERS, ())}
+        unchanged = {n: v for n, v in self._settings.items() if n not in others and hasattr(self._callback, n)}
+        vars(self._callback).update({**copy.deepcopy(unchanged), **changed})
 
     def _attributes(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self._callback).items()
-            if value is None or isinstance(value, (bool, int, float, str))
-        }
+        """Returns the attributes that JSON can hold, copied: numbers, strings, and lists and dicts of them."""
+        values = {name: _plain(value) for name, value in vars(self._callback).items() if name not in _SET_BY_KERAS}
+        return {name: value[0] for name, value in values.items() if value is not None}
 
     def _epoch(self, report: Report) -> int:
         """Returns the number of the epoch that has ended, from 0."""
@@ -104,6 +111,31 @@ class FromCallback(Action):
             self._epochs += 1
             return self._epochs - 1
         return -(-report.step // self.every) - 1 if self.every else 0
+
+
+def _plain(value: Any) -> tuple[Any] | None:
+    """Returns a copy of a value that JSON can hold, in a tuple; None: it cannot."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return (value,)
+    if isinstance(value, list):
+        items = [_plain(item) for item in value]
+        return None if None in items else ([item[0] for item in items if item is not None],)
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        entries = {key: _plain(item) for key, item in value.items()}
+        return None if None in entries.values() else ({key: item[0] for key, item in entries.items() if item},)
+    return None
+
+
+def _choose_direction(callback: Any) -> None:
+    """Has a callback with a monitor know whether smaller is better, which Keras finds out at the first epoch's end.
+
+    Raises:
+        ValueError: if neither its mode nor the name of its monitor says so.
+    """
+    callback.mode = choose_mode(type(callback).__name__, callback.monitor, callback.mode)
+    callback._set_monitor_op()  # negates min_delta, too: once, and not again after a resume
 
 
 class _Model:
@@ -129,8 +161,9 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
     Supported are `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own callbacks if they define only
     `on_epoch_end`, `on_train_begin` and `on_train_end` (called whenever `fit` ends). `logs` are the
     report's metrics; an evaluation's `val/loss` also has the name `val_loss`. `model` is the user's model, with
-    `optimizer` and `stop_training`. The callback's attributes that are numbers or strings, and have changed, are saved
-    with the run. Every worker calls the callback.
+    `optimizer` and `stop_training`. The callback's attributes that JSON can hold (numbers, strings, lists and dicts of
+    them), and have changed, are saved with the run; a new run with the same callback begins with those that it had at
+    first. Every worker calls the callback.
 
     Args:
         callback: the Keras callback.
@@ -163,4 +196,7 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
                 f"The callback {type(callback).__name__} has {name}, which nobody calls, as distloop looks at a run "
                 "between its loops alone: use on_epoch_end, or an action with `every`."
             )
-    return FromCallback(callback, period)
+    action = getattr(callback, "_distloop_action", None)  # of an earlier call: the counters are the callback's
+    if action is None or action.every != period:
+        action = callback._distloop_action = FromCallback(callback, period)
+    return action  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from distloop.actions.action import Action, Report, Saves
 from distloop.actions.schedule import Plan
 from distloop.durations import shown, whole_number
 from distloop.log import log
+from distloop.monitoring.run_files import better
 
 
 class Save(Action):
@@ -80,23 +81,25 @@ class SaveBest(Action):
     phase = "saving"
     has_fixed_metrics = True
 
-    def __init__(self, metric: str, mode: str = "min", keep: int = 1, *, restore: bool = False):
+    def __init__(self, metric: str, *others: Any, mode: str = "auto", keep: int = 1, restore: bool = False):
         """Stores the rule.
 
         Args:
             metric: name of a metric in the report, such as "test/accuracy".
-            mode: "min" if smaller is better, "max" if larger is.
+            *others: none: what follows is given by name.
+            mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
             keep: number of the best checkpoints to keep.
             restore: whether the best one is restored when the run has ended, for `evaluate`, `predict`, `export` and
                 the user's model; a later `fit` goes on from the run's end.
 
         Raises:
-            ValueError: for another mode, or if `keep` is below 1.
+            ValueError: for another mode, a name that does not say what is better, or if `keep` is below 1.
         """
-        check_best("SaveBest", mode, keep)
+        refuse_positional("SaveBest", metric, others, "mode='max'")
+        check_keep("SaveBest", keep)
         self.name = f"SaveBest({metric})"
         self.metric = metric
-        self.mode = mode
+        self.mode = choose_mode("SaveBest", metric, mode)
         self.keep = keep
         self.metric_to_restore = metric if restore else ""
         self.best: list[tuple[float, int]] = []  # value and step, the best first
@@ -146,15 +149,48 @@ class SaveBest(Action):
         self.best = [(value, step) for value, step in state["best"]]
 
 
-def check_best(action_name: str, mode: str, keep: int = 1) -> None:
-    """Checks the arguments of an action that looks for what is best.
+def choose_mode(action_name: str, metric: str, mode: str) -> str:
+    """Returns "min" or "max": the mode that was given, or for "auto" what the metric's name says, as in the report.
 
     Raises:
-        ValueError: for another mode, or if `keep` is below 1.
+        ValueError: for another mode, or a name that does not say what is better.
     """
-    if mode not in ("min", "max"):
+    if mode not in ("auto", "min", "max"):
         raise ValueError(
-            f"mode={mode!r} was given to {action_name}; say 'min' if smaller is better, 'max' if larger is."
+            f"mode={mode!r} was given to {action_name}; say 'min' if smaller is better, 'max' if larger is, or 'auto'."
         )
+    if mode != "auto":
+        return mode
+    if (known := better(metric)) is not None:
+        return "min" if known == "smaller" else "max"
+    if len(metric.rpartition("/")[2]) > 1:
+        raise ValueError(
+            f"{action_name} was given the metric {metric!r}, whose name does not say what is better: give mode='min' "
+            "or mode='max'."
+        )
+    log.warning("%s was given the metric %r: smaller counts as better; mode='max' is for larger.", action_name, metric)
+    return "min"
+
+
+def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], example: str) -> None:
+    """Checks that an action got its metric alone without a name.
+
+    Raises:
+        ValueError: if it got more, or the metric is no name.
+    """
+    if others or not isinstance(metric, str):
+        given = ", ".join(repr(value) for value in (metric, *others))
+        raise ValueError(
+            f"{action_name} was given {given}; it takes the metric's name, and the rest by name: "
+            f"{action_name}('test/accuracy', {example})."
+        )
+
+
+def check_keep(action_name: str, keep: int) -> None:
+    """Checks how many an action is to keep.
+
+    Raises:
+        ValueError: if `keep` is below 1.
+    """
     if (whole_number(keep) or 0) < 1:
         raise ValueError(f"keep={shown(keep)} was given to {action_name}; it keeps 1 at least.")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopTraining
-from distloop.actions.save import SaveBest, check_best
+from distloop.actions.save import SaveBest, choose_mode, refuse_positional
 from distloop.durations import finite_number, shown, whole_number
 
 
@@ -16,22 +16,30 @@ class StopEarly(Action):
     has_fixed_metrics = True
 
     def __init__(
-        self, metric: str, patience: int = 3, *, mode: str = "min", min_delta: float = 0.0, restore_best: bool = False
+        self,
+        metric: str,
+        *others: Any,
+        mode: str = "auto",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        restore_best: bool = False,
     ):
         """Stores the rule.
 
         Args:
             metric: name of a metric in the report, such as "test/loss"; checked whenever it was measured.
-            patience: number of consecutive measurements without improvement that end the run.
-            mode: "min" if smaller is better, "max" if larger is.
+            *others: none: what follows is given by name.
+            mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
+            patience: number of consecutive measurements without improvement that end the run; if that goes on
+                nevertheless, with more steps, they are counted anew.
             min_delta: the least difference that counts as an improvement.
             restore_best: whether to keep the best checkpoint and restore it when the run has ended, whatever ended it,
-                as `SaveBest(metric, mode, restore=True)` does.
+                as `SaveBest(metric, mode=mode, restore=True)` does.
 
         Raises:
-            ValueError: for another mode, or a patience below 1.
+            ValueError: for another mode, a name that does not say what is better, or a patience below 1.
         """
-        check_best("StopEarly", mode)
+        refuse_positional("StopEarly", metric, others, "patience=5")
         if (whole_number(patience) or 0) < 1:
             raise ValueError(f"patience={shown(patience)} was given to StopEarly; it waits for 1 measurement at least.")
         if (delta := finite_number(min_delta)) is None or delta < 0:
@@ -39,11 +47,11 @@ class StopEarly(Action):
         self.name = f"StopEarly({metric})"
         self.metric = metric
         self.patience = patience
-        self.mode = mode
+        self.mode = choose_mode("StopEarly", metric, mode)
         self.min_delta = min_delta
         self.best = math.inf  # with mode "max" the negative of the best value
         self.waited = 0
-        self._save_best = SaveBest(metric, mode, restore=True) if restore_best else None
+        self._save_best = SaveBest(metric, mode=self.mode, restore=True) if restore_best else None
         if self._save_best is not None:
             self._save_best.name = f"StopEarly({metric}, restore_best=True)"
             self.metric_to_restore = metric
@@ -88,8 +96,9 @@ class StopEarly(Action):
         self.waited += 1
         if self.waited >= self.patience:
             best = self.best if self.mode == "min" else -self.best
-            times = "measurement" if self.waited == 1 else "measurements"
-            raise StopTraining(f"{self.metric} was no better than {best:.6g} for {self.waited} {times}")
+            waited, self.waited = self.waited, 0
+            times = "measurement" if waited == 1 else "measurements"
+            raise StopTraining(f"{self.metric} was no better than {best:.6g} for {waited} {times}")
 
     def end_boundary(self, report: Report) -> None:
         """Saves the run if this step is the best and `restore_best` was given."""

@@ -19,8 +19,8 @@ import keras
 import tensorflow as tf
 
 from distloop import flags
-from distloop.actions import action_state
 from distloop.actions.action import Action, Report
+from distloop.actions.action_state import RunStates
 from distloop.checkpoints.best import BEST, load_best
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.disk_watch import DiskWatch
@@ -81,7 +81,7 @@ class RunCheckpoints:
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._run = Period()
-        self._actions: dict[str, Action] = {}  # that have a state, by name
+        self.action_states = RunStates()
         self._rollback = Rollback(config.max_rollbacks)
         self._load_newest = functools.partial(_load_newest, state.strategy, share=workdir.share)
 
@@ -170,19 +170,17 @@ class RunCheckpoints:
         """
         begins = self._source not in (None, source)  # the data of another `fit` than the last one's
         last_run, self._source, self._loop, self._run = self._run, source, loop, run
-        if self._checkpoints is not None:
-            self._actions = action_state.by_name(actions)
-        window, is_over = None, False
+        window, is_over, states = None, False, None
         if (saved := self._saved) is not None:
             _require_same_virtual_replicas(saved, self._state)
             is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
             if not (begins and _is_end_of(saved, last_run)):
                 if not is_over and (source.is_astray or source.save_position() != saved.notes["input"]):
                     source.restore_position(saved.notes["input"])
-                action_state.restore(actions, saved.notes["actions"])
+                states = saved.notes["actions"]
             window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
             loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
-        action_state.check(self._actions)
+        self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
         self._saved, self.is_new = saved if is_over else None, False
         return window
 
@@ -222,7 +220,7 @@ class RunCheckpoints:
         assert self._source is not None and self._loop is not None
         workers.report_phase(self._state.strategy, "saving")
         saved = self._saved  # restored since: the parts get their state from it at the next fit
-        notes = saved.notes if saved else _notes(self._source, self._loop, self._actions, self._run, report)
+        notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
         values = self._saved_state.snapshot(**needs)
         return int(self._state.step), values, notes | _circumstances(self._state, self._config)
 
@@ -371,7 +369,7 @@ def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable
 
 
 def _notes(
-    source: Source, loop: TrainLoop, actions: Mapping[str, Action], run: Period, report: Report | None
+    source: Source, loop: TrainLoop, action_states: RunStates, run: Period, report: Report | None
 ) -> dict[str, Any]:
     """Returns what a checkpoint notes of its run; the last step may not be known yet."""
     is_at_end = report is not None and report.step >= report.until and not report.stop_reason
@@ -380,7 +378,7 @@ def _notes(
         "input": source.save_position(),
         "window": loop.save_window(),
         "reported": {name: float(value) for name, value in reported.items()},
-        "actions": action_state.states_of(actions),
+        "actions": action_states.read(),
         "stop_reason": report.stop_reason if report is not None else None,
         "until": run.steps or (report.step if report is not None and is_at_end else None),
         "until_secs": run.secs,

@@ -168,3 +168,103 @@ def test_a_state_that_no_action_takes_is_named_in_the_log(caplog):
         action_state.restore([Counts()], {"Counts": 1, "Gone": 2})
     (record,) = caplog.records
     assert "the state of 'Gone', which is no action of this run" in record.getMessage()
+
+
+def used(state, then):
+    """Returns an action that a run has had, new with one state and now with another, and the states of that run."""
+    action, run = Counts(state), action_state.RunStates()
+    run.attach([action], None)
+    action.state = then
+    return action, run
+
+
+def test_an_action_that_another_run_has_used_begins_anew():
+    action, _ = used({"best": 3.0}, {"best": 1.0})
+    another = action_state.RunStates()
+    another.attach([action], None)
+    assert action.state == {"best": 3.0} and another.read() == {"Counts": {"best": 3.0}}
+
+
+def test_an_action_whose_state_was_none_when_it_was_new_begins_with_none():
+    action, _ = used(None, 7)
+    action_state.RunStates().attach([action], None)
+    assert action.state is None
+
+
+def test_two_runs_that_take_turns_with_an_action_have_its_state_each_to_itself():
+    action, first = used(0, 7)
+    second = action_state.RunStates()
+    second.attach([action], None)
+    action.state = 2
+    assert first.read() == {"Counts": 7}  # of what it saves while the other has the action
+    first.attach([action], None)
+    assert action.state == 7
+    second.attach([action], None)
+    assert action.state == 2
+
+
+def test_the_next_fit_of_a_run_goes_on_with_its_state_in_the_same_action_and_in_a_new_one():
+    action, run = used(0, 7)
+    run.attach([action], None)
+    assert action.state == 7
+    run.attach([again := Counts(0)], None)
+    assert again.state == 7
+
+
+def test_a_state_of_which_a_fit_lacks_the_action_is_kept_for_a_later_one():
+    _, run = used(0, {"best": 1.0})
+    run.attach([Other(1)], None)
+    assert run.read() == {"Counts": {"best": 1.0}, "Other": 1}
+    resumed = action_state.RunStates()
+    resumed.attach([Other(0)], run.read())
+    assert resumed.read() == {"Counts": {"best": 1.0}, "Other": 1}
+    resumed.attach([late := Counts(0)], None)
+    assert late.state == {"best": 1.0}
+
+
+def test_an_action_begins_anew_when_the_checkpoint_to_go_back_to_lacks_its_state():
+    action, run = used(0, 7)
+    run.attach([action], {})
+    assert action.state == 0
+
+
+def test_an_action_that_cannot_begin_anew_is_named_in_the_log(caplog):
+    class Needy(Counts):
+        def set_state(self, state):
+            self.state = state["calls"]
+
+    action_state.RunStates().attach([action := Needy()], None)
+    action.state = 7
+    action_state.RunStates().attach([action], None)
+    assert action.state == 7 and "'Needy' was used by another run and keeps its state" in caplog.text
+
+
+def test_without_checkpoints_two_actions_may_have_one_name_and_any_state():
+    actions, run = [Counts({1}), Counts({2})], action_state.RunStates()
+    run.attach(actions, None, is_written=False)
+    again = [Counts(set()), Counts(set())]
+    run.attach(again, None, is_written=False)
+    assert [action.state for action in again] == [{1}, {2}]
+
+
+def test_actions_that_cannot_be_referred_to_weakly_begin_anew_too():
+    class Slots:
+        __slots__ = ("calls", "every", "name")
+
+        def __init__(self):
+            self.calls, self.every, self.name = 0, 1, "slots"
+
+        def __call__(self, report):
+            pass
+
+        def get_state(self):
+            return self.calls
+
+        def set_state(self, state):
+            self.calls = state
+
+    action = Slots()
+    action_state.RunStates().attach([action], None)
+    action.calls = 5
+    action_state.RunStates().attach([action], None)
+    assert action.calls == 0

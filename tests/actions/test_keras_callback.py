@@ -135,3 +135,69 @@ def test_every_callback_of_keras_is_supported_or_refused():
     known = {"Callback", "CallbackList", "ReduceLROnPlateau", "RemoteMonitor", "LambdaCallback"}
     known |= set(distloop.actions.keras_callback._REPLACEMENTS)
     assert {name for name in dir(keras.callbacks) if name[0].isupper()} <= known
+
+
+class Losses(keras.callbacks.Callback):
+    """Keeps what it was shown in attributes of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.best, self.last = [], {}, np.float32(0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.losses.append(logs["loss"])
+        self.best["loss"] = min(self.losses)
+        self.last = np.float32(logs["loss"])
+
+
+def test_lists_dicts_and_numbers_of_numpy_are_attributes_that_go_on():
+    action, again = (
+        distloop.from_callback(first := Losses(), every=1),
+        distloop.from_callback(second := Losses(), every=1),
+    )
+    state = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.1), model=None)
+    action.on_start(Report(0, 10, {}, state))
+    for step, loss in ((1, 3.0), (2, 2.0)):
+        action(Report(step, 10, {"loss": loss}, None))
+    again.set_state(kept := action.get_state())
+    again.on_start(Report(2, 10, {}, state))
+    assert (second.losses, second.best, second.last) == ([3.0, 2.0], {"loss": 2.0}, 2.0)
+    action(Report(3, 10, {"loss": 1.0}, None))
+    assert kept["losses"] == [3.0, 2.0] and first.losses == [3.0, 2.0, 1.0]  # the state is a copy
+
+
+@pytest.mark.slow
+def test_a_plateau_reduces_the_rate_after_a_stop_as_without_one(tmp_path):
+    def measure(report):
+        return {"val/loss": 1.0}
+
+    def rate(lengths, workdir):
+        for steps in lengths:
+            plateau = keras.callbacks.ReduceLROnPlateau("val/loss", patience=2, cooldown=1, factor=0.5)
+            trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir)))
+            trainer.fit(data(), steps=steps, actions=[measure, distloop.from_callback(plateau, every=2)])
+        return float(trainer.optimizer.learning_rate.numpy())
+
+    measure.every = 2
+    assert rate([24], tmp_path / "whole") == rate([4, 8, 14, 24], tmp_path / "parts") < 0.1
+
+
+def test_a_plateau_takes_its_direction_from_the_monitors_name():
+    for monitor, mode in (("val/loss", "min"), ("test_accuracy", "max")):
+        plateau = keras.callbacks.ReduceLROnPlateau(monitor)
+        distloop.from_callback(plateau, every=1)
+        assert plateau.mode == mode
+    refused(
+        lambda: distloop.from_callback(keras.callbacks.ReduceLROnPlateau("reward"), every=1), "'reward'", "mode='max'"
+    )
+
+
+@pytest.mark.slow
+def test_one_callback_of_two_runs_begins_anew_and_of_one_run_goes_on():
+    losses, counts = Losses(), []
+    for _ in range(2):
+        trainer = distloop.Trainer(classifier(), on(1))
+        for steps in (4, 8):
+            trainer.fit(data(), steps=steps, actions=[distloop.from_callback(losses, every=2)])
+            counts.append(len(losses.losses))
+    assert counts == [2, 4, 2, 4]

@@ -13,7 +13,7 @@ def save_steps(rows, every=100, **settings):
     """Runs `SaveBest("score", ...)` and `Save` over rows of step and score; returns saved steps and the kept ones."""
     saved = []
     saves = Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"])))
-    best = SaveBest("score", **settings)
+    best = SaveBest("score", **{"mode": "min", **settings})
     best.set_saves(saves)
     for step, score in rows:
         run([best, Save(saves, every)], Report(step, 1000, {"loss": 1.0} | ({"score": score} if score else {}), None))
@@ -48,21 +48,21 @@ def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():
         log.append("later action")
 
     count.every = 1
-    best = SaveBest("score")
+    best = SaveBest("score", mode="min")
     best.set_saves(Saves(lambda report, best_steps: log.append("save")))
     run([best, count], Report(2, 10, {"score": 0.5}, None))
     assert log == ["later action", "save"]
 
 
 def test_without_a_workdir_the_best_steps_are_known_and_a_line_says_that_nothing_is_kept(caplog):
-    best = SaveBest("score")
+    best = SaveBest("score", mode="min")
     best.set_saves(None)
     run([best], Report(2, 10, {"score": 0.5}, None))
     assert best.best == [(0.5, 2)]
     assert "SaveBest(score) needs a workdir" in caplog.text and "Nothing is kept" in caplog.text
 
 
-@pytest.mark.parametrize("action", [SaveBest("score", restore=True), StopEarly("score", restore_best=True)])
+@pytest.mark.parametrize("action", [SaveBest("test/loss", restore=True), StopEarly("test/loss", restore_best=True)])
 def test_without_a_workdir_there_is_no_best_one_to_restore(action):
     with pytest.raises(ValueError, match=r"needs a workdir for its checkpoints: give Config\(workdir=...\)"):
         action.set_saves(None)
@@ -71,21 +71,21 @@ def test_without_a_workdir_there_is_no_best_one_to_restore(action):
 def test_stop_early_keeps_the_best_beside_those_of_save_best():
     saved = []
     saves = Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"])))
-    stop = StopEarly("score", patience=2, restore_best=True)
-    actions = [SaveBest("score", keep=2), stop]
+    stop = StopEarly("score", mode="min", patience=2, restore_best=True)
+    actions = [SaveBest("score", mode="min", keep=2), stop]
     for action in actions:
         action.set_saves(saves)
     for step, score in [(2, 0.5), (4, 0.3), (6, 0.4), (8, 0.6)]:
         _, reason = run(actions, Report(step, 1000, {"score": score}, None))
     assert saved == [(2, [2]), (4, [4, 2]), (6, [4, 6])] and "no better than 0.3" in reason
-    again = StopEarly("score", restore_best=True)
+    again = StopEarly("score", mode="min", restore_best=True)
     again.set_state(stop.get_state())
     assert again.get_state() == stop.get_state()
 
 
 def test_its_state_goes_through_a_checkpoint():
-    best, again = SaveBest("score"), SaveBest("score")
-    best(Report(2, 10, {"score": 0.5}, None))
+    best, again = SaveBest("loss"), SaveBest("loss")
+    best(Report(2, 10, {"loss": 0.5}, None))
     again.set_state(best.get_state())
     assert again.best == [(0.5, 2)]
 
@@ -97,6 +97,12 @@ def test_its_state_goes_through_a_checkpoint():
 def test_a_rule_that_makes_no_sense_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         SaveBest("loss", **settings)
+
+
+def test_the_mode_is_by_name_and_follows_from_the_metrics_name():
+    assert SaveBest("test/accuracy").mode == "max" and SaveBest("test/loss").mode == "min"
+    with pytest.raises(ValueError, match="SaveBest was given 'test/accuracy', 'max'; it takes the metric's name, and"):
+        SaveBest("test/accuracy", "max")
 
 
 def test_what_a_save_took_is_reported_in_the_first_row_after_it():

@@ -1,5 +1,6 @@
 """When a metric that does not improve ends a run."""
 
+import contextlib
 import math
 import os
 
@@ -15,9 +16,9 @@ def report(step=10, until=100, **metrics):
     return Report(step, until, metrics, state=None)
 
 
-def stopped_at(values, *arguments, **settings):
+def stopped_at(values, patience=3, mode="min", **settings):
     """Returns at which value `StopEarly("m", ...)` stops, or None."""
-    stop = StopEarly("m", *arguments, **settings)
+    stop = StopEarly("m", mode=mode, patience=patience, **settings)
     for place, value in enumerate(values):
         try:
             stop(report(m=value))
@@ -56,7 +57,7 @@ def test_nan_is_never_an_improvement():
 
 
 def test_boundaries_without_a_measurement_do_not_count():
-    stop = StopEarly("m", 1)
+    stop = StopEarly("m", mode="min", patience=1)
     stop(report(m=1.0))
     for _ in range(5):
         stop(report(loss=2.0))
@@ -74,14 +75,14 @@ def test_boundaries_without_a_measurement_do_not_count():
     ],
 )
 def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
-    stop = StopEarly("m", 1, mode=mode)
+    stop = StopEarly("m", mode=mode, patience=1)
     stop(report(m=values[0]))
     with pytest.raises(StopTraining, match=f"^m was no better than {best} for 1 measurement"):
         stop(report(m=values[1]))
 
 
 def test_the_metric_is_compared_at_every_boundary():
-    assert StopEarly("m").every is None
+    assert StopEarly("loss").every is None
 
 
 def test_an_unknown_mode_is_refused():
@@ -91,7 +92,7 @@ def test_an_unknown_mode_is_refused():
 
 def test_no_patience_is_refused():
     with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
-        StopEarly("m", 0)
+        StopEarly("loss", patience=0)
 
 
 @pytest.mark.slow
@@ -99,7 +100,10 @@ def test_a_run_that_it_ends_has_what_is_due_at_the_end_alone_in_its_row_and_its_
     def trainer():
         return distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path / "run"), log_every=2))
 
-    data, early = distloop.make_dataset(problems.classification(16), 8), StopEarly("val/loss", 1, min_delta=9.0)
+    data, early = (
+        distloop.make_dataset(problems.classification(16), 8),
+        StopEarly("val/loss", patience=1, min_delta=9.0),
+    )
     trained = trainer()
     export = distloop.Export(trained.export, tmp_path / "exports", suffix=".keras")
     evals = {"val": distloop.Evaluation(data, every=2), "test": distloop.Evaluation(data, every=0)}
@@ -108,5 +112,53 @@ def test_a_run_that_it_ends_has_what_is_due_at_the_end_alone_in_its_row_and_its_
     assert row["step"] == 4 and row["test/loss"] == row["val/loss"]
     assert os.listdir(tmp_path / "exports") == ["4.keras"]
     again = trainer()
-    again.fit(data, steps=100, evals=evals, actions=[StopEarly("val/loss", 1, min_delta=9.0)])
+    again.fit(data, steps=100, evals=evals, actions=[StopEarly("val/loss", patience=1, min_delta=9.0)])
     assert again.step == 4
+
+
+def test_the_metrics_name_says_what_is_better():
+    assert StopEarly("test/accuracy").mode == StopEarly("val/auc").mode == "max"
+    assert StopEarly("test/loss").mode == StopEarly("val_mean_squared_error").mode == "min"
+    assert StopEarly("test/accuracy", mode="min").mode == "min"
+
+
+def test_a_name_that_does_not_say_what_is_better_needs_a_mode():
+    refused = pytest.raises(
+        ValueError, match="StopEarly was given the metric 'val/reward'.*give mode='min' or mode='max'"
+    )
+    with refused:
+        StopEarly("val/reward")
+
+
+def test_more_than_the_metric_without_a_name_is_refused_with_an_example():
+    with pytest.raises(
+        ValueError, match=r"StopEarly was given 'val/auc', 'max'; .*StopEarly\('test/accuracy', patience=5"
+    ):
+        StopEarly("val/auc", "max", patience=3)
+    with pytest.raises(ValueError, match="StopEarly was given 3; it takes the metric's name"):
+        StopEarly(3)
+
+
+def test_a_run_that_goes_on_after_the_stop_waits_anew():
+    stop = StopEarly("loss", patience=2)
+    for value, ends in [(1.0, False), (2.0, False), (2.0, True), (2.0, False), (2.0, True)]:
+        with pytest.raises(StopTraining, match="no better than 1 for 2") if ends else contextlib.nullcontext():
+            stop(report(loss=value))
+
+
+@pytest.mark.slow
+def test_one_object_stops_each_of_two_runs_by_its_own_best():
+    def measured(values):
+        def measure(report):
+            return {"m": values[min(report.step, len(values)) - 1]}
+
+        measure.every = 1
+        return measure
+
+    stop, ends = StopEarly("m", mode="min", patience=2), []
+    data = distloop.make_dataset(problems.classification(16), 8)
+    for values in ([2.0, 1.0, 1.0], [9.0, 8.0, 7.0, 6.0, 6.0]):
+        trainer = distloop.Trainer(problems.classifier(), problems.on(1, log_every=1))
+        trainer.fit(data, steps=20, actions=[measured(values), stop])
+        ends.append(trainer.step)
+    assert ends == [4, 6]

@@ -180,7 +180,7 @@ def test_an_early_stop_goes_on_from_its_best_value(tmp_path):
     measure.every = 1
 
     def run(steps):
-        stop = distloop.StopEarly("score", patience=100)
+        stop = distloop.StopEarly("score", mode="min", patience=100)
         trainer = make_trainer(tmp_path, steps_per_log=1, model_fn=classifier())
         trainer.fit(data(), steps=steps, actions=[measure, stop])
         return stop.best, stop.waited
@@ -325,7 +325,7 @@ def test_the_best_are_kept_beside_the_newest(tmp_path):
 
     def fit(steps):
         trainer = make_trainer(tmp_path, keep_checkpoints=1, checkpoint_every=3)
-        trainer.fit(data(), steps=steps, actions=[measure, distloop.SaveBest("score", "max", keep=2)])
+        trainer.fit(data(), steps=steps, actions=[measure, distloop.SaveBest("score", mode="max", keep=2)])
         return trainer
 
     fit(7)
@@ -349,7 +349,7 @@ def test_the_best_is_restored_when_the_run_has_ended_and_the_run_goes_on_from_it
         return {"score": float(report.step == 4)}
 
     measure.every = 2
-    settings = {"actions": [measure, distloop.SaveBest("score", "max", restore=True)]}
+    settings = {"actions": [measure, distloop.SaveBest("score", mode="max", restore=True)]}
     undisturbed, trainer, dataset = make(""), make(tmp_path), data()
     undisturbed.fit(dataset, steps=4)
     at_4 = weights(undisturbed)
@@ -444,7 +444,7 @@ def test_a_run_whose_metric_was_never_a_number_ends_with_its_last_weights(tmp_pa
 
     measure.every = 2
     trainer = make_trainer(tmp_path, steps_per_log=2)
-    actions = [measure, distloop.SaveBest("score", restore=True)]
+    actions = [measure, distloop.SaveBest("score", mode="min", restore=True)]
     for _ in range(2):  # nothing is left for the second call
         assert trainer.fit(data(), steps=4, actions=actions)["loss"] > 0 and trainer.step == 4
     assert caplog.text.count("No best checkpoint of 'score' is kept in") == 2
