@@ -34,6 +34,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 # Ends of the names of checkpoints later than the one that a run goes on from.
 _ABANDONED, _DIVERGED = "abandoned", "diverged"
 
+_READ_AGAIN = 3  # of the newest checkpoints after each save; a process looks at others once
 _Best = Mapping[str, list[int]]  # steps by metric
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -43,6 +44,7 @@ class Checkpoints:
 
     Attributes:
         directory: where they are.
+        seen_whole: whether each one was whole when this process looked last, by step.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Checkpoints:
         self._costs = {} if costs is None else costs
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
+        self.seen_whole: dict[int, bool] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -142,10 +145,8 @@ class Checkpoints:
                     self._write(step, values, notes, best_steps or {})
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
-                log.error(
-                    "The %s of step %d could not be written (%s); training goes on, and earlier ones are kept.",
-                    *(self._kind, step, first_line(error)),
-                )
+                sentence = "The %s of step %d could not be written (%s); training goes on, and earlier ones are kept."
+                log.error(sentence, self._kind, step, first_line(error))
                 return
             self._failure, self._costs["write_secs"] = None, time.monotonic() - began_at
             try:
@@ -274,11 +275,8 @@ class Checkpoints:
             os.rename(path, next(name for name in names if not os.path.lexists(name)))
         if later:
             sync(self.directory)
-            log.warning(
-                "The checkpoints of steps %s are renamed to <step>.%s: the run has gone back to an earlier one.",
-                ", ".join(map(str, later)),
-                end,
-            )
+            sentence = "The checkpoints of steps %s are renamed to <step>.%s: the run has gone back to an earlier one."
+            log.warning(sentence, ", ".join(map(str, later)), end)
 
     def _prune(self) -> None:
         """Deletes all but the newest whole checkpoints and the best, and those of which the run diverged."""
@@ -315,13 +313,15 @@ def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
     """
     best = {step for steps in checkpoints.best_steps.values() for step in steps}
     num_whole = 0
-    for step in reversed(checkpoints.steps):
+    for i, step in enumerate(reversed(checkpoints.steps)):
         path = os.path.join(checkpoints.directory, str(step))
         if num_whole == keep:
             if step not in best:
                 yield path
-        elif _is_whole(path, step):
-            num_whole += 1
+            continue
+        if i < _READ_AGAIN or step not in checkpoints.seen_whole:
+            checkpoints.seen_whole[step] = _is_whole(path, step)
+        num_whole += checkpoints.seen_whole[step]
 
 
 def set_aside(directory: str, *ends: str) -> list[str]:

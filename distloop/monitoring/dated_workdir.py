@@ -36,7 +36,7 @@ def _choose(config: Config) -> str:
     pattern = _DIGITS.join(map(glob.escape, config.workdir.split(TIME)))
     settings = _without_workdir(json.loads(flags.as_json(config)))
     for path in sorted(glob.glob(pattern), reverse=True):
-        if _settings_of(path) == settings and not _has_ended(path) and not run_lock.is_held(path):
+        if _settings_of(path) == settings and not run_files.has_ended(path) and not run_lock.is_held(path):
             return path
     while _is_taken(path := config.workdir.replace(TIME, time.strftime(_FORMAT))):
         time.sleep(0.1)  # another run began within this second
@@ -55,13 +55,3 @@ def _settings_of(path: str) -> dict[str, object] | None:
 
 def _without_workdir(settings: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name != "workdir"}
-
-
-def _has_ended(path: str) -> bool:
-    """Returns whether a run has nothing left to do; one that lacks its last checkpoint goes on from the one before."""
-    try:
-        (run,) = run_files.load_all([path])
-    except ValueError:  # it has no rows yet
-        return False
-    is_saved = run.saved_step is None or run.saved_step >= run.step  # None: its checkpoints may have been deleted
-    return run.status in ("complete", "stopped") and is_saved

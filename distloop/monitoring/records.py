@@ -130,7 +130,12 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
             f"metrics.jsonl in {directory!r} cannot be read ({error.strerror or error}): give a workdir that you may "
             "read."
         ) from error
-    return [{name: value if name == "step" else as_number(value) for name, value in row.items()} for row in rows]
+    return list(map(as_metrics, rows))
+
+
+def as_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a row of `metrics.jsonl` with its values as numbers."""
+    return {name: value if name == "step" else as_number(value) for name, value in row.items()}
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:

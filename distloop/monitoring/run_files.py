@@ -6,6 +6,7 @@
 A run can be read while it trains. This module does not know how runs are displayed.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -16,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distloop.log import log
 from distloop.monitoring import ledger, memory_file, records, run_starts, tags
+from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.memory_file import Memory
 
 # A run counts as running if its last row is at most this old,
@@ -282,11 +285,41 @@ def _by_number(name: str) -> list[Any]:
     return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
 
 
+def has_ended(path: str) -> bool:
+    """Returns whether a run has nothing left to do; reads no more than the ends of its files.
+
+    A run that lacks its last checkpoint goes on from the one before.
+
+    Args:
+        path: the workdir.
+    """
+    row, incident = (last_row(os.path.join(path, name)) for name in ("metrics.jsonl", "incidents.jsonl"))
+    if row is None:
+        return False
+    run = _from_rows(path, path, [records.as_metrics(row)], [incident] if incident else [], log.warning)
+    is_saved = run.saved_step is None or run.saved_step >= run.step  # None: its checkpoints may have been deleted
+    return run.status in ("complete", "stopped") and is_saved
+
+
 def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
     has_begun = os.path.isfile(os.path.join(path, "metrics.jsonl"))
     rows = records.read_metrics(path) if has_begun else []  # else its memory was estimated
     incidents_path = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
+    starts, memory = run_starts.read_starts(path), memory_file.read(path, warn)
+    time_spent = ledger.account(starts, ledger.read_progress(path, warn))
+    run = _from_rows(path, name, rows, incidents, warn)
+    return dataclasses.replace(run, starts=starts, memory=memory, time_spent=time_spent)
+
+
+def _from_rows(
+    path: str,
+    name: str,
+    rows: list[dict[str, float]],
+    incidents: list[dict[str, Any]],
+    warn: Callable[[str], None],
+) -> Run:
+    """Returns a run with its settings and its end."""
     file = os.path.join(path, "config.json")
     settings: dict[str, Any] = records.read_json(file, instead="the settings of the run are unknown", warn=warn) or {}
     settings.pop("workdir", None)
@@ -297,15 +330,10 @@ def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
         until, reason = saved["until"], saved["stop_reason"]
     elif (until is None or until <= step) and (saved.get("until") or 0) > step:  # given by `epochs`, or to `fit`
         until = saved["until"]
-    file = os.path.join(path, "metrics.jsonl" if has_begun else memory_file.FILE)
-    since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(file)
-    silent_secs = max(0.0, time.time() - since)
-    starts, memory = run_starts.read_starts(path), memory_file.read(path, warn)
-    time_spent = ledger.account(starts, ledger.read_progress(path, warn))
-    return Run(
-        *(name, path, rows, incidents, settings, until, reason, silent_secs, starts, memory, time_spent),
-        saved_step=saved.get("step"),
-    )
+    files = (os.path.join(path, file) for file in ("metrics.jsonl", memory_file.FILE))
+    since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(next(filter(os.path.isfile, files)))
+    silent_secs, step = max(0.0, time.time() - since), saved.get("step")
+    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, [], saved_step=step)
 
 
 def _read_end(directory: str, warn: Callable[[str], None]) -> dict[str, Any]:

@@ -416,3 +416,24 @@ def test_temporary_names_of_a_process_that_runs_stay(tmp_path):
     (tmp_path / f"5.{os.getppid()}.tmp").mkdir()
     save(tmp_path, 6)
     assert sorted(os.listdir(tmp_path)) == [f"5.{os.getppid()}.tmp", "6"]
+
+
+def test_a_save_reads_few_manifests_however_many_checkpoints_are_kept(tmp_path, monkeypatch):
+    save(tmp_path, *range(1, 21), keep=1_000)
+    kept, read = Checkpoints(str(tmp_path), keep=15), []
+    for step in (30, 40):
+        read.clear()
+        monkeypatch.setattr(store, "read_manifest", lambda path: read.append(path) or checkpoint.read_manifest(path))
+        kept.save(step, values_of(step), {})
+        kept.wait()
+    assert len(read) <= 5
+    assert kept.steps == [*range(8, 21), 30, 40]
+
+
+def test_the_newest_checkpoints_are_looked_at_again_before_older_ones_are_deleted(tmp_path):
+    kept = save(tmp_path, 1, 2, 3, keep=2)
+    assert kept.steps == [2, 3]
+    (tmp_path / "3" / "manifest.json").write_text("{}")
+    kept.save(4, values_of(4), {})
+    kept.wait()
+    assert kept.steps == [2, 3, 4]

@@ -10,7 +10,7 @@ import pytest
 
 from distloop import flags
 from distloop.config import Config
-from distloop.monitoring import dated_workdir, run_lock
+from distloop.monitoring import dated_workdir, records, run_lock
 
 
 class One:
@@ -104,3 +104,16 @@ def test_two_trainers_of_a_second_have_their_own(config, monkeypatch):
 
 def test_a_workdir_without_the_time_stays():
     assert dated_workdir.resolve(Config(workdir="runs/a"), One()).workdir == "runs/a"
+
+
+def test_a_start_reads_no_more_than_the_ends_of_earlier_runs(config, monkeypatch):
+    begin(config, steps=500)
+    unfinished = begin(config, steps=200)
+    monkeypatch.setattr(records, "read_rows", pytest.fail)
+    assert begin(config) == unfinished
+
+
+def test_a_run_that_diverged_at_its_end_goes_on(config):
+    workdir = begin(config, steps=500)
+    records.append_row(os.path.join(workdir, "incidents.jsonl"), {"step": 500, "action": "raise"})
+    assert begin(config) == workdir
