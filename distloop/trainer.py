@@ -86,6 +86,7 @@ class Trainer:
         self.strategy = strategies.make_strategy(config) if strategy is None else strategies.check_strategy(strategy)
         strategies.prepare_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
+        config = loss_scale.with_policy_of_keras(config)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
         self.state = _make_state(model_fn, self.strategy, config)
         self.state.placement.require_stages(config.num_stages)
@@ -387,7 +388,7 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
     with loss_scale.policy(config.precision):
-        return TrainState.make(
+        state = TrainState.make(
             model_fn,
             strategy,
             config.average_decay,
@@ -395,3 +396,5 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
             is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             shard_optimizer=config.shard_optimizer,
         )
+    loss_scale.check_precision(state.model, config.precision)
+    return state

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from distloop.errors import cause
+from distloop.optimizers.loss_scale import follow_policy, inheriting
 from distloop.variables import slot_names, tensorflow_variable
 
 
@@ -154,10 +155,16 @@ def _weight_pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]
 
 
 def _copy_layers(model: keras.Model, copy: keras.Model) -> None:
-    """Copies what layers keep beside their config, as Keras does when it writes and reads a file."""
+    """Copies what layers keep beside their config, as Keras does when it writes and reads a file.
+
+    Layers without a dtype policy of their own get the global one, if that is a mixed one.
+    """
+    following = {id(layer) for layer in inheriting(model)}
     for old, new in _layer_pairs(model, copy):
         if new.dtype_policy != old.dtype_policy:
             new.dtype_policy = old.dtype_policy
+        if id(old) in following:
+            follow_policy([new])
         if new.trainable != old.trainable:
             new.trainable = old.trainable  # of all layers below, too, whose turn comes later
         if new.weights and not old.built:

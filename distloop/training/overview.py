@@ -6,6 +6,7 @@
 It does not know how a run goes.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -33,7 +34,7 @@ from distloop.optimizers.clipping import Clipping
 from distloop.training.held_memory import held_by_device
 from distloop.training.state import TrainState
 from distloop.urls import is_url
-from distloop.variables import count_parameters, named_variables
+from distloop.variables import count_parameters, named_variables, top_layers
 
 _MAX_ROWS = 200  # of the model's table
 _MAX_NODES = 5000  # of a graph: TensorBoard cannot draw more in a reasonable time
@@ -165,7 +166,7 @@ def describe_environment(state: TrainState, settings: Config) -> str:
         ("workers", workers.num_workers(state.strategy)),
         ("devices of the first worker", ", ".join(devices)),
         ("CPU cores", os.cpu_count()),
-        ("precision", settings.precision),
+        ("precision", _precision(state, settings)),
         ("TensorFlow", tf.__version__),
         ("Keras", keras.__version__),
         ("NumPy", np.__version__),
@@ -322,6 +323,13 @@ def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
     return f"{worker} {reads} and trains on {shards} of {total} of its rows."
 
 
+def _precision(state: TrainState, settings: Config) -> str:
+    """Returns the precision of a run; where no layer with variables has it, theirs, most of them first."""
+    parts = [part for layer in top_layers(state.model) for part in layer._flatten_layers() if part._trainable_variables]
+    names = [name for name, _ in collections.Counter(part.dtype_policy.name for part in parts).most_common()]
+    return settings.precision if settings.precision in names else ", ".join(names) or settings.precision
+
+
 def console_lines(state: TrainState, settings: Config, source: Source) -> list[str]:
     """Returns what the console shows before the first step, a line each: devices, precision, parameters, batch, ..."""
     parts, trained = count_parameters(state.model), state.num_parameters()
@@ -330,7 +338,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     virtual = f", {state.virtual_replicas} virtual replicas" if state.virtual_replicas else ""
     lines = [
         f"devices {strategies.describe(state.strategy)}{virtual}",
-        f"precision {settings.precision}",
+        f"precision {_precision(state, settings)}",
         f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
     ]
     if (batch_size := source.info.batch_size) is not None:

@@ -20,7 +20,7 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.distributed.sharding import Sharding
 from distloop.errors import raise_as_user_error
-from distloop.optimizers import gradients, keras_hooks, row_updates
+from distloop.optimizers import gradients, keras_hooks, loss_scale, row_updates
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
 from distloop.optimizers.parts import JoinedVariable
@@ -201,13 +201,15 @@ class TrainState(tf.Module):
         """Assigns variables to updates, builds the optimizers and the average; no more variables after it; in scope."""
         named = named_variables(self.spec.model)
         _require_created(self.created, named.items(), "model")
+        layers = list(top_layers(self.spec.model, in_parts=True))
+        if self.spec.original is None:  # a copy follows the policy as far as the original's layers did
+            loss_scale.follow_policy(part for layer in layers for part in loss_scale.inheriting(layer))
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         if self.sharding is not None:
             self.sharding.add_all((self.plain_optimizers[n], of) for n, of in self.variables_of_update.items())
         for update in self.optimizer_updates:
             _build_optimizer(self, update)
-        layers = list(top_layers(self.spec.model, in_parts=True))
         layer_losses.keep_apart(layers)
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
