@@ -25,7 +25,8 @@ from distloop.urls import is_url
 class Export(Action):
     """Exports to `<directory>/<step>`, periodically or where a metric is better than before; keeps the last exports.
 
-    An older export is removed once its successor is complete. Nothing else in the directory is touched.
+    An older export of the run is removed once its successor is complete. Nothing else in the directory is touched: not
+    the versions of another run, which may be served from there.
     """
 
     phase = "exporting"
@@ -77,6 +78,7 @@ class Export(Action):
         self.mode = choose_mode("Export", metric, mode) if metric or mode != "auto" else "min"
         self.keep = keep
         self.best: float | None = None  # of the metric, among those that were exported
+        self.written: list[int] = []  # the steps of this run's exports that are kept, in order
         self.num_failed = 0
         self._failure: Exception | None = None  # of the last export
         self._export = export
@@ -93,8 +95,8 @@ class Export(Action):
         later = [step for step in self._steps() if step > report.step]
         if later and workers.is_chief(report.state.strategy):
             log.warning(
-                "%r holds exports of later steps, up to %d, than this run's, %d: they stay until it is there. Remove "
-                "them, or give another directory, if they are another run's.",
+                "%r holds exports of later steps, up to %d, than this run's, %d: they stay, but for one of a step that "
+                "this run exports, too. Remove them, or give another directory.",
                 self.directory,
                 later[-1],
                 report.step,
@@ -125,8 +127,10 @@ class Export(Action):
         if self.metric:
             self.best = float(report.metrics[self.metric])
         if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
-            for step in [step for step in self._steps() if step <= report.step][: -self.keep]:
+            self.written = [*(step for step in self.written if step < report.step), report.step]
+            for step in self.written[: -self.keep]:
                 _remove(self._path(step))
+            self.written = self.written[-self.keep :]
 
     def on_end(self, report: Report) -> None:
         """Raises the error of the last export, if that failed, when the run has been saved.
@@ -144,7 +148,7 @@ class Export(Action):
     def run_files(self) -> list[tuple[str, str, int]]:
         """Returns the exports that are kept, for writers."""
         name = os.path.basename(os.path.normpath(self.directory)) + self._suffix
-        return [(name, self._path(step), step) for step in self._steps()[-self.keep :]]
+        return [(name, self._path(step), step) for step in self.written]
 
     def _is_better(self, report: Report) -> bool:
         """Returns whether the metric is better than at all exports before."""
@@ -168,17 +172,19 @@ class Export(Action):
         return os.path.isfile(path) if self._suffix else os.path.isfile(os.path.join(path, "saved_model.pb"))
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the best value."""
-        return {"best": self.best}
+        """Returns the best value, and the steps of the exports that are kept."""
+        return {"best": self.best, "written": self.written}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
-        self.best = state["best"]
+        self.best, self.written = state["best"], list(state.get("written", []))  # older versions noted none
 
 
 def _remove(path: str) -> None:
     """Removes an export in one step as seen by a server; logs it if the disk refuses."""
     try:
         atomic_files.delete(path)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         log.warning("The old export %s could not be removed: %s.", path, error.strerror or error)

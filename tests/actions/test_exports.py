@@ -110,15 +110,32 @@ def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):
     assert len(written) == 2 and names_in(tmp_path) == ["10", "20"]
 
 
-def test_exports_of_later_steps_are_named_when_the_run_starts_and_removed_when_it_has_passed_them(tmp_path, caplog):
-    write(tmp_path / "15")
-    write(tmp_path / "900")
+def test_exports_of_another_run_are_named_when_the_run_starts_and_stay(tmp_path, caplog):
+    for name in ("2", "15", "900"):
+        write(tmp_path / name)
     action = Export(write, tmp_path, every=10, keep=1)
     action.on_start(report(5))
     assert "holds exports of later steps, up to 900, than this run's, 5" in caplog.text
     for step in (10, 20):
         run([action], report(step))
-    assert names_in(tmp_path) == ["20", "900"]
+    assert names_in(tmp_path) == ["2", "15", "20", "900"]
+    assert [os.path.basename(path) for _, path, _ in action.run_files()] == ["20"]
+
+
+def test_a_run_that_goes_on_removes_the_exports_that_it_wrote_before(tmp_path):
+    write(tmp_path / "5")
+    before, after = (Export(write, tmp_path, every=10, keep=2) for _ in range(2))
+    for step in (10, 20):
+        run([before], report(step))
+    after.set_state(before.get_state())
+    run([after], report(30))
+    assert names_in(tmp_path) == ["5", "20", "30"]
+
+
+def test_the_state_of_an_older_version_names_no_export(tmp_path):
+    action = Export(write, tmp_path, every=10)
+    action.set_state({"best": None})
+    assert action.written == []
 
 
 def test_keras_files_are_numbered_too(tmp_path):
