@@ -54,7 +54,7 @@ from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
 from distloop.training import elasticity, overview, run_length, tables, unread_entries
-from distloop.training.agreement import require_same_run
+from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.held_memory import held_by_device
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.state import TrainState
@@ -109,6 +109,7 @@ class Fit:
 
     def resume(self) -> "Fit":
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
+        require_same_trainable(self.state)
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
         self.checkpoints.resume()
         self._began = self._step

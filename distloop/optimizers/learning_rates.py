@@ -9,13 +9,16 @@ An optimizer calls a schedule with the number of updates applied so far, so the 
 the last one `steps - 1`.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from distloop.durations import Units, finite_number, parse, shown, whole_number
+
+_Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
 def scale_learning_rate(
@@ -110,7 +113,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule of `make_schedule` whose lengths depend on the run: `fit` puts steps in their place.
 
-    Before the first `fit` it is constant, at its peak.
+    Before the first `fit` it is constant, at its peak. Each optimizer gets a copy of its own, as its run does.
     """
 
     def __init__(self, **arguments: Any):
@@ -119,6 +122,16 @@ class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
         self._arguments = arguments
         self._known: dict[str, Any] = {}  # the arguments in steps
         self._schedule: keras.optimizers.schedules.LearningRateSchedule | None = None
+        self._given: RunSchedule | None = None  # of which it is an optimizer's copy
+        self._optimizer = 0  # the identity of that optimizer
+
+    def copy_for(self, optimizer: keras.optimizers.Optimizer) -> "RunSchedule":
+        """Returns a copy for one optimizer: this one, if it is that already."""
+        if self._optimizer == id(optimizer):
+            return self
+        copied = RunSchedule(**self._arguments)
+        copied._given, copied._optimizer = self, id(optimizer)
+        return copied
 
     def resolve(self, units: Units) -> bool:
         """Puts steps in the place of durations; returns whether the schedule is another one than before.
@@ -130,6 +143,8 @@ class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
         if self._known == before:
             return False
         self._schedule = make_schedule(**self._known)
+        if self._given is not None:  # as a user may look at it
+            self._given._schedule = self._schedule
         return True
 
     def __call__(self, step: Any) -> Any:
@@ -144,19 +159,50 @@ class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_change: Callable[[], None]) -> None:
-    """Puts steps in the place of durations in the schedules of optimizers.
+    """Puts steps in the place of durations in the schedules of optimizers, which may be in other optimizers, too.
 
     Args:
-        optimizers: of which some may have a `RunSchedule`.
+        optimizers: of which some may have a `RunSchedule`, or a schedule that has one.
         units: of the run.
-        on_change: called if a schedule became another one.
+        on_change: called if what a step reads once, when it is traced, is another than at the call before.
 
     Raises:
         ValueError: as for `RunSchedule.resolve`.
     """
-    schedules = [optimizer._learning_rate for optimizer in optimizers]
-    if any([schedule.resolve(units) for schedule in schedules if isinstance(schedule, RunSchedule)]):
+    changes = []
+    for optimizer in optimizers:
+        if isinstance(optimizer._learning_rate, _Schedule):
+            optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer)
+        changes += [schedule.resolve(units) for schedule in _run_schedules(optimizer._learning_rate)]
+        settings = {name: value for name, value in optimizer.get_config().items() if name != "learning_rate"}
+        traced = [optimizer._learning_rate, repr(settings)]
+        before = vars(optimizer).setdefault("_traced_by_distloop", traced)
+        changes.append(before[0] is not traced[0] or before[1] != traced[1])
+        vars(optimizer)["_traced_by_distloop"] = traced
+    if any(changes):
         on_change()
+
+
+def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns a schedule in which each `RunSchedule` is the optimizer's own copy; itself, if there is nothing to do."""
+    if isinstance(schedule, RunSchedule):
+        return schedule.copy_for(optimizer)
+    parts = {name: part for name, part in vars(schedule).items() if isinstance(part, _Schedule)}
+    copies = {name: _with_copies(part, optimizer) for name, part in parts.items()}
+    if all(copies[name] is part for name, part in parts.items()):
+        return schedule
+    changed = copy.copy(schedule)
+    vars(changed).update(copies)
+    return changed
+
+
+def _run_schedules(schedule: Any) -> Iterator[RunSchedule]:
+    """Yields a schedule and its parts, as far as their lengths depend on the run."""
+    if isinstance(schedule, RunSchedule):
+        yield schedule
+    elif isinstance(schedule, _Schedule):
+        for part in vars(schedule).values():
+            yield from _run_schedules(part)
 
 
 def make_schedule(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from distloop.actions.action import Action
 from distloop.distributed import workers
 from distloop.training.state import TrainState
+from distloop.variables import named_variables
 
 
 def require_same_run(
@@ -34,6 +35,28 @@ def require_same_run(
         **{f"the variable {path!r}": text for path, text in describe_variables(state).items()},
     }
     workers.require_same(state.strategy, "train", facts)
+
+
+def require_same_trainable(state: TrainState) -> None:
+    """Checks that the update still trains what it was built to train.
+
+    Raises:
+        ValueError: if `trainable` of a layer or variable has been set since.
+    """
+    named, changed = named_variables(state.model), set(state.spec.changed_layers())
+    for update in state.spec.updates:
+        try:
+            chosen = {id(variable) for variable in update.select_variables(named)}
+        except ValueError:  # there is none
+            chosen = set()
+        built = {id(variable) for variable in state.variables_of_update[update.name]}
+        changed |= {path for path, variable in named.items() if id(variable) in chosen ^ built}
+    if changed:
+        some = ", ".join(map(repr, sorted(changed)[:3])) + (", ..." if len(changed) > 3 else "")
+        raise ValueError(
+            f"`trainable` of {some} was changed since the Trainer was made, which fixes what a run trains: set it "
+            "back, or let model_fn set it and begin a new run from these weights, with Config(init_from=...)."
+        )
 
 
 def describe_variables(state: TrainState) -> dict[str, str]:

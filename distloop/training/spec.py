@@ -216,7 +216,16 @@ class ModelSpec:
         """Returns this spec for a model that is a copy of another one, which gets the weights whenever `fit` ends."""
         spec = copy.copy(self)
         object.__setattr__(spec, "original", original)
+        object.__setattr__(spec, "_trainable_in_original", _trainable_layers(original))
         return spec
+
+    def changed_layers(self) -> list[str]:
+        """Returns the names of the layers of `original` whose `trainable` has changed since the copy was made."""
+        if self.original is None:
+            return []
+        before = self._trainable_in_original  # type: ignore[attr-defined]
+        now = _trainable_layers(self.original)
+        return [name for name in now if before.get(name, now[name]) != now[name]]
 
     def with_functions(self, change: Callable[..., Any]) -> "ModelSpec":
         """Returns this spec with other functions.
@@ -289,6 +298,10 @@ def _is_factor(value: Any) -> bool:
 def plain_optimizer(optimizer: Any) -> Any:
     """Returns the Keras optimizer inside a `LossScaleOptimizer`; any other optimizer as it is."""
     return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+
+
+def _trainable_layers(model: keras.Model) -> dict[str, bool]:
+    return {layer.name: layer.trainable for layer in model._flatten_layers(include_self=False)}
 
 
 def refuse_tf_keras(model: Any) -> None:

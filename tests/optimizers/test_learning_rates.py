@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.optimizers.learning_rates import WarmUp, make_schedule, scale_learning_rate
+from distloop.durations import Period, Units
+from distloop.optimizers.learning_rates import WarmUp, make_schedule, resolve, scale_learning_rate
 
 schedules = keras.optimizers.schedules
 
@@ -179,3 +180,35 @@ def test_a_wrong_argument_fails_in_one_sentence(arguments, words):
 def test_warm_up_refuses_what_makes_no_sense(arguments, words):
     with pytest.raises(ValueError, match=words):
         WarmUp(*arguments)
+
+
+# Schedules of a run.
+
+
+def units_of(steps):
+    return Units(run=Period(steps=steps))
+
+
+def test_one_schedule_in_two_optimizers_has_the_length_of_each_ones_run():
+    schedule, called = make_schedule(0.1, "100 %", decay="linear"), []
+    first, second = keras.optimizers.SGD(schedule), keras.optimizers.SGD(WarmUp(schedule, 10))
+    for optimizer, steps in ((first, 10), (second, 20), (first, 40)):
+        resolve([optimizer], units_of(steps), lambda optimizer=optimizer: called.append(optimizer))
+    assert rates(first._learning_rate, [0, 20, 40]) == pytest.approx([0.1, 0.05, 0])
+    assert rates(second._learning_rate, [0, 10, 20, 30]) == pytest.approx([0, 0.1, 0.05, 0])
+    assert called == [first, second, first]
+    resolve([first, second], units_of(40), lambda: called.append("again"))
+    resolve([first, second], units_of(40), lambda: called.append("nothing new"))
+    assert called[3:] == ["again"]  # of the second's other length
+    assert rates(schedule, [0, 20]) == pytest.approx([0.1, 0.05])  # a user may look at it
+
+
+def test_what_is_set_on_an_optimizer_between_two_fits_is_traced_again():
+    optimizer, called = keras.optimizers.AdamW(make_schedule(0.1, 100)), []
+    optimizer.build([keras.Variable(1.0)])
+    for change in (lambda: None, lambda: setattr(optimizer, "learning_rate", make_schedule(0.2, 100))):
+        change()
+        resolve([optimizer], units_of(100), lambda: called.append("rate"))
+    optimizer.weight_decay = 0.5
+    resolve([optimizer], units_of(100), lambda: called.append("decay"))
+    assert called == ["rate", "decay"]
