@@ -380,6 +380,7 @@ def make_training_source(data: FitData, state: TrainState, config: Config, lates
         ValueError: if the data breaks a rule, or a pipeline gets more microbatches than a batch has rows.
     """
     if latest is not None and data.is_asked_for(latest.asked_for):
+        latest.refresh(data.train)
         return latest
     source = Source(
         *(data.train, state.strategy),

@@ -127,7 +127,9 @@ def _as_array(array: Any) -> Any:
             "(to_tensor, toarray), or batches of it with tf.data.Dataset.from_tensor_slices(...).batch(size)."
         )
     if isinstance(array, np.ndarray) or (is_on_disk(array) and not hasattr(array, "iloc")):
-        return array
+        is_of_objects = array.dtype == object and isinstance(array, np.ndarray) and array.size
+        is_of_numbers = is_of_objects and not isinstance(array.flat[0], (str, bytes))
+        return np.asarray(as_example(array.tolist())) if is_of_numbers and is_rectangular(array.tolist()) else array
     if hasattr(array, "to_numpy"):  # a frame, or a column of one
         array = array.to_numpy()
     return np.asarray(as_example(array.numpy() if tf.is_tensor(array) else array))

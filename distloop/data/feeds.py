@@ -101,14 +101,6 @@ class Feed:
         """
         return self._dataset(lambda: self._noting_states(first, state))
 
-    def convert(self, place: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the place as it is."""
-        return place
-
-    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns nothing: what a batch's number depends on is not known."""
-        return {}
-
     def seen(self, num_batches: int) -> Mapping[str, int]:
         """Returns nothing: there is one source."""
         return {}

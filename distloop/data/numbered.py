@@ -7,7 +7,6 @@ It does not know replicas; `Share` says which rows of a batch are read here.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ import tensorflow as tf
 from distloop.data.example_map import TracedMap
 from distloop.data.mixed_order import MixedOrder
 from distloop.data.order import Order, example_seeds
+from distloop.data.position import convert_place
 from distloop.data.rows import Uneven
-from distloop.log import log
 
-_OTHER_SIZE = "The checkpoint's batches had %d examples, these have %d: going on at batch %d, at the same examples."
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
 _MOST_EPOCHS = 2**31
 _do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
@@ -288,88 +286,3 @@ class NumberedFeed:
 
     def state_at(self, num_batches: int) -> Any:
         """Returns None: the number of the batch is all there is to know."""
-
-
-def convert_place(
-    place: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    describe_change: Callable[[str], str] | None = None,
-    batch_at: Callable[[int], int] | None = None,
-) -> Mapping[str, Any]:
-    """Returns a place from `Source.save_position` in other batches, or in epochs of another length; a warning says so.
-
-    The order of the examples does not depend on the batch size. No example is left out: the place is the last batch
-    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more. A place
-    behind the end of a shorter epoch is the start of the next one.
-
-    Args:
-        place: as it was saved.
-        facts: of the data now, from `NumberedDataset.facts_at`.
-        describe_change: returns how the data differs from that of a fingerprint, as a part of a sentence.
-        batch_at: of a mixture, `MixedOrder.batch_at`.
-
-    Raises:
-        ValueError: if the place is one in other data, or in another order of it.
-    """
-    if not place["batches"]:
-        return place
-    words = {
-        "mixture": "the shares %s",
-        "lengths": "batches by length, %s",
-        "num_rows": "%s rows",
-        "seed": "seed=%s",
-        "order": "version %s of the order",
-        "fingerprint": "content %s",
-    }
-    for name, phrase in words.items():
-        if (then := place.get(name)) == (now := facts.get(name)):
-            continue
-        before, after = (f"no {name}" if value is None else phrase % value for value in (then, now))
-        change = f"the checkpoint's data had {before}, and the data given has {after}"
-        if name == "fingerprint" and then and describe_change is not None:
-            change = describe_change(then)
-        if "order" not in place:
-            change = (
-                "it is that of other data, such as a tf.data.Dataset, or of arrays in the order of an older version"
-            )
-        raise ValueError(
-            f"The run cannot go on at its place in the data, as {change}: give the data and the seed that it began "
-            "with, or begin another run in a new workdir (from these weights, with init_from)."
-        )
-    if batch_at is None:
-        return _in_other_epochs(place, facts)
-    saved_size, batch_size = place["batch_size"], facts["batch_size"]
-
-    def converted(num_batches: int) -> int:  # exact unless batches to skip are beyond a change of the size
-        return batch_at(place["examples"] + (num_batches - place["batches"]) * saved_size)
-
-    if (batches := converted(place["batches"])) == place["batches"]:
-        return place
-    log.warning(_OTHER_SIZE, saved_size, batch_size, batches)
-    return {**place, "batches": batches, "skipped": [converted(number) for number in place["skipped"]]}
-
-
-def _in_other_epochs(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a place in epochs of other batches: in the same epoch, at the same examples."""
-    saved_size, batch_size = place.get("batch_size"), facts.get("batch_size")
-    saved_count: Any = place.get("batches_per_epoch")
-    count: Any = facts.get("batches_per_epoch")
-    if not batch_size or not saved_size or (saved_size == batch_size and saved_count in (count, None)):
-        return place
-    if saved_count is None:  # of a version that did not save it, and had no limit
-        saved_count, count = (math.ceil(facts["num_rows"] / size) for size in (saved_size, batch_size))
-
-    def converted(num_batches: int) -> tuple[int, int]:
-        epoch, batch = divmod(num_batches, saved_count)
-        return epoch * count, min(batch * saved_size // batch_size, count)
-
-    batches = sum(converted(place["batches"]))
-    skipped = [sum(found) for found in map(converted, place["skipped"]) if found[1] < count]  # others are in no batch
-    if saved_size != batch_size:
-        log.warning(_OTHER_SIZE, saved_size, batch_size, batches)
-    else:
-        log.warning(
-            "The checkpoint's epochs had %d batches, these have %d: going on at batch %d, in the same epoch.",
-            *(saved_count, count, batches),
-        )
-    return {**place, "batches": batches, "skipped": skipped}

@@ -213,12 +213,14 @@ def read_once(iterator: Iterator[Any]) -> Reader:
     with contextlib.suppress(TypeError):  # there is no weak reference to a zip, for one
         progress = _progress.setdefault(iterator, progress)
 
+    was_read = ValueError(
+        f"The {type(iterator).__name__} given was read before and cannot start again: give the function that makes it, "
+        "without calling it."
+    )
+
     def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         if progress.num_taken > first:
-            raise ValueError(
-                f"The {type(iterator).__name__} given was read before and cannot start again: give the function that "
-                "makes it, without calling it."
-            )
+            raise was_read
         while (batch := progress.peeked.pop(0) if progress.peeked else next(iterator, end)) is not end:
             progress.num_taken += 1
             if progress.num_taken > first:
@@ -231,6 +233,8 @@ def read_once(iterator: Iterator[Any]) -> Reader:
 
     def peek() -> list[tuple[Any, Any]]:
         progress.peeked += itertools.islice(iterator, max(0, _NUM_PEEKED - len(progress.peeked)))
+        if progress.num_taken and not progress.peeked:
+            raise was_read
         return [(batch, None) for batch in progress.peeked]
 
     return Reader(read, peek, None, READ_AGAIN, restarts=False)

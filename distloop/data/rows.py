@@ -11,15 +11,17 @@ import dataclasses
 import functools
 import itertools
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import DIGITS, DiskColumn, is_on_disk
+from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk
 from distloop.data.examples import as_example, common_spec, describe
 from distloop.data.padding import pad_row, pad_rows
+from distloop.data.position import CONTENT
 from distloop.distributed.devices import HOST
 from distloop.errors import carry
 
@@ -59,7 +61,6 @@ class ArrayRows:
         spec: of one row, a structure of `tf.TensorSpec`.
         is_in_memory: whether none is on disk.
         fingerprint: a text that is the same for the same arrays on disk; empty: all are in memory.
-        facts: what the order depends on beside the number of rows: the fingerprint, if there is one.
         uses_seeds: whether an example depends on its seed.
     """
 
@@ -86,7 +87,12 @@ class ArrayRows:
         self.is_in_memory = not self._on_disk
         self.spec = self._pack([_row_spec(column) for column in self._columns])
         self.fingerprint = ":".join(column.digest for column in self._on_disk)
-        self.facts: dict[str, Any] = {"fingerprint": self.fingerprint} if self._on_disk else {}
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What a place depends on beside the number of rows: the fingerprint, and what arrays in memory hold."""
+        facts = {"fingerprint": self.fingerprint} if self._on_disk else {}
+        return facts if len(self._on_disk) == len(self._columns) else {**facts, CONTENT: content_of(self._columns)}
 
     def __len__(self) -> int:
         return self._num_rows
@@ -171,6 +177,9 @@ class SourceRows:
         examples = self._examples(numbers, None)
         self._is_slow = (time.monotonic() - began) / len(numbers) > _SLOW_SECS
         self._structure = examples[0]
+        if isinstance(source, list) and change is None:  # other sources may draw their examples
+            leaves = [array.tolist() for array in tf.nest.flatten(examples)]
+            self.facts[CONTENT] = f"{zlib.crc32(repr(leaves).encode()):08x}"
         self.spec = common_spec(f"the {self._name} given", self._checked(examples, numbers))
         self._specs = tf.nest.flatten(self.spec)
 

@@ -15,12 +15,14 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from distloop.data.arrays import Arrays, as_dataset
+from distloop.data.arrays import Arrays, as_arrays, as_dataset
+from distloop.data.columns import content_of
 from distloop.data.copies import fresh_copy
 from distloop.data.info import DataInfo, count_batches, inspect
 from distloop.data.iterators import iterate
 from distloop.data.numbered import NumberedFeed, Share
 from distloop.data.opening import open_data
+from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.data.skip_below_maps import begin_at
@@ -28,6 +30,7 @@ from distloop.data.skipping import Behind
 from distloop.distributed import cores, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
+from distloop.log import log
 
 Data: TypeAlias = (
     tf.data.Dataset
@@ -98,43 +101,72 @@ class Source:
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
-        self.data, self.asked_for = data, asked_for
+        self.asked_for = asked_for
         self.batches_taken, self.is_astray = 0, False
         self.skipped_batches: set[int] = set()
         self._strategy = strategy
         self._repeat, self._steps_per_epoch = repeat, steps_per_epoch
         self._num_workers = workers.num_workers(strategy)
-        opened = open_data(
-            as_dataset(data, batch_size, shuffle_seed),
-            self._num_workers,
-            workers.worker_index(strategy),
+        self._as_dataset = functools.partial(as_dataset, batch_size=batch_size, shuffle_seed=shuffle_seed)
+        self._open = functools.partial(
+            open_data,
+            num_workers=self._num_workers,
+            worker=workers.worker_index(strategy),
             repeat=repeat,
             shuffle_seed=shuffle_seed,
             map_batch=map_batch,
             limit=limit,
             is_cached=is_cached,
         )
+        self._may_go_back, self._microbatches, self._virtual_replicas = may_go_back, microbatches, virtual_replicas
+        self._read(data)
+
+    def _read(self, data: Data) -> None:
+        """Opens the data, and finds out what is known about it."""
+        self.data = data
+        opened = self._open(self._as_dataset(data))
         self._dataset, self._feed = opened.dataset, opened.feed
         self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
         if self._feed is not None:
             self._feed.oldest_place = lambda: self.batches_taken
-            if may_go_back:
+            if self._may_go_back:
                 self._feed.require_restart()
         is_split = isinstance(self._dataset, tf.distribute.DistributedDataset)
-        self._may_go_back = may_go_back and not is_split
+        self._may_go_back &= not is_split
         self.depends_on_workers = opened.takes_context or is_split
         is_sharded = opened.takes_context and self._num_workers > 1
         rows = None if self._feed is None else self._feed.batch_size
-        facts: dict[str, Any] = {"virtual_replicas": virtual_replicas, "is_sharded": is_sharded, "batch_size": rows}
-        self._inspect = functools.partial(inspect, self._dataset, strategy, **facts)
-        self.set_microbatches(microbatches)
+        facts: dict[str, Any] = {"is_sharded": is_sharded, "batch_size": rows}
+        facts["virtual_replicas"] = self._virtual_replicas
+        self._inspect = functools.partial(inspect, self._dataset, self._strategy, **facts)
+        self.set_microbatches(self._microbatches)
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
         self._starting_feed = self._feed if starts_anywhere else None
         self.seeks = self._starting_feed is not None and self._starting_feed.seeks
         self.resume = "" if self._feed is None else self._feed.resume if starts_anywhere else READ_AGAIN
 
+    def refresh(self, data: Data) -> None:
+        """Copies arrays anew if they have changed in place since they were copied; the place in their order stays.
+
+        Args:
+            data: that the source was made from.
+        """
+        position = self.save_position()
+        content = position.pop(CONTENT, None)
+        if content is None or (arrays := as_arrays(data)) is None:
+            return
+        if not workers.gather(self._strategy, content != content_of(tf.nest.flatten(arrays))).any():
+            return
+        log.warning(
+            "The arrays given hold other values than at the last call of fit: going on at the same place in their "
+            "order, with the values of now."
+        )
+        self._read(data)
+        self.restore_position(position)
+
     def set_microbatches(self, microbatches: int) -> None:
         """Sets the parts in which a replica computes its rows; the next iterator begins with the first batch."""
+        self._microbatches = microbatches
         self.info = self._inspect(microbatches=microbatches)
         self.layout = self.info.layout
         self._iterator: Any = None
@@ -242,7 +274,7 @@ class Source:
         epochs came in another order in 12 to 22 of 38 restores.
         """
         position: dict[str, Any] = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
-        position |= {} if self._feed is None else self._feed.facts_at(position)
+        position |= self._facts(position)
         # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
         if self.seeks and self._feed is not None and not self.layout.is_sharded:
             state = self._feed.state_at(self.batches_taken)
@@ -251,7 +283,8 @@ class Source:
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Reads the same data up to the place of `save_position`, on any number of replicas."""
-        position = position if self._feed is None else self._feed.convert(position)
+        is_by_number = isinstance(self._feed, NumberedFeed)
+        position = self._feed.convert(position) if is_by_number else convert_batches(position, self._facts(position))
         self._may_go_back |= self._iterator is not None and not self.layout.is_split
         self.batches_taken = taken = position["batches"]
         self.is_astray = False
@@ -264,6 +297,13 @@ class Source:
                 dataset, num_behind = self._dataset_at(taken, position.get("state"))
                 self._iterator = iterate(self._pipeline(dataset))
         self.behind = Behind(self._iterator, num_behind)
+
+    def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a place depends on, for JSON."""
+        if isinstance(self._feed, NumberedFeed):
+            return self._feed.facts_at(position)
+        num_workers = self._num_workers if self.depends_on_workers else None
+        return facts_of(num_batches=self.info.num_batches, batch_size=self.info.batch_size, num_workers=num_workers)
 
     def _dataset_at(self, first: int = 0, state: Any = None) -> tuple[tf.data.Dataset, int]:
         """Returns a dataset that begins at a batch or before it, and the number of batches between the two."""

@@ -32,8 +32,10 @@ def test_the_same_arguments_ask_for_the_same_data():
     asked_for = read_arguments(ARRAYS, None, {"batch_size": 8, "validation_split": 0.5}).asked_for
     assert read_arguments(ARRAYS, None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
     assert not read_arguments(ARRAYS, None, {"batch_size": 4, "validation_split": 0.5}).is_asked_for(asked_for)
-    assert read_arguments((X, LABEL), None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
-    for other in ([X, LABEL], (X, LABEL.copy()), (LABEL, X), X):
+    for same in ((X, LABEL), [X, LABEL]):
+        assert read_arguments(same, None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
+    assert read_arguments(X, None, {"batch_size": 8, "validation_split": 0.5}, LABEL).is_asked_for(asked_for)
+    for other in ((X, LABEL.copy()), (LABEL, X), X):
         assert not read_arguments(other, None, {"batch_size": 8, "validation_split": 0.5}).is_asked_for(asked_for)
     assert not read_arguments(ARRAYS, None, {}).is_asked_for(())
 

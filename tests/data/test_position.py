@@ -1,0 +1,151 @@
+"""Places in data that has changed since a checkpoint noted them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.data.columns import content_of
+from distloop.data.position import convert_batches, facts_of
+from distloop.data.source import Source
+from tests.problems import classification, classifier, everything, on, refused
+
+ONE = tf.distribute.get_strategy()
+
+
+def place(batches, **facts):
+    return {"batches": batches, "skipped": [], **facts_of(**{"num_batches": None, "batch_size": None, **facts})}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        (place(4, batch_size=4), place(0, batch_size=8), 2),
+        (place(5, batch_size=4), place(0, batch_size=8), 2),  # rounded down: four examples are read again
+        (place(3, batch_size=8), place(0, batch_size=4), 6),
+        (place(13, batch_size=4, num_batches=8), place(0, batch_size=8, num_batches=4), 4 + 2),
+        (place(25, num_batches=10), place(0, num_batches=12), 2 * 12 + 5),
+        (place(29, num_batches=10), place(0, num_batches=6), 3 * 6),  # behind the end of a shorter epoch
+        (place(4, batch_size=4), place(0), 4),  # unknown
+        (place(4, batch_size=4, num_batches=3), place(0, batch_size=4), 4),
+        (place(4, batch_size=4, num_workers=2), place(0, batch_size=2, num_workers=4), 4),  # each worker's batch
+        (place(0, batch_size=4), place(0, batch_size=8), 0),
+    ],
+)
+def test_a_place_is_after_as_many_examples_of_the_same_epoch(then, now, expected):
+    assert convert_batches(then, now)["batches"] == expected
+
+
+def test_a_place_of_an_older_version_stays():
+    old = {"batches": 4, "skipped": [1]}
+    assert convert_batches(old, place(0, batch_size=8, num_batches=3)) is old
+
+
+def rows_of(source, count):
+    return [batch.numpy().ravel().tolist() for batch, _ in zip(source.new_iterator(), range(count), strict=False)]
+
+
+def test_batches_of_another_size_go_on_at_the_same_rows_and_both_sizes_are_named(caplog):
+    def source(size):
+        return Source(tf.data.Dataset.range(32).batch(size), ONE)
+
+    first = source(4)
+    first.batches_taken = 4
+    again = source(8)
+    again.restore_position(first.save_position())
+    assert next(again.iterator()).numpy().tolist() == list(range(16, 24))
+    assert "batches of 4 examples and 8 batches an epoch" in caplog.text
+    assert "batches of 8 examples and 4 batches an epoch: going on at batch 2 in place of 4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: tf.data.Dataset.range(32).shuffle(32).batch(4),
+        lambda: tf.data.Dataset.range(32).batch(4).repeat(),
+        lambda: tf.data.Dataset.range(32).filter(lambda x: x > 1).batch(4),
+        lambda: lambda: (np.random.default_rng().normal(size=4) for _ in range(8)),
+        lambda: np.arange(32),
+    ],
+)
+def test_the_same_data_raises_no_alarm(data, caplog):
+    first = Source(data(), ONE, batch_size=4, shuffle_seed=1)
+    first.batches_taken = 3
+    again = Source(data(), ONE, batch_size=4, shuffle_seed=1)
+    again.restore_position(first.save_position())
+    assert again.batches_taken == 3 and "checkpoint's" not in caplog.text
+
+
+def test_a_place_in_arrays_is_none_in_a_dataset():
+    arrays = Source(np.arange(32), ONE, batch_size=4)
+    arrays.batches_taken = 3
+    dataset = Source(tf.data.Dataset.range(32).batch(4), ONE)
+    refused(lambda: dataset.restore_position(arrays.save_position()), "data by number", "begin another run")
+
+
+@pytest.mark.parametrize("kind", [np.asarray, list])
+def test_other_values_in_memory_are_said_and_the_order_goes_on(kind, caplog):
+    def source(values):
+        data = np.asarray(values) if kind is np.asarray else distloop.make_dataset(list(values), 4, shuffle=True)
+        return Source(data, ONE, batch_size=4, shuffle_seed=0)
+
+    first, again = source(range(32)), source(range(1, 33))
+    first.batches_taken = 3
+    again.restore_position(first.save_position())
+    assert "other values than the checkpoint's" in caplog.text
+    assert next(again.iterator()).numpy().tolist() == [row + 1 for row in rows_of(first, 4)[3]]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, bool, np.float16, ">f4", str])
+def test_a_digest_notices_one_value_and_an_exchange_of_rows(dtype):
+    array = np.arange(24).reshape(8, 3).astype(dtype)
+    digest = content_of([array])
+    assert content_of([array.copy()]) == content_of([np.asfortranarray(array)]) == digest
+    if np.dtype(dtype).isnative:
+        assert content_of([tf.constant(array)]) == digest
+    changed, exchanged = array.copy(), array[::-1] if dtype is not bool else array
+    changed[5, 1] = changed[0, 0]
+    assert content_of([changed]) != digest
+    assert dtype is bool or content_of([exchanged]) != digest
+    assert content_of([array[:4]]) != digest and content_of([array.reshape(4, 6)]) != digest
+
+
+def test_of_a_large_array_some_rows_are_digested():
+    array = np.zeros([20_000, 1000], np.float32)  # 80 MB
+    digest = content_of([array])
+    array[-1, -1] = 1
+    assert content_of([array]) != digest
+
+
+def trained(data, fits):
+    trainer = distloop.Trainer(classifier(), on(1, batch_size=8, seed=3, console="quiet"))
+    for steps, change in fits:
+        change()
+        trainer.fit(data, steps=steps)
+    return everything(trainer)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_arrays_changed_in_place_between_two_fits_train_on_with_their_new_values(is_list, caplog):
+    rows = classification(40)
+    data = {**rows, "label": rows["label"].tolist()} if is_list else rows
+
+    def change():
+        data["label"][7] = (data["label"][7] + 1) % 4
+
+    once = trained(data, [(4, lambda: None), (10, lambda: None)])
+    assert not caplog.text
+    changed = trained(data, [(4, lambda: None), (10, change)])
+    assert caplog.text.count("other values than at the last call of fit") == 1
+    assert any(not np.array_equal(changed[name], value) for name, value in once.items())
+
+
+def test_arrays_changed_in_place_keep_their_place_in_the_order():
+    rows = np.arange(40)
+    source = Source(rows, ONE, batch_size=8, shuffle_seed=3)
+    expected = rows_of(source, 7)
+    source.batches_taken = 6
+    rows += 100
+    source.refresh(rows)
+    assert source.batches_taken == 6
+    assert next(source.iterator()).numpy().tolist() == [row + 100 for row in expected[6]]
