@@ -182,7 +182,12 @@ class Config:
         "What is printed; auto: a live display on a terminal, otherwise lines; quiet: warnings and errors only.",
         choices=("auto", "lines", "quiet"),
     )
-    log_every: int | str = setting(MONITORING, 100, "Duration between logs: 500, 1 epoch, 30 s; 0: only at the end.")
+    log_every: int | str = setting(
+        MONITORING,
+        "auto",
+        "Duration between logs: 500, 1 epoch, 30 s; 0: only at the end; auto: each epoch if the run's length is given "
+        "in epochs, else 100 steps.",
+    )
     histograms_every: int | str = setting(
         MONITORING,
         0,

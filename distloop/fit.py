@@ -117,6 +117,7 @@ class Fit:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
+        self._loop.log_every = run_length.log_every(self.config, self.units)
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
         self._attach()
         return self

@@ -111,7 +111,12 @@ def test_settings_take_steps_and_texts_with_a_unit(name):
 
 def test_durations_that_are_not_given_have_defaults_of_their_own():
     config = distloop.Config()
-    assert (config.checkpoint_every, config.eval_every, config.log_every, config.until) == ("10 min", "auto", 100, "")
+    assert (config.checkpoint_every, config.eval_every, config.log_every, config.until) == (
+        "10 min",
+        "auto",
+        "auto",
+        "",
+    )
     assert distloop.Config(eval_every="auto") == config
 
 

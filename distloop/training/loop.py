@@ -57,6 +57,7 @@ class TrainLoop:
         reported: the numbers of the last report, by name; empty: there was none.
         secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
             set before `train`.
+        log_every: the window of the reported means, a duration; 0: the whole run.
         open_boundary: of this step, whose actions were interrupted: `train` calls all of them; None: there is none.
     """
 
@@ -76,7 +77,7 @@ class TrainLoop:
         Args:
             state: what is trained.
             step: one step of it.
-            log_every: the window of the reported means, a duration; 0: the whole run.
+            log_every: the attribute.
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
             may_halve: whether steps are taken again with smaller microbatches where memory ends.
@@ -84,7 +85,7 @@ class TrainLoop:
         """
         self._state = state
         self._step = step
-        self._log_every = log_every
+        self.log_every = log_every
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
         self.secs = 0.0
@@ -167,13 +168,13 @@ class TrainLoop:
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
                     step = self._count(source, step, row)
-                    if self._plan.is_due(self._log_every, step, until):
+                    if self._plan.is_due(self.log_every, step, until):
                         self._open_window()
             self._show_progress(step, "")
             if step < until:
                 before = self.secs
                 self._agree_on_next_loop(stop_requests, step)
-                self._plan.look_at_clock(before, self.secs, [self._log_every, *(action.every for action in actions)])
+                self._plan.look_at_clock(before, self.secs, [self.log_every, *(action.every for action in actions)])
                 until = step + 1 if self._plan.is_over else until
                 for _, action in (pair for pair in by_clock if before // pair[0] < self.secs // pair[0]):
                     with self._clock.phase(phase_of(action)):
@@ -222,7 +223,7 @@ class TrainLoop:
                 rows = self._compiled.run(
                     source,
                     count,
-                    self._plan.period(self._log_every).steps,
+                    self._plan.period(self.log_every).steps,
                     executor=self._executor,
                     is_single=is_single,
                     secs=secs,
@@ -256,13 +257,13 @@ class TrainLoop:
         """
         everys = [action.every for action in actions]
         if self._state.keras_metrics or any(a.every is None and not member(a, "only_writes") for a in actions):
-            everys.append(self._log_every)
+            everys.append(self.log_every)
         boundary = self._plan.next_boundary(step, until, everys, self._steps_per_loop)
         return boundary if self._profile is None else min(boundary, self._profile.next_boundary(step))
 
     def _is_boundary(self, step: int, until: float, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
-        everys = [self._log_every, *(action.every for action in actions if action.every is not None)]
+        everys = [self.log_every, *(action.every for action in actions if action.every is not None)]
         return any(self._plan.is_due(every, step, until) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
@@ -291,7 +292,7 @@ class TrainLoop:
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
         numbers = self._window.metrics(self._step.names, per_token)
         report = Report(step, until, numbers, self._state, time=unix_time(end))
-        if self._plan.is_due(self._log_every, step, until):
+        if self._plan.is_due(self.log_every, step, until):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window
         return report
 

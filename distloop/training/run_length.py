@@ -12,6 +12,8 @@ from distloop.data.source import Source
 from distloop.durations import Units, parse
 from distloop.monitoring.timing import show_secs
 
+_LOG_STEPS = 100  # between two logs of a run that is not as long as epochs
+
 
 def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:
     """Returns the length of a run as a duration; a dry run ends with the next step.
@@ -63,6 +65,13 @@ def make_units(source: Source, length: int | str) -> Units:
     return Units(source.batches_per_epoch, source.examples_per_step, units.period(length), parse(length).unit)
 
 
+def log_every(config: Config, units: Units) -> int | str:
+    """Returns the duration between two logs: in a run of epochs an epoch, where the settings leave it open."""
+    if config.log_every != "auto":
+        return config.log_every
+    return "1 epoch" if units.run_unit == "epochs" else _LOG_STEPS
+
+
 def why_over(units: Units, step: int, secs: float, stop_reason: str | None) -> str:
     """Returns a sentence, without its end, about a run in which nothing is left to train.
 
@@ -77,6 +86,11 @@ def why_over(units: Units, step: int, secs: float, stop_reason: str | None) -> s
         place = f"Stopped at step {step} before ({stop_reason})"
     elif run.secs:
         place = f"Already at step {step}, after {show_secs(secs)} of {show_secs(run.secs)}"
+    elif step > run.steps:
+        place = (
+            f"Nothing to train: already at step {step}, and the run ends at step {run.steps}, counted from its start "
+            "and not from this call"
+        )
     else:
         place = f"Already at step {step} of {run.steps}"
     return f"{place}: raise {units.run_unit if units.run_unit in ('steps', 'epochs') else 'until'}"

@@ -8,6 +8,7 @@ import pytest
 import distloop
 from distloop.durations import Period
 from distloop.training import run_length
+from tests.problems import classification, classifier
 
 SOURCE = types.SimpleNamespace(batches_per_epoch=lambda: 7, examples_per_step=lambda: 64)
 
@@ -80,7 +81,36 @@ def test_a_run_that_is_over_says_what_to_raise():
         return run_length.why_over(run_length.make_units(SOURCE, chosen(**length)), step, secs, reason)
 
     assert why(9, steps=9) == "Already at step 9 of 9: raise steps"
+    assert why(60, steps=30) == (
+        "Nothing to train: already at step 60, and the run ends at step 30, counted from its start and not from "
+        "this call: raise steps"
+    )
     assert why(14, epochs=2) == "Already at step 14 of 14: raise epochs"
     assert why(2, until="100 examples") == "Already at step 2 of 2: raise until"
     assert why(9, 61.0, until="1 min").endswith("after 0:01:01 of 0:01:00: raise until")
     assert why(4, reason="enough", steps=9) == "Stopped at step 4 before (enough): raise steps"
+
+
+def logs(log_every="auto", **length):
+    return run_length.log_every(distloop.Config(log_every=log_every), run_length.make_units(SOURCE, chosen(**length)))
+
+
+def test_an_epoch_is_a_log_where_the_length_is_in_epochs_and_no_other_was_given():
+    assert logs(epochs=10) == logs(until="10 epochs") == "1 epoch"
+    assert logs(steps=70) == logs(until="1e3 examples") == 100
+    assert logs(100, epochs=10) == 100 and logs(0, epochs=10) == 0 and logs("3 s", steps=70) == "3 s"
+
+
+@pytest.mark.slow
+def test_the_history_of_epochs_has_a_mean_of_each_and_the_weights_do_not_depend_on_it():
+    def train(**settings):
+        config = distloop.Config(device="cpu", num_devices=1, **settings)
+        trainer, data = distloop.Trainer(classifier(), config), distloop.make_dataset(classification(48), 16)
+        return trainer, trainer.fit(data, epochs=4, evals={"test": data})
+
+    (trainer, result), (again, each) = train(), train(log_every=1)
+    assert result.steps["loss"] == result.steps["test/loss"] == [3, 6, 9, 12]
+    by_epoch = np.reshape(each.history["loss"], [4, 3]).mean(1)
+    np.testing.assert_allclose(result.history["loss"], by_epoch, rtol=1e-6)
+    for one, other in zip(trainer.model.get_weights(), again.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
