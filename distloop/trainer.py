@@ -2,7 +2,6 @@
 
 trainer = Trainer(model_fn, Config(steps=1000, device="cpu", num_devices=2))
 trainer.fit(train_dataset, evals={"test": test_dataset})
-outputs = trainer.predict(test_dataset)
 """
 
 import functools
@@ -179,7 +178,7 @@ class Trainer:
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state.spec), self._checkpoints.lock, run.resume().delivering(), run.interruptible():
+        with weights_returned(self.state), self._checkpoints.lock, run.resume().delivering(), run.interruptible():
             run.train()
         result, another_step = run.result(), functools.partial(self._train_loop.train, source, self.step + 1, [])
         if self.config.fast_dev_run:
@@ -211,7 +210,8 @@ class Trainer:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
-        self._checkpoints.restore(path if path is None else os.path.expanduser(path))
+        with weights_returned(self.state):
+            self._checkpoints.restore(path if path is None else os.path.expanduser(path))
 
     def audit(self, dataset: Data, y: Any = None) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.

@@ -12,10 +12,11 @@ from typing import Any
 import keras
 
 from distloop.keras_models.measures import metrics_made_again
-from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_weights
+from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
 from distloop.keras_models.supervised import supervised
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.training.spec import ModelSpec, refuse_tf_keras
+from distloop.training.state import TrainState
 
 
 def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], ModelSpec]:
@@ -23,8 +24,10 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
     Args:
         model: built and compiled; it is rebuilt inside the strategy's scope, with its weights, optimizer settings and
-            slots. Whenever `fit` ends, after an error or Ctrl-C too, it gets the trained weights and statistics. Or a
-            function that builds and compiles one.
+            slots. Whenever `fit` ends, after an error or Ctrl-C too, it gets the trained weights and statistics, and
+            its optimizer the slots, iterations and learning rate. With `average_decay` it gets the averaged weights, as
+            Keras's `fit` ends with them under `use_ema`; the Trainer goes on from those that train. Or a function that
+            builds and compiles one.
 
     Returns:
         A `model_fn` for `Trainer`.
@@ -60,13 +63,27 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
 
 @contextlib.contextmanager
-def weights_returned(spec: ModelSpec) -> Iterator[None]:
-    """Assigns weights and statistics on exit, after an error too, to the model that `from_keras` was given."""
+def weights_returned(state: TrainState) -> Iterator[None]:
+    """Gives the model that `from_keras` was given what was trained, on exit, after an error too: see `from_keras`."""
     try:
         yield
-    finally:
-        if spec.original is not None:
-            return_weights(spec.model, spec.original)
+    except BaseException:
+        _return(state, is_whole=False)
+        raise
+    _return(state, is_whole=True)
+
+
+def _return(state: TrainState, *, is_whole: bool) -> None:
+    """Assigns weights, or their averages, statistics and slots; after an error without what other workers store."""
+    if (model := state.spec.original) is None:
+        return
+
+    def is_at_hand(value: Any) -> bool:
+        return is_whole or getattr(value, "is_here", True)
+
+    averages = {id(v): a for v, a in state.average.pairs if is_at_hand(a)} if state.average is not None else {}
+    return_weights(state.model, model, averages)
+    return_slots(state.model, model, {name: v for name, v in state.all_variables().items() if is_at_hand(v)})
 
 
 def _spec_of_copy(model: keras.Model) -> ModelSpec:
@@ -82,6 +99,12 @@ def _spec_of_copy(model: keras.Model) -> ModelSpec:
 
 def _spec_of(model: keras.Model, compiled: keras.Model, optimizer: keras.optimizers.Optimizer) -> ModelSpec:
     settings = compiled._compile_config.config
+    if type(optimizer).__name__ == "ScheduleFreeAdamW" and not optimizer.built and not compiled.run_eagerly:
+        raise ValueError(
+            "The optimizer is a ScheduleFreeAdamW that is not built: Keras's fit would make its momentum in a graph, where "
+            "it begins at 0 and not at the weights, and train to others than distloop: call model.optimizer.build("
+            "model.trainable_variables) after compile, which is right for both."
+        )
     return supervised(
         model,
         settings["loss"],

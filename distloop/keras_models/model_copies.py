@@ -8,14 +8,15 @@ The originals stay as they are. This module does not know what trains the copies
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from distloop.errors import cause
 from distloop.optimizers.loss_scale import follow_policy, inheriting
-from distloop.variables import slot_names, tensorflow_variable
+from distloop.variables import portable_names, slot_names, tensorflow_variable
 
 
 def copy_model(model: keras.Model) -> keras.Model:
@@ -84,15 +85,43 @@ def copy_optimizer(
     return new
 
 
-def return_weights(copy: keras.Model, model: keras.Model) -> None:
+def return_weights(copy: keras.Model, model: keras.Model, averages: Mapping[int, Any]) -> None:
     """Assigns the weights and statistics of a copy to the original model.
 
     Args:
         copy: the result of `copy_model`, whose variables may be on several replicas.
         model: the original.
+        averages: by `id` of a variable of the copy, what is assigned in its place.
     """
     for old, new in _weight_pairs(model, copy):
-        old.assign(tensorflow_variable(new).numpy())
+        old.assign(_value(averages.get(id(new), new)))
+
+
+def return_slots(copy: keras.Model, model: keras.Model, values: Mapping[str, Any]) -> None:
+    """Assigns slots, iterations, learning rate and loss scale of a copy's optimizer to the original's; builds it first.
+
+    Args:
+        copy: the result of `copy_model`.
+        model: the original, compiled.
+        values: variables by the names of checkpoints, such as `optimizer/momentum/dense/kernel`.
+    """
+    names = {id(variable): name for name, variable in portable_names(copy).items()}
+    names = {id(old): names[id(new)] for old, new in _weight_pairs(model, copy)}
+    outer, optimizer = model.optimizer, getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    with optimizer._distribution_strategy.scope():  # private: where the optimizer was made
+        if not outer.built:
+            outer.build(model.trainable_variables)
+        trained = optimizer._trainable_variables  # private, as in `copy_optimizer`
+        slots = slot_names(optimizer, trained, [names.get(id(v), f"other {i}") for i, v in enumerate(trained)])
+        if outer is not optimizer:
+            slots["loss_scale"] = outer.dynamic_scale
+        for name, slot in slots.items():
+            if (value := values.get(f"optimizer/{name}")) is not None:
+                slot.assign(_value(value))
+
+
+def _value(variable: Any) -> Any:
+    return tf.convert_to_tensor(tensorflow_variable(variable)).numpy()
 
 
 @contextlib.contextmanager

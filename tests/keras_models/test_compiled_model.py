@@ -1,5 +1,7 @@
 """Compiled Keras models: what is taken over from them, and what is refused."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.compiled_models import (
     assert_trains_on_as_keras_does,
     batches,
     compiled,
+    copy_of,
     net,
 )
 from tests.problems import on
@@ -35,29 +38,97 @@ def test_a_function_that_compiles_a_model_is_taken(replicas=2):
     assert "mean_absolute_error" in numbers or "mae" in numbers
 
 
-def test_the_original_model_has_the_trained_weights_when_fit_ends_and_keeps_its_optimizer():
+def test_the_original_model_and_its_optimizer_have_what_was_trained_when_fit_ends():
     model = compiled(net())
     model.fit(batches(X, Y), epochs=1, verbose=0)
-    before = [np.copy(v.numpy()) for v in model.optimizer.variables]
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     trainer.fit(batches(X, Y), epochs=2)
     for variable, trained in zip(model.weights, trainer.model.weights, strict=True):
         np.testing.assert_array_equal(variable.numpy(), trained.numpy())
-    for variable, value in zip(model.optimizer.variables, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
+    assert int(model.optimizer.iterations) == 12
+    for variable, trained in zip(model.optimizer.variables, trainer.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), trained.numpy())
     assert trainer.model is not model and trainer.optimizer is not model.optimizer
+
+
+def raise_at(step):
+    def fail(report):
+        raise KeyError("boom")
+
+    fail.every = step
+    return fail
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard_optimizer": True}, {"fails": True}])
+def test_keras_goes_on_from_a_fit_and_from_a_file_saved_after_it(settings, tmp_path):
+    settings = dict(settings)
+    actions = [raise_at(8)] if settings.pop("fails", False) else []
+    model = compiled(net(), optimizer=keras.optimizers.Adam(0.05))
+    twin = copy_of(model)
+    with pytest.raises(KeyError) if actions else contextlib.nullcontext():
+        distloop.Trainer(distloop.from_keras(model), on(2, **settings)).fit(batches(X, Y), epochs=4, actions=actions)
+    twin.fit(batches(X, Y), epochs=2 if actions else 4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for one in (twin, model, loaded):
+        one.fit(batches(X, Y), epochs=2, verbose=0)
+        assert_same_weights(one, twin)
+
+
+def test_a_restored_checkpoint_is_in_the_original_model_too(tmp_path):
+    model = compiled(net())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1, workdir=str(tmp_path), checkpoint_every=4))
+    trainer.fit(batches(X, Y), epochs=2)
+    trainer.restore(str(tmp_path / "checkpoints" / "4"))
+    assert int(model.optimizer.iterations) == 4
+    assert_same_weights(model, trainer.model)
+
+
+def test_a_learning_rate_and_a_loss_scale_come_back_too():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=64.0)
+    model = compiled(net(), optimizer=scaled)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    trainer.optimizer.learning_rate = 0.02
+    trainer.fit(batches(X, Y), steps=11)
+    assert float(scaled.inner_optimizer.learning_rate) == pytest.approx(0.02)
+    assert float(scaled.dynamic_scale) == float(trainer.optimizer.loss_scale) >= 64.0
+    assert int(scaled.inner_optimizer.iterations) == 11
+
+
+def test_the_original_model_has_the_averages_and_the_trainer_the_weights_that_train():
+    model = compiled(net())
+    start = copy_of(model)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2, average_decay=0.9))
+    trainer.fit(batches(X, Y), epochs=2)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(trainer.evaluate(batches(X, Y))["loss"], rel=1e-5)
+    trainer.fit(batches(X, Y), epochs=4)
+    straight = distloop.Trainer(distloop.from_keras(start), on(2))
+    straight.fit(batches(X, Y), epochs=4)
+    assert_same_weights(trainer.model, straight.model)
+    assert np.abs(model.get_weights()[0] - trainer.model.get_weights()[0]).max() > 1e-4
+
+
+def test_an_optimizer_that_keras_begins_at_zeros_is_refused_until_it_is_built():
+    model = net()
+    model.compile(keras.optimizers.ScheduleFreeAdamW(0.05), "mse")
+    with pytest.raises(ValueError, match="begins at 0 and not at the weights"):
+        distloop.Trainer(distloop.from_keras(model), on(1))
+    model.optimizer.build(model.trainable_variables)
+    twin = net()
+    twin.set_weights(model.get_weights())
+    twin.compile(keras.optimizers.ScheduleFreeAdamW(0.05), "mse")
+    twin.optimizer.build(twin.trainable_variables)
+    twin.fit(batches(X, Y), epochs=2, verbose=0)
+    distloop.Trainer(distloop.from_keras(model), on(2)).fit(batches(X, Y), epochs=2)
+    assert_same_weights(model, twin)
 
 
 def test_the_original_model_has_weights_and_statistics_after_an_error_too():
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)]))
 
-    def fail(report):
-        raise KeyError("boom")
-
-    fail.every = 3
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     with pytest.raises(KeyError, match="boom"):
-        trainer.fit(batches(X, Y), epochs=2, actions=[fail])
+        trainer.fit(batches(X, Y), epochs=2, actions=[raise_at(3)])
     for variable, trained in zip(model.weights, trainer.model.weights, strict=True):
         np.testing.assert_array_equal(variable.numpy(), trained.numpy())
         assert np.any(variable.numpy())
