@@ -101,9 +101,9 @@ def _spec_of(model: keras.Model, compiled: keras.Model, optimizer: keras.optimiz
     settings = compiled._compile_config.config
     if type(optimizer).__name__ == "ScheduleFreeAdamW" and not optimizer.built and not compiled.run_eagerly:
         raise ValueError(
-            "The optimizer is a ScheduleFreeAdamW that is not built: Keras's fit would make its momentum in a graph, where "
-            "it begins at 0 and not at the weights, and train to others than distloop: call model.optimizer.build("
-            "model.trainable_variables) after compile, which is right for both."
+            "The optimizer is a ScheduleFreeAdamW that is not built: Keras's fit would make its momentum in a graph, "
+            "where it begins at 0 and not at the weights, and train to others than distloop: call "
+            "model.optimizer.build(model.trainable_variables) after compile, which is right for both."
         )
     return supervised(
         model,
