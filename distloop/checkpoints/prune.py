@@ -74,7 +74,8 @@ def remove(found: Iterable[Superfluous], verify: Callable[[], None]) -> None:
 def _older_exports(workdir: str, keep: int) -> Iterator[str]:
     """Yields the exports that are numbered by step, as `distloop.Export` numbers them, without the last ones.
 
-    A file of arrays may be anything: it is an export where the newest checkpoint names its directory.
+    A file of arrays may be anything: it is an export where the newest checkpoint names its directory. Where that has
+    the steps that the run exported, others are another run's.
     """
     named = _export_directories(workdir)
     for entry in os.scandir(workdir):
@@ -86,19 +87,24 @@ def _older_exports(workdir: str, keep: int) -> Iterator[str]:
             if not match or (match[2] == ".npz" and os.path.realpath(entry.path) not in named):
                 continue
             if match[2] or os.path.isfile(os.path.join(export.path, "saved_model.pb")):
-                by_kind[match[2]][int(match[1])] = export.path
+                written = named.get(os.path.realpath(entry.path))
+                if written is None or int(match[1]) in written:
+                    by_kind[match[2]][int(match[1])] = export.path
         for paths in by_kind.values():
             yield from (paths[step] for step in sorted(paths)[:-keep])
 
 
-def _export_directories(workdir: str) -> set[str]:
-    """Returns the directories of the `Export`s whose state the newest checkpoint has; relative ones are read here."""
+def _export_directories(workdir: str) -> dict[str, list[int] | None]:
+    """Returns the directories of the `Export`s whose state the newest checkpoint has; relative ones are read here.
+
+    Each has the steps that the run has exported; None: an older version did not note them.
+    """
     checkpoints = store.in_workdir(workdir)
     if (step := checkpoints.newest_whole) < 0:
-        return set()
-    names = read_manifest(os.path.join(checkpoints.directory, str(step)))["notes"].get("actions", {})
-    matches = [re.fullmatch(r"Export\((.*)\)", name, re.DOTALL) for name in names]
-    return {os.path.realpath(match[1]) for match in matches if match}
+        return {}
+    states = read_manifest(os.path.join(checkpoints.directory, str(step)))["notes"].get("actions", {})
+    matches = {name: re.fullmatch(r"Export\((.*)\)", name, re.DOTALL) for name in states}
+    return {os.path.realpath(match[1]): states[name].get("written") for name, match in matches.items() if match}
 
 
 def _size(path: str) -> int:

@@ -9,7 +9,7 @@ It does not know where outputs come from.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,8 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
                     os.makedirs(directory, exist_ok=True)
                     files[name] = _ArrayFile(os.path.join(directory, f"{name}.npy"), rows)
                 files[name].append(rows)
+            if is_chief:
+                _require_replaceable(path, {f"{name}.npy" for name in files})
         if is_empty:
             raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
         for file in files.values():
@@ -108,10 +110,20 @@ def _named(outputs: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _named(value, f"{name}.{key}" if name else key)
 
 
-def _require_replaceable(path: str) -> None:
-    """Raises a ValueError unless nothing is at the path, or a directory of nothing but `.npy` files."""
+def _require_replaceable(path: str, files: Collection[str] = ()) -> None:
+    """Raises a ValueError unless nothing is at the path, or a directory of predictions: of `.npy` files alone.
+
+    Args:
+        path: of the directory.
+        files: the names that are written; once they are known, the directory holds no others.
+    """
     if os.path.lexists(path):
         if not os.path.isdir(path) or any(not name.endswith(".npy") for name in os.listdir(path)):
             raise ValueError(
                 f"{path!r} is not a directory of .npy files alone, and predictions would replace it: give another path."
+            )
+        if files and (others := sorted(set(os.listdir(path)) - set(files))):
+            raise ValueError(
+                f"{path!r} holds {others[0]}, which is none of these predictions ({', '.join(sorted(files))}) and would "
+                "be lost: give another path."
             )

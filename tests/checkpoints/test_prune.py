@@ -93,3 +93,14 @@ def test_a_run_that_trains_is_left_alone(run, capsys):
 def test_the_newest_checkpoint_cannot_be_asked_for(run, capsys):
     assert report.main([str(run), "--prune", "--keep=0"]) == 2
     assert "--keep=0 was given; the newest checkpoint always stays" in capsys.readouterr().err
+
+
+def test_exports_that_the_run_did_not_write_stay(run):
+    for step in (1, 2, 3):
+        (run / "export" / str(step)).mkdir()
+        (run / "export" / str(step) / "saved_model.pb").touch()
+    state = {f"Export({run}/export)": {"best": None, "written": [2, 3]}}
+    checkpoints = in_workdir(str(run), keep=10)
+    checkpoints.save(70, {"x": tf.zeros([1])}, {"until": 40, "stop_reason": None, "actions": state})
+    checkpoints.wait()
+    assert [name for name in names(run) if name.startswith("export/")] == ["export/2"]

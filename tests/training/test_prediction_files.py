@@ -25,8 +25,8 @@ def test_batches_become_one_array_that_can_be_mapped(dtype, shape, tmp_path):
 
 
 def test_outputs_by_name_have_a_file_each_and_an_older_directory_is_replaced(tmp_path):
-    for names in (["old"], ["a/b", "c"]):
-        batches = [{name: (np.ones([2, 3]), np.zeros(2)) for name in names}] * 3
+    for rows in (2, 3):
+        batches = [{name: (np.ones([2, 3]), np.zeros(2)) for name in ["a/b", "c"]}] * rows
         write_outputs(f"{tmp_path}/new/out", batches, is_chief=True)
     assert sorted(os.listdir(tmp_path / "new" / "out")) == ["a_b.0.npy", "a_b.1.npy", "c.0.npy", "c.1.npy"]
     assert np.load(tmp_path / "new" / "out" / "c.1.npy").shape == (6,)
@@ -78,3 +78,10 @@ def test_a_url_is_refused_before_a_batch_is_taken():
 
     with pytest.raises(ValueError, match=r"path='s3://bucket/out' is a URL, .*: give a directory of this machine\."):
         write_outputs("s3://bucket/out", batches(), is_chief=True)
+
+
+def test_a_file_that_is_none_of_the_predictions_keeps_its_directory_from_being_replaced(tmp_path):
+    np.save(tmp_path / "train.npy", np.zeros(2))
+    with pytest.raises(ValueError, match=r"holds train.npy, which is none of these predictions \(outputs.npy\)"):
+        write_outputs(tmp_path, [np.zeros([2])], is_chief=True)
+    assert os.listdir(tmp_path) == ["train.npy"]
