@@ -40,6 +40,7 @@ from distloop.distributed import cores, environment, notices
 from distloop.distributed.notes import Membership, Notes
 from distloop.launcher import children, elastic, hosts, meeting, ports, processes, ray_actors
 from distloop.launcher.standby import Standby
+from distloop.log import printable
 
 FIRST_PORT = 12345  # of each host, with --hosts
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with processes.Guard() as guard, notices.watched():
             return _run(options, guard)
     except ValueError as error:
-        print(f"distloop.launch: {error}", file=sys.stderr)
+        print(printable(f"distloop.launch: {error}"), file=sys.stderr)
         return 2
 
 

@@ -16,7 +16,20 @@ class StderrLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record."""
-        print(f"distloop: {record.levelname.lower()}: {self.format(record)}", file=sys.stderr, flush=True)
+        text = f"distloop: {record.levelname.lower()}: {self.format(record)}"
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Returns a text with its control characters written out, ESC as four letters, so that no terminal obeys them.
+
+    Args:
+        text: with names, reasons or paths of a run's files, which may come from elsewhere.
+        keep: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 log = logging.getLogger("distloop")

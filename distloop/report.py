@@ -55,6 +55,7 @@ from typing import Any, NoReturn
 
 from rich.cells import cell_len
 
+from distloop.log import printable
 from distloop.monitoring import ledger, memory_file, run_exports, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_bytes, show_number
@@ -142,7 +143,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _complain(sentence: str) -> None:
     """Prints a sentence apart from the tables."""
-    print(f"distloop.report: {sentence}", file=sys.stderr)
+    print(f"distloop.report: {printable(sentence)}", file=sys.stderr)
 
 
 def _prune(runs: Sequence[Run], keep: int, *, is_agreed: bool) -> int:

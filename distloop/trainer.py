@@ -293,7 +293,7 @@ class Trainer:
             signature: the key of a function if `predict_fn` is a dict; None: the first.
             keep_dtypes: whether float16 and bfloat16 outputs keep their dtype; else they become float32.
             batches: the largest number of batches; 0: all.
-            path: a directory that gets each output as `<name>.npy`, a batch at a time; replaced when complete.
+            path: a directory that gets each output as `<name>.npy`, a batch at a time; it holds no other files.
 
         Returns:
             The outputs of `predict_fn`, as NumPy arrays `[N, ...]`; None if they are in files.

@@ -4,6 +4,10 @@ import logging
 import subprocess
 import sys
 
+import pytest
+
+from distloop.log import printable
+
 
 def test_a_warning_is_one_line_on_stderr_beside_absls_handler():
     program = (
@@ -20,3 +24,16 @@ def test_a_program_may_silence_it(capsys, caplog):
     assert capsys.readouterr().err == ""
     logging.getLogger("distloop").warning("Restored.")
     assert capsys.readouterr().err == "distloop: warning: Restored.\n"
+
+
+@pytest.mark.parametrize("keep", ["", "\n\t"])
+def test_a_text_of_somebody_else_cannot_command_the_terminal(keep):
+    text = "\x1b]0;title\x07\x1b[2Jloss\r\x9bm\u202e\x7f\ud800 é 漢 [red] \\x1b\n\t"
+    escaped = r"\x1b]0;title\x07\x1b[2Jloss\r\x9bm\u202e\x7f\ud800 é 漢 [red] \x1b"
+    assert printable(text, keep) == escaped + (keep or r"\n\t")
+    assert printable(escaped) == escaped
+
+
+def test_a_warning_with_such_a_name_is_shown_with_escapes(capsys):
+    logging.getLogger("distloop").warning("No file %s.", "\x1b[2J")
+    assert capsys.readouterr().err == "distloop: warning: No file \\x1b[2J.\n"

@@ -396,3 +396,33 @@ def test_the_memory_that_was_expected_on_each_device_stands_beside_what_a_run_to
         ["b", "CPU:0", "4 MB", "138 MB", "142 MB", "200 MB"],
         ["c", "GPU:0", "4 MB", "138 MB", "142 MB", "300 MB"],
     ]
+
+
+# Files of somebody else.
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Runs whose names, metrics, settings and reasons hold what a terminal would obey."""
+    evil = "\x1b]0;title\x07\x1b[2J\r\x9b\u202e\nloss"
+    for i in range(2):
+        path, end = tmp_path / f"{evil}{i}", {"step": 1, "until": 9, "stop_reason": evil}
+        incident = {"step": 1, "reason": evil, "action": evil, "batch": evil, "checkpoint": evil, "left_out": [evil]}
+        write_run(path, [{"step": 1, evil: 0.5}], {evil: i, "x": f"{evil}{i}"}, saved=end, incidents=[incident])
+        memory_file.write(str(path), memory_file.Memory({evil: {evil: 5}}, {evil: 7}))
+    return tmp_path
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text(foreign, terminal, capsys):
+    for columns in (60, 300):
+        shown = plain(terminal(foreign, columns=columns))
+        assert shown.replace("\n", "").isprintable() and r"\x1b]0;title" in shown.replace("\n", "").replace(" ", "")
+
+
+def test_a_pipe_gets_it_as_text_and_each_row_in_one_line(foreign, capfd):
+    assert report.main([str(foreign)]) == 0
+    (foreign / "\x1b[2J").mkdir()
+    assert report.main([str(foreign / "\x1b[2J")]) == 2
+    out, err = capfd.readouterr()
+    assert out.replace("\n", "").isprintable() and err.replace("\n", "").isprintable()
+    assert len(table(out.splitlines(), "metric")) == 2

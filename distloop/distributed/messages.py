@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from distloop.distributed.liveness import Beat, Facts, Table
+from distloop.log import printable
 
 MAX_BYTES = 1_232  # of a datagram: IPv6 carries 1,280 over any link, less the headers of IPv6 and UDP
 HIDDEN = "***"  # in place of a secret value
@@ -178,6 +179,6 @@ class Messages:
 
 def shorten(text: str, max_bytes: int) -> str:
     """Returns a text in one line without control characters, cut to a length in UTF-8."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: max_bytes + 1])
+    text = printable(text[: max_bytes + 1], keep="")
     data = text.encode()
     return text if len(data) <= max_bytes else f"{data[: max_bytes - 3].decode(errors='ignore')}..."

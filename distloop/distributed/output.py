@@ -19,6 +19,8 @@ import threading
 import time
 from typing import IO
 
+from distloop.log import printable
+
 _PROMPT_SECS = 0.1  # that a write waits for a reader who keeps up, so that stdout and stderr stay in order
 _UNREAD_SECS = 5.0  # without a byte read, after which nobody reads
 _PENDING_BYTES = 2**22  # that wait for the reader
@@ -36,7 +38,7 @@ def say(text: str, wait_secs: float = 1.0) -> None:
 
 def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr is closed
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 class Console:

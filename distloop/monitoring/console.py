@@ -23,6 +23,7 @@ import rich.progress_bar
 import rich.table
 import rich.text
 
+from distloop.log import printable
 from distloop.monitoring import timing
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 from distloop.monitoring.run_files import Series
@@ -36,7 +37,7 @@ _BAR_WIDTHS = (8, 40)
 
 def say(text: str) -> None:
     """Prints a message of distloop."""
-    print(f"distloop: {text}", flush=True)
+    print(f"distloop: {printable(text)}", flush=True)
 
 
 class Console:
@@ -120,7 +121,8 @@ class Console:
         is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
         cause, share = timing.bottleneck(metrics)
         self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if is_old and cause != "step" else []
-        shown = {name: f"{name} {show_number(value)}" for name, value in metrics.items() if self._is_shown(name, value)}
+        shown = {name: value for name, value in metrics.items() if self._is_shown(name, value)}
+        shown = {name: f"{printable(name, '')} {show_number(value)}" for name, value in shown.items()}
         if self._live is None:
             self._print([*about, *shown.values(), *speed, *self._bottleneck, *left])
             return
@@ -203,7 +205,8 @@ class Console:
             best, at = (show_number(series.best[0]), str(series.best[1])) if series.best else ("", "")
             rows.append((name, show_number(series.last), best, at))
         training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
-        return rows + [(name, show_number(v), "", "") for name, v in training.items() if self._is_shown(name, v)]
+        rows += [(name, show_number(v), "", "") for name, v in training.items() if self._is_shown(name, v)]
+        return [(printable(name, ""), *numbers) for name, *numbers in rows]
 
     def _progress(self, step: int) -> list[str]:
         """Returns the words about how far the run is; the share of its steps is for the display alone."""

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from distloop.log import printable
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 
 _MAX_ROWS = 10_000  # of one metric; then every other one is dropped
@@ -181,4 +182,4 @@ def _cycle(count: int) -> Iterable[str]:
 
 
 def _word(x: float, y: float, text: str, anchor: str, color: str = "#333") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{html.escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{html.escape(printable(text))}</text>'

@@ -16,6 +16,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.padding import Padding
 from rich.text import Text
 
+from distloop.log import printable
+
 # Columns of text, aligned to the left.
 _LEFT = ("run", "status", "device", "metric", "curve", "setting", "what", "why", "cost", "from")
 GAP, INDENT = 2, 2  # spaces between columns, and before rows under a headline
@@ -45,9 +47,15 @@ def is_terminal(console: rich.console.Console) -> bool:
 def show(table: Table, console: rich.console.Console) -> None:
     """Prints a table: on a terminal within its width, else each row in one line."""
     if is_terminal(console):
-        _show(table, console)
+        _show(_printable(table), console)
     else:
         print_lines(table)
+
+
+def _printable(table: Table) -> Table:
+    """Returns a table in which names, reasons and values of a run's files cannot command a terminal."""
+    header, *rows = [[printable(cell, keep="") for cell in line] for line in (table.header, *table.rows)]
+    return table._replace(header=header, rows=rows)
 
 
 def _show(table: Table, console: rich.console.Console) -> None:
@@ -97,6 +105,7 @@ def _show_columns(table: Table, widths: Mapping[int, int], console: rich.console
 
 def print_lines(table: Table) -> None:
     """Prints a table as for a pipe or a file: each row in one line, and an empty line after the table."""
+    table = _printable(table)
     lines = [table.header, *table.rows]
     widths = [max(map(cell_len, column)) + GAP for column in zip(*lines, strict=True)]
     for line in lines:

@@ -124,6 +124,6 @@ def _require_replaceable(path: str, files: Collection[str] = ()) -> None:
             )
         if files and (others := sorted(set(os.listdir(path)) - set(files))):
             raise ValueError(
-                f"{path!r} holds {others[0]}, which is none of these predictions ({', '.join(sorted(files))}) and would "
-                "be lost: give another path."
+                f"{path!r} holds {others[0]}, which is none of these predictions ({', '.join(sorted(files))}) and "
+                "would be lost: give another path."
             )

@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 import distloop
-from distloop.monitoring.console import Console, show_parts, show_split
+from distloop.monitoring.console import Console, say, show_parts, show_split
 from distloop.monitoring.timing import Clock
 from tests.problems import classification, classifier, on
 
@@ -427,3 +427,14 @@ def test_the_largest_parts_of_a_sum_are_named():
     parts = {f"layer_{i}": 10 - i for i in range(10)}
     text = show_parts(parts, most=3)
     assert text == "layer_0 10 + layer_1 9 + 8 others 36"
+
+
+def test_names_that_a_terminal_would_obey_are_shown_as_text(terminal, capsys):
+    for stream in (terminal, io.StringIO()):
+        console = Console(10, 0, stream, evals=["test"])
+        console.write(5, {"\x1b]0;loss": 1.0, "test/\x1b]0;loss": 1.0})
+        console.close()
+        console.summarize(Clock())
+        assert "\x1b]" not in stream.getvalue() and r"\x1b]0;loss" in stream.getvalue()
+    say("restored from \x1b]0;run")
+    assert capsys.readouterr().out == "distloop: restored from \\x1b]0;run\n"
