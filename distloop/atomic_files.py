@@ -178,6 +178,12 @@ def remove(path: str) -> None:
             os.remove(path)
 
 
+def is_private(path: str) -> bool:
+    """Returns whether a file or directory is this user's, and nobody else may write to it."""
+    status = os.stat(path)
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
 def sync(path: str) -> None:
     """Waits until a file, or the names in a directory, are on the disk, if its file system can do that.
 

@@ -92,7 +92,7 @@ WITHOUT_TENSORFLOW |= {
     f"launcher.{name}"
     for name in "children elastic hosts meeting membership ports processes ray_actors standby".split()
 }
-WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror sending tree".split())}
+WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror staging tree".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

@@ -22,7 +22,7 @@ from distloop.atomic_files import remove_leftovers, replacing
 from distloop.distributed import workers
 from distloop.errors import as_user_error
 from distloop.log import log
-from distloop.remote.sending import send
+from distloop.remote.tree import send
 from distloop.urls import is_url
 
 # Sizes to try for free axes: a small one, then ones that a convolution's filter fits in.

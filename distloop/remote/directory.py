@@ -10,6 +10,7 @@ under another name and moved. Retries, credentials and limits of the package of 
 """
 
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -198,6 +199,15 @@ class RemoteDirectory:
 
         self._try(delete, f"delete {name}")
 
+    def probe(self) -> None:
+        """Writes a file and deletes it.
+
+        Raises:
+            RemoteError: if the directory takes no file at all.
+        """
+        self.write(".probe", b"distloop")
+        self.delete(".probe")
+
     def remove_leftovers(self) -> None:
         """Deletes the temporary files that killed processes have left; no other process may write meanwhile."""
         for name in () if self._is_store else self.list():
@@ -341,9 +351,10 @@ def _until_whole(what: str, act: Callable[[], int], size: int) -> None:
 
 
 def _is_final(error: Exception) -> bool:
-    """Returns whether another try would end alike: no permission, no credentials, no bucket."""
+    """Returns whether another try would end alike: no permission, no credentials, no bucket, no such name."""
     kinds = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, ImportError)
-    return isinstance(error, kinds) or "Credentials" in type(error).__name__
+    is_name = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EINVAL)
+    return isinstance(error, kinds) or is_name or "Credentials" in type(error).__name__
 
 
 def _first_line(error: Exception) -> str:

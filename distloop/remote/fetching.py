@@ -16,7 +16,7 @@ from distloop.log import log
 from distloop.monitoring import ledger, memory_file, run_starts
 from distloop.remote import tree
 from distloop.remote.directory import RemoteDirectory, RemoteError, is_path, local_path
-from distloop.remote.tree import BEST, CHECKPOINTS, TOKEN
+from distloop.remote.tree import BEST, CHECKPOINTS
 from distloop.urls import is_url
 
 _REPORTED = ("config.json", "metrics.jsonl", "incidents.jsonl", run_starts.FILE, ledger.FILE, memory_file.FILE)
@@ -39,18 +39,14 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> list[str]:
     """
     files = directory.list()
     fetched = []
-    whole = tree.whole_checkpoints(directory, files)
-    for unit, sizes in tree.by_unit(files).items():
-        if unit.startswith(f"{CHECKPOINTS}/"):
-            step = tree.Unit(unit, "", {}).step
-            if step >= 0 and step not in whole and tree.seal_of(sizes) is not None:
-                log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, unit)
-            continue
-        for name, size in sizes.items():
-            path = f"{unit}/{name}" if unit else name
-            if path != TOKEN and not any(map(tree.is_skipped, path.split("/"))):
-                _download(directory, path, size, root)
-                fetched.append(path)
+    whole, folders = tree.whole_checkpoints(directory, files), tree.by_checkpoint(files)
+    for step in sorted({*tree.sealed_steps(files)} - whole.keys()):
+        log.error("The checkpoint %s/%s/%d is damaged. Trying the one before it.", directory.url, CHECKPOINTS, step)
+    in_checkpoints = {f"{folder}/{name}" for folder, names in folders.items() for name in names}
+    for path, size in files.items():
+        if path not in in_checkpoints and not any(map(tree.is_skipped, path.split("/"))):
+            _download(directory, path, size, root)
+            fetched.append(path)
     for step, unit in whole.items():
         try:
             names = fetch_checkpoint(directory, unit, files, root, f"{CHECKPOINTS}/{step}")

@@ -9,15 +9,18 @@ The lease is the file `run.lock`, with the holder as `monitoring.run_lock` names
 BEAT_SECS. It has ended when its process has, on the same host; when its launcher has started a later membership; or
 when the number did not grow for LEASE_SECS, watched by the clock of whoever waits. Where a file system can refuse to
 overwrite (`RemoteDirectory.create`), one of several processes gets a free lease. One that has ended is written over:
-each who does so reads it again after a while, and the last one has it.
+each who does so reads it again after a while, and the last one has it. One that was copied with its directory, as
+`aws s3 cp --recursive` does, has another directory's digest: whatever process it names, only the number counts.
 """
 
 import functools
+import hashlib
 import json
 import threading
 import time
 
 from distloop.monitoring.console import say
+from distloop.monitoring.records import as_object, parse_json
 from distloop.monitoring.run_lock import Holder, LockLost, Look, held, is_alive, parse, this_process
 from distloop.remote.directory import RemoteDirectory, RemoteError
 
@@ -34,6 +37,7 @@ class Lease:
     def __init__(self, directory: RemoteDirectory):
         """Sends no request."""
         self._directory = directory
+        self._name = hashlib.sha256(directory.url.encode()).hexdigest()  # which may hold a password
         self._holder: Holder | None = None
         self._beats = 0
         self._lost = ""  # why the lease is another process's; empty: it is not
@@ -67,7 +71,7 @@ class Lease:
                 continue  # it was released at this moment
             if there != content:
                 content, since = there, time.monotonic()
-            look = Look(parse(there), since, time.monotonic())
+            look = Look(self._holder_in(there), since, time.monotonic())
             first = first or look
             lives = is_alive(own, first, look, LEASE_SECS)
             if lives:
@@ -131,7 +135,15 @@ class Lease:
 
     def _content(self) -> bytes:
         assert self._holder is not None
-        return json.dumps({**self._holder._asdict(), "beats": self._beats}).encode()
+        return json.dumps({**self._holder._asdict(), "beats": self._beats, "directory": self._name}).encode()
+
+    def _holder_in(self, content: bytes) -> Holder | None:
+        """Returns who holds a lease; None: it was copied with its directory, and may be nobody's."""
+        try:
+            is_copied = parse_json(content, as_object).get("directory", self._name) != self._name
+        except ValueError:
+            return None
+        return None if is_copied else parse(content)
 
     def _is_own(self, content: bytes | None) -> bool:
         return content is not None and parse(content) == self._holder

@@ -5,15 +5,15 @@
         train()                         # in config.local_workdir, as in any directory
     # what was saved is at the URL; OSError if the last checkpoint could not be uploaded
 
-`staging.json` names the staging directory that wrote to the bucket last. The same one goes on with what it has; another
-one is replaced by what the bucket has. So a run goes on from what was seen last, wherever it runs.
+The staging directory of this machine goes on if the newest checkpoint of the bucket is one of its own; else another
+machine has gone on, and it is replaced by what the bucket has. So a run goes on from its newest checkpoint, wherever
+it runs.
 """
 
 import contextlib
 import functools
 import os
 import secrets
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 
@@ -22,13 +22,14 @@ from distloop.distributed.workers import Workers
 from distloop.log import log
 from distloop.monitoring.console import say
 from distloop.monitoring.workers_lock import Outer
-from distloop.remote import tree
+from distloop.remote import staging, tree
 from distloop.remote.directory import RemoteDirectory, RemoteError
-from distloop.remote.fetching import fetch_checkpoints, fetch_workdir, local_copy
+from distloop.remote.fetching import fetch_checkpoints, local_copy
 from distloop.remote.lease import Lease
-from distloop.remote.mirror import Mirror, listed, mark_uploaded
-from distloop.remote.tree import TOKEN
+from distloop.remote.mirror import Mirror, listed
 from distloop.urls import is_url
+
+_CHIEF = ".chief"  # a text that the chief writes at each start: who reads it sees the chief's disk
 
 
 class Workdir(Outer):
@@ -103,6 +104,9 @@ class Workdir(Outer):
                 self._share(None)
             yield self._root
             return
+        if path == self._url and self._is_current():
+            yield self._root
+            return
         try:
             with local_copy(path, best=best) as local:
                 yield local
@@ -116,6 +120,12 @@ class Workdir(Outer):
             ValueError: if it does not get there.
         """
         self._share({step})
+
+    def _is_current(self) -> bool:
+        """Returns whether all workers have a staging directory that the run goes on from. All workers call it."""
+        answers: list[bool] = []
+        self._agree(lambda: answers.append(staging.is_current(self._root, RemoteDirectory(self._url))))
+        return all(self._workers.gather(answers[0]))
 
     def _share(self, steps: set[int] | None) -> None:
         """Brings checkpoints to the hosts that lack them; None: the best ones."""
@@ -162,38 +172,30 @@ class Workdir(Outer):
         self._mirror.start()
 
     def _update(self, directory: RemoteDirectory) -> None:
-        """Makes the staging directory what the bucket is, unless it was the last to write there."""
-        path = os.path.join(self._root, TOKEN)
-        there = directory.read(TOKEN)
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                if file.read() == there:
-                    return
-            say(f"{self._root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
-        fetched = _replace(self._root, directory)
-        if fetched and not self._is_quiet:
-            say(f"{len(fetched)} files were brought from {self._url} to {self._root}")
-        mark_uploaded(self._root, fetched)
-        token = secrets.token_hex(16).encode()
-        with open(path, "wb") as file:
-            file.write(token)
-        directory.write(TOKEN, token)
+        """Makes the staging directory what the bucket is, unless the run goes on from it."""
+        if not staging.is_current(self._root, directory):
+            if os.path.isdir(self._root):
+                say(f"{self._root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
+            fetched = staging.replace(self._root, directory)
+            if fetched and not self._is_quiet:
+                say(f"{len(fetched)} files were brought from {self._url} to {self._root}")
+        with open(os.path.join(self._root, _CHIEF), "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(16))
 
     def _share_all(self) -> None:
         """Brings the checkpoints to the hosts that do not see the chief's disk. All workers call it."""
         if self._workers.count == 1:
             return
-        path = os.path.join(self._root, TOKEN)
-        token = self._workers.broadcast(_read(path) if self._workers.is_chief else None)
+        token = self._workers.broadcast(staging.read(self._root, _CHIEF).decode() if self._workers.is_chief else None)
         places = self._workers.gather([socket.gethostname(), os.path.abspath(self._root)])
         is_first = places.index(places[self._workers.index]) == self._workers.index
-        self._fetches = is_first and _read(path) != token
+        self._fetches = is_first and staging.read(self._root, _CHIEF).decode(errors="replace") != token
         if not any(self._workers.gather(self._fetches)):
             return
         mirror = self._mirror
-        newest = max((unit.step for unit in tree.scan(self._root)[1]), default=-1) if mirror is not None else -1
-        self._agree((lambda: mirror.wait_for({newest})) if mirror is not None else None)
-        fetch = functools.partial(_replace, self._root, RemoteDirectory(self._url))
+        newest = {unit.step for unit in tree.checkpoints(self._root)[:1]}
+        self._agree((lambda: mirror.wait_for(newest)) if mirror is not None else None)
+        fetch = functools.partial(staging.replace, self._root, RemoteDirectory(self._url))
         self._agree(fetch if self._fetches else None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -216,19 +218,3 @@ class Workdir(Outer):
         if error is None:
             raise OSError(text)
         log.error("%s", text)
-
-
-def _replace(root: str, directory: RemoteDirectory) -> list[str]:
-    """Empties a staging directory and brings the files of the bucket there; returns their paths."""
-    shutil.rmtree(root, ignore_errors=True)
-    os.makedirs(root)
-    os.chmod(root, 0o700)
-    return fetch_workdir(directory, root)
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import time
 
 import fsspec
 import pytest
@@ -14,6 +15,7 @@ import distloop
 from distloop import report
 from distloop.remote.directory import RemoteDirectory
 from distloop.remote.lease import Lease
+from distloop.remote.tree import sealed_steps
 from tests.problems import assert_equal, everything
 from tests.remote.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
 
@@ -93,6 +95,25 @@ def test_a_run_goes_on_from_a_bucket_on_another_machine(url, cache, tmp_path, ca
     trainer.restore("best")
     best = json.loads(directory.read("checkpoints/best.json"))["loss"]
     assert trainer.step in best
+
+
+def test_a_machine_that_is_lost_8_steps_after_a_checkpoint_goes_on_from_it(monkeypatch, cache):  # noqa: F811
+    uploaded = []
+
+    def work(report):  # 0.1 s a step, but for a slow machine of this test: at most 3 s more for the emulator
+        time.sleep(0.1)
+        if report.step in (18, 38):
+            ends_at = time.monotonic() + 3
+            while report.step - 8 not in (there := sealed_steps(RemoteDirectory(url).list())):
+                if time.monotonic() > ends_at:
+                    break
+                time.sleep(0.05)
+            uploaded.append(there)
+
+    work.every = 1
+    with amazon(monkeypatch) as url:
+        train(url, steps=40, checkpoint_every=10, keep_checkpoints=4, log_every=1, actions=[work])
+    assert uploaded == [[10], [10, 20, 30]]
 
 
 def test_of_two_that_create_a_file_one_succeeds(url):

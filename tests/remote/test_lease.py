@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -81,4 +82,24 @@ def test_a_lease_that_somebody_has_removed_is_written_again(directory):
     directory.delete(lease.FILE)
     held.look()
     assert lease.FILE in directory.list()
+    held.release()
+
+
+def test_the_lease_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
+    original, copied = Lease(directory), Lease(RemoteDirectory(f"file://{tmp_path}/copied"))
+    original.take()
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    copied.take()
+    original.look()
+    copied.release()
+    original.release()
+
+
+def test_a_directory_that_another_path_leads_to_has_one_lease(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "BEAT_SECS", 0.01)
+    held = Lease(directory)
+    held.take()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ValueError, match="link' is being written to by another process"):
+        Lease(RemoteDirectory(f"file://{tmp_path}/link")).take()
     held.release()

@@ -13,14 +13,14 @@ from distloop.remote import directory as requests
 from distloop.remote import mirror
 from distloop.remote.directory import RemoteDirectory
 from distloop.remote.mirror import Mirror
-from distloop.remote.tree import TOKEN, sealed_steps
+from distloop.remote.staging import STATE
+from distloop.remote.tree import sealed_steps
 from tests.remote.unreliable import URL, Unreliable, bucket, empty
 
 
 @pytest.fixture
 def root(tmp_path):
     empty()
-    (tmp_path / TOKEN).write_text("x")
     return tmp_path
 
 
@@ -78,7 +78,7 @@ def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucke
         upload(root)
         before = RemoteDirectory(URL).list()
         upload_again = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
-        for path in (TOKEN, "metrics.jsonl"):
+        for path in (STATE, "metrics.jsonl"):
             os.remove(root / path)
         upload_again.start()
         upload_again.finish()
@@ -148,3 +148,117 @@ def test_who_has_lost_the_lease_seals_and_deletes_nothing(root):
     with bucket(share=0.0):
         assert "checkpoints/10" in upload(root, verify=lost)
         assert sealed_steps(RemoteDirectory(URL).list()) == []
+
+
+INVALID = OSError("400 InvalidArgument")
+
+
+def refuse(monkeypatch, part, error):
+    """Makes a bucket that takes no file with a part in its name; returns the names that it refused."""
+    put, refused = Unreliable.put_file, []
+
+    def put_file(self, local, path, **options):
+        if part in path:
+            refused.append(path)
+            raise error
+        put(self, local, path)
+
+    monkeypatch.setattr(Unreliable, "put_file", put_file)
+    return refused
+
+
+@pytest.mark.parametrize("error", [INVALID, PermissionError("403 Forbidden")])
+@pytest.mark.parametrize("name", ["a-sample", "metrics.jsonl"])
+def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_back(
+    name, error, root, caplog, monkeypatch
+):
+    with bucket(share=0.0):
+        refused = refuse(monkeypatch, name, error)
+        (root / name).write_text("x")
+        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload.start()
+        for step in (10, 20):
+            save(root, step)
+            upload.wait_for({step})
+        (root / "notes.txt").write_text("x")
+        num_refused = len(refused)
+        assert upload.finish() == [name] and str(error) in upload.failure
+        assert len(refused) > num_refused  # it was tried again at the end
+        files = RemoteDirectory(URL).list()
+    assert sealed_steps(files) == [10, 20] and "notes.txt" in files and ".probe" not in files
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [f"{name} cannot be uploaded to {URL}"]
+
+
+def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, caplog, monkeypatch):
+    save(root, 10, 20)
+    with bucket(share=0.0):
+        refuse(monkeypatch, "checkpoints/20/", INVALID)
+        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        upload.start()
+        with pytest.raises(OSError, match="checkpoints/20 could not be uploaded .*400 InvalidArgument"):
+            upload.wait_for({20})
+        save(root, 30)
+        assert upload.finish() == []
+        assert sealed_steps(RemoteDirectory(URL).list()) == [30]
+
+
+def test_a_checkpoint_is_uploaded_before_the_files_that_wait(root, monkeypatch):
+    for i in range(4):
+        (root / f"events.{i}").write_text("x")
+    put = Unreliable.put_file
+
+    def put_file(self, local, path, **options):
+        if not saved:
+            saved.append(path)
+            save(root, 10)
+        put(self, local, path)
+
+    saved = []
+    with bucket(share=0.0) as faults:
+        monkeypatch.setattr(Unreliable, "put_file", put_file)
+        assert upload(root) == []
+    moved = [path for kind, path in faults.requests if kind == "mv"]
+    names = [path.removeprefix("/bucket/run/")[: -len(".01234567.tmp")] for path in moved]
+    assert names[0].startswith("events") and names[1] == "metrics.jsonl" and names[4] == "checkpoints/10/manifest.json"
+
+
+def test_a_checkpoint_goes_up_at_once_however_long_the_last_pass_over_the_files_took(root, monkeypatch):
+    put = Unreliable.put_file
+
+    def put_file(self, local, path, **options):
+        time.sleep(1.0 if "events" in path else 0.0)  # the next pass over the files is ten seconds away
+        put(self, local, path)
+
+    (root / "events").write_text("x")
+    with bucket(share=0.0):
+        monkeypatch.setattr(Unreliable, "put_file", put_file)
+        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload.start()
+        while "events" in upload.missing():
+            time.sleep(0.01)
+        save(root, 10)
+        saved_at = time.monotonic()
+        while sealed_steps(RemoteDirectory(URL).list()) != [10]:
+            assert time.monotonic() < saved_at + 5
+            time.sleep(0.01)
+        assert upload.finish() == []
+
+
+def test_the_upload_goes_on_when_the_clock_is_set_back(root, monkeypatch):
+    now = iter(range(10**9, 0, -1000))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    with bucket(share=0.0):
+        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload.start()
+        for step in (10, 20):
+            save(root, step)
+            upload.wait_for({step})
+        assert upload.finish() == [] and sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
+
+
+def test_checkpoints_that_the_run_does_not_keep_are_neither_uploaded_nor_missed(root):
+    save(root, 10, 20, 30, keep=3, best={"score": [10]})
+    with bucket(share=0.0):
+        assert upload(root, keep=1) == []
+        assert sealed_steps(RemoteDirectory(URL).list()) == [10, 30]
+        assert upload(root, keep=1) == []

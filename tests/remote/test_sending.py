@@ -3,7 +3,7 @@
 import pytest
 
 from distloop.remote.directory import RemoteDirectory
-from distloop.remote.sending import send
+from distloop.remote.tree import send
 from tests.remote.unreliable import URL, Unreliable, bucket, empty
 
 

@@ -1,0 +1,135 @@
+"""The staging directory against the bucket: the newest goes on, and nothing that was not uploaded is deleted."""
+
+import os
+import shutil
+
+import pytest
+import tensorflow as tf
+
+from distloop.checkpoints.store import Checkpoints
+from distloop.config import Config
+from distloop.remote import lease
+from distloop.remote.directory import RemoteDirectory
+from distloop.remote.tree import sealed_steps
+from distloop.remote.workdir import Workdir
+from tests.crash_matrix.buckets import Alone
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
+    monkeypatch.setattr(lease, "_SETTLE_SECS", 0.01)
+    monkeypatch.setattr(lease, "LEASE_SECS", 0.05)
+    move_to("one", tmp_path, monkeypatch)
+    return f"file://{tmp_path}/bucket/run"
+
+
+def move_to(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+
+
+def root_of(url):
+    return Config(workdir=url).local_workdir
+
+
+def save(root, step):
+    store = Checkpoints(os.path.join(root, "checkpoints"))
+    store.save(step, {"x": tf.constant(step)}, {})
+    store.wait()
+
+
+def run(url, *steps):
+    """Saves checkpoints in a workdir; returns the steps that were there before."""
+    with Workdir(Config(workdir=url, console="quiet"), Alone()):
+        before = steps_in(root_of(url))
+        for step in steps:
+            save(root_of(url), step)
+    return before
+
+
+def steps_in(root):
+    return Checkpoints(os.path.join(root, "checkpoints")).steps
+
+
+def read(url):
+    """Returns the steps of what `restore` reads, without a lock."""
+    with Workdir(Config(workdir=url, console="quiet"), Alone()).reading(url) as local:
+        return steps_in(local)
+
+
+def test_a_bucket_that_looks_empty_is_refused_in_a_sentence_and_deletes_nothing(url, tmp_path):
+    run(url, 2, 4)
+    os.rename(tmp_path / "bucket", tmp_path / "unmounted")
+    for act in (run, read):
+        with pytest.raises(ValueError, match="has the run up to step 4: check that the share is mounted"):
+            act(url)
+    assert steps_in(root_of(url)) == [2, 4]
+    shutil.rmtree(tmp_path / "bucket")
+    os.rename(tmp_path / "unmounted", tmp_path / "bucket")
+    assert run(url, 6) == [2, 4]
+
+
+def test_a_run_whose_bucket_was_emptied_is_uploaded_anew_or_begins_anew_as_the_sentence_says(url, tmp_path):
+    run(url, 2)
+    shutil.rmtree(tmp_path / "bucket")
+    os.remove(os.path.join(root_of(url), ".uploaded.json"))
+    assert run(url) == [2] and sealed_steps(RemoteDirectory(url).list()) == [2]
+    shutil.rmtree(tmp_path / "bucket")
+    shutil.rmtree(root_of(url))
+    assert run(url) == []
+
+
+def test_what_the_disk_has_and_the_bucket_has_not_is_what_a_run_and_a_restore_go_on_from(url):
+    run(url, 2, 4)
+    save(root_of(url), 8)  # of a process that was killed before the upload
+    assert read(url) == [2, 4, 8]
+    assert run(url) == [2, 4, 8] and sealed_steps(RemoteDirectory(url).list()) == [2, 4, 8]
+
+
+def test_a_machine_that_has_only_begun_takes_nothing_from_another_that_has_more(url, tmp_path, monkeypatch):
+    run(url, 2, 4)
+    save(root_of(url), 8)
+    move_to("other", tmp_path, monkeypatch)
+    assert run(url) == [2, 4]
+    move_to("one", tmp_path, monkeypatch)
+    assert read(url) == run(url) == [2, 4, 8]
+
+
+def test_where_another_machine_has_gone_on_what_was_not_uploaded_is_kept_aside(url, tmp_path, monkeypatch, capsys):
+    run(url, 2, 4)
+    root = root_of(url)
+    save(root, 8)
+    move_to("other", tmp_path, monkeypatch)
+    run(url, 6)
+    move_to("one", tmp_path, monkeypatch)
+    assert read(url) == [6] and run(url) == [2, 4, 6] and steps_in(f"{root}.aside") == [2, 4, 8]
+    assert f"{root}.aside keeps steps 8, which were not uploaded" in capsys.readouterr().out
+    move_to("other", tmp_path, monkeypatch)
+    run(url, 10)
+    move_to("one", tmp_path, monkeypatch)
+    run(url)
+    assert sorted(os.listdir(os.path.dirname(root))) == sorted([os.path.basename(root) + end for end in ("", ".aside")])
+
+
+def test_a_staging_directory_without_its_checkpoints_is_filled_from_the_bucket(url):
+    run(url, 2, 4)
+    shutil.rmtree(os.path.join(root_of(url), "checkpoints"))
+    assert run(url) == [2, 4]
+
+
+def test_a_staging_directory_that_others_may_write_to_is_not_believed(url):
+    run(url, 2)
+    os.chmod(root_of(url), 0o777)
+    for act in (run, read):
+        with pytest.raises(ValueError, match="others may write to it: remove it, or give XDG_CACHE_HOME a directory"):
+            act(url)
+    shutil.rmtree(root_of(url))
+    assert run(url) == [2] and os.stat(root_of(url)).st_mode & 0o777 == 0o700
+
+
+def test_a_run_that_was_copied_within_a_bucket_goes_on_by_itself(url, tmp_path):
+    run(url, 2, 4)
+    shutil.copytree(tmp_path / "bucket" / "run", tmp_path / "bucket" / "copied")
+    copied = f"file://{tmp_path}/bucket/copied"
+    assert run(copied, 6) == [2, 4] and run(url, 8) == [2, 4]
+    assert sealed_steps(RemoteDirectory(copied).list()) == [2, 4, 6]
