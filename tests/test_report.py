@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import pathlib
 import pty
@@ -426,3 +427,58 @@ def test_a_pipe_gets_it_as_text_and_each_row_in_one_line(foreign, capfd):
     out, err = capfd.readouterr()
     assert out.replace("\n", "").isprintable() and err.replace("\n", "").isprintable()
     assert len(table(out.splitlines(), "metric")) == 2
+
+
+def with_odd_values(content):
+    """Yields a value of JSON with something odd in place of each value in it, one at a time."""
+    yield from (
+        odd for odd in (None, "x", [], {}, [[1]], math.inf, -1, 10**30, "\ud800") if type(odd) is not type(content)
+    )
+    for key in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
+        rest = dict(content) if isinstance(content, dict) else list(content)
+        for odd in with_odd_values(content[key]):
+            rest[key] = odd
+            yield rest
+
+
+@pytest.fixture
+def rich_run(tmp_path):
+    """A run with a value at every key that the report reads."""
+    end = {"time": 1.8e9, "step": 3, "secs": {"step": 1.0}, "is_end": False}
+    start = {"step": 0, "time": 1.8e9, "devices": 2, "kind": "CPU", "restore_secs": 1.0, "process_secs": 3.0}
+    again = {**start, "last_row_time": 1.8e9 + 9, "progress": end, "secs_before": {"step": 0.5}, "fell_at": 1.8e9 + 20}
+    row = {
+        "step": 3,
+        "loss": 0.5,
+        "steps_per_sec": 5.0,
+        "examples_per_sec": 50.0,
+        "a/examples_seen": 3,
+        "epochs_seen": 1,
+    }
+    incident = {"step": 1, "reason": "r", "action": "raise", "batch": 1, "checkpoint": 1, "left_out": [1]}
+    saved = {"step": 3, "until": 9, "stop_reason": None}
+    write_run(
+        path := tmp_path / "run", [row, row], {"steps": 9}, saved=saved, incidents=[incident], starts=[start, again]
+    )
+    memory_file.write(str(path), memory_file.Memory({"CPU:0": {"weights": 5}}, {"host": 7}))
+    (path / "progress.json").write_text(json.dumps(end))
+    return path
+
+
+FILES = ["metrics.jsonl", "incidents.jsonl", "starts.jsonl", "config.json", "memory.json", "progress.json"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "checkpoints/3/manifest.json"])
+def test_odd_values_in_a_file_of_a_run_are_gone_without(rich_run, name, capsys):
+    path = rich_run / name
+    *before, content = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+    for odd in with_odd_values(json.loads(content)):
+        path.write_text("\n".join([*before, json.dumps(odd)]) + "\n")
+        assert report.main([str(rich_run)]) == report.main([str(rich_run), "--json"]) == 0, odd
+        run_files.has_ended(str(rich_run))
+    for raw in (b"", b"\x00" * 9, b"\xff\xfe{", b"{", b"[" * 10_000, b'{"a":' * 200 + b"1" + b"}" * 200):
+        path.write_bytes(raw)
+        capsys.readouterr()
+        assert report.main([str(rich_run)]) == 0
+        if name.endswith("n"):
+            assert f"{name}' cannot be read (" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from distloop import atomic_files
 from distloop.log import log
-from distloop.monitoring.records import read_json
+from distloop.monitoring.records import is_count, read_json
 
 FILE = "memory.json"
 # What devices hold, in the order in which it is shown: from step to step; what a step needs besides, as estimated.
@@ -69,4 +69,7 @@ def taken_before(workdir: str, devices: Iterable[str]) -> dict[str, int]:
 
 
 def _counts(values: dict[str, Any]) -> dict[str, int]:
-    return {name: int(value) for name, value in values.items()}
+    counts = {name: int(value) for name, value in values.items()}
+    if not all(map(is_count, counts.values())):
+        raise ValueError(f"no numbers of bytes: {values}")
+    return counts

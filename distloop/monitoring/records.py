@@ -65,7 +65,7 @@ def parse_json(data: bytes, read: Callable[[Any], _T]) -> _T:
         return read(value)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
-    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, OSError) as error:  # OSError: a time of no clock
         raise ValueError(f"it lacks what it should hold, {type(error).__name__}: {error}") from error
 
 

@@ -165,6 +165,8 @@ def show_shares(seconds: Mapping[str, float]) -> str:
 
 
 def show_secs(secs: float) -> str:
-    """Returns a duration as hours, minutes and seconds."""
+    """Returns a duration as hours, minutes and seconds; "-" if it is not finite."""
+    if not math.isfinite(secs):
+        return "-"
     whole = round(secs)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
