@@ -79,9 +79,10 @@ def write_trained_weights(state: TrainState, path: str) -> None:
     if os.path.isdir(path):
         raise ValueError(f"{path!r} is a directory; trained weights are a file: remove it, or give another path.")
     changed = {id(variable) for variables in state.variables_of_update.values() for variable in variables}
-    for layer in _layers(state.model):
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            changed |= {id(variable) for variable in layer.non_trainable_variables}
+    with state.frozen:
+        for layer in _layers(state.model):
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+                changed |= {id(v) for v in layer.non_trainable_variables}
     with writing(path, state.strategy, ".npz") as temporary, state.averaged():
         names = portable_names(state.model)
         np.savez(temporary, **{name: _portable(v.numpy()) for name, v in names.items() if id(v) in changed})

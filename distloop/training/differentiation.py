@@ -129,7 +129,8 @@ class Differentiation:
                 objective *= factor
         # Last, since tracing the loss again replaces the losses that Keras layers carry.
         broadcasts.refuse_pairs(outputs, self._update.loss_fn, rows, training)
-        gradients = state.placement.differentiate(tape, objective, [*tensors, *gathered])
+        with state.frozen:  # layers may be called again
+            gradients = state.placement.differentiate(tape, objective, [*tensors, *gathered])
         if exchange is not None:
             exchange.set_slopes(gathered, gradients[len(tensors) :])
         trained, overwritten = gradients[: len(self._variables)], gradients[len(self._variables) : len(tensors)]
@@ -165,7 +166,8 @@ class Differentiation:
                     for own, slope in zip(given, slopes, strict=True)
                 ]
             )
-        return self._state.placement.differentiate(tape, objective, tensors)
+        with self._state.frozen:
+            return self._state.placement.differentiate(tape, objective, tensors)
 
 
 def tally_outputs(

@@ -47,7 +47,8 @@ class Update:
         optimizer: a plain Keras optimizer, or a `LossScaleOptimizer` around one. Updates that train the same variables
             may share one: several steps of it within one train step.
         variables: the variables to train: a list, or a regular expression that is searched in their paths; None: all
-            trainable variables.
+            trainable variables. If all updates give regular expressions, layers that they leave out are frozen, as with
+            `ModelSpec(trainable=...)`.
         gradient_fn: `gradients -> gradients`, both by path, called between clipping and the optimizer. The gradients
             are reduced, divided and unscaled, and equal on all replicas. The result must be equal too: draw no random
             numbers.
@@ -163,7 +164,9 @@ class ModelSpec:
             unless told otherwise, and `export` writes all.
         metrics: name -> `keras.metrics.Metric` for metrics that are no mean; `loss_fn` returns the arguments of its
             `update_state` under that name, as a tuple of tensors `[B, ...]`.
-        trainable: a regular expression; variables with a matching path are trained. None: all trainable variables.
+        trainable: a regular expression; variables with a matching path are trained. None: all trainable variables. A
+            layer without a trained variable computes as with `layer.trainable = False`: BatchNormalization uses its
+            statistics and does not move them.
         batch_fn: `(batch, training) -> batch`: changes a replica's shard, on its device, before each `loss_fn` gets it,
             in training and evaluation; the number of rows stays. `predict_fn` gets batches unchanged, and may call it.
             Objects in it that draw random numbers belong into `model`.

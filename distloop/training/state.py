@@ -2,7 +2,6 @@
 
     state = TrainState.make(model_fn, strategy, average_decay=0.0)
     state.build(rows)                                # if the model needs a batch to know its input shapes
-    state.all_variables()                            # {"model/dense/kernel": ..., "optimizer/momentum/...": ..., ...}
 
 `saved_state.py` reads and restores it. This module does not know how a step goes.
 """
@@ -27,6 +26,7 @@ from distloop.optimizers.parts import JoinedVariable
 from distloop.optimizers.table_average import TableAverage
 from distloop.training import layer_losses
 from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
+from distloop.training.frozen_layers import Frozen, frozen_layers
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
 from distloop.training.missing_entries import explaining_missing_entries
@@ -73,6 +73,7 @@ class TrainState(tf.Module):
         untrained_variables: the others.
         seeds: those of them that are states of random streams.
         recurrent_states: those of stateful recurrent layers.
+        frozen: the scope in which frozen layers are not trainable.
         random_streams: the random streams on all replicas, and the recurrent states.
     """
 
@@ -226,7 +227,8 @@ class TrainState(tf.Module):
         replicas = self.strategy.num_replicas_in_sync * self.turns
         self.recurrent_states = _find_recurrent_states(layers, replicas)
         self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
-        self.spec = self.spec.with_functions(refusing_new_variables)
+        self.frozen = Frozen(frozen_layers(layers, self.spec.updates, trained, self.paths))
+        self.spec = self.spec.with_functions(refusing_new_variables).with_functions(self.frozen)
         if sizes := fixed_sizes(self.spec.model):
             explaining = functools.partial(explaining_fixed_sizes, sizes=sizes, replicas=replicas)
             self.spec = self.spec.with_functions(explaining)

@@ -1,0 +1,79 @@
+"""Layers that `trainable=` leaves out compute and stay as those with `layer.trainable = False` do."""
+
+import keras
+import numpy as np
+import pytest
+
+import distloop
+from tests.compiled_models import X, Y, batches
+from tests.problems import on
+
+
+def network(is_frozen=False, **norm):
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(momentum=0.5, **norm)]
+    body = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dropout(0.5)], name="body")
+    body.layers[1].moving_mean.assign(np.linspace(-1, 1, 8))
+    body.trainable = not is_frozen
+    return keras.Sequential([keras.Input((6,)), body, keras.layers.Dense(2, name="head")])
+
+
+def trained(trainable, is_frozen=False, norm=None, **settings):
+    def model_fn():
+        model = network(is_frozen, **norm or {})
+
+        def loss_fn(batch, training):
+            return {"loss": keras.losses.mean_squared_error(batch[1], model(batch[0], training=training))}
+
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.05), loss_fn, trainable=trainable)
+
+    trainer = distloop.Trainer(model_fn, on(2, **settings))
+    trainer.fit(batches(X, Y), steps=6)
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": "body$", "microbatches": 2}, {"virtual_replicas": 4}])
+def test_a_layer_that_a_regular_expression_leaves_out_trains_as_one_that_is_not_trainable(settings):
+    found, expected = trained("head", **settings), trained(None, is_frozen=True, **settings)
+    for a, b in zip(found.model.get_weights(), expected.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    statistics = found.model.layers[0].layers[1].moving_mean.numpy()
+    np.testing.assert_array_equal(statistics, np.linspace(-1, 1, 8).astype("float32"))
+
+
+def test_the_layers_attributes_and_files_are_as_the_user_left_them(tmp_path):
+    trainer = trained("head")
+    assert all(layer.trainable for layer in trainer.model._flatten_layers())
+    trainer.export(str(tmp_path / "model.keras"))
+    assert all(layer.trainable for layer in keras.models.load_model(tmp_path / "model.keras")._flatten_layers())
+    trainer.export(str(tmp_path / "head.npz"))
+    assert [name.split("/")[1] for name in np.load(tmp_path / "head.npz").files] == ["head", "head"]
+
+
+def test_statistics_move_where_a_part_of_the_layer_trains_or_its_path_is_found():
+    assert (trained("gamma|head").model.layers[0].layers[1].moving_mean.numpy() != np.linspace(-1, 1, 8)).any()
+    for trainable, moves in (("batch_norm|head", True), ("head", False)):
+        statistics = trained(trainable, norm={"center": False, "scale": False}).model.layers[0].layers[1].moving_mean
+        assert (statistics.numpy() != np.linspace(-1, 1, 8).astype("float32")).any() == moves
+
+
+def test_networks_of_several_updates_keep_each_others_statistics_moving():
+    def model_fn():
+        nets = {"one": network(), "two": network()}
+
+        def loss_of(name):
+            return lambda batch, training: {
+                "loss": sum(net(batch[0], training=training)[:, 0] for net in nets.values())
+            }
+
+        updates = [distloop.Update(name, loss_of(name), keras.optimizers.SGD(0.1), f"^{name}/.*head") for name in nets]
+        updates[0] = distloop.Update("one", loss_of("one"), keras.optimizers.SGD(0.1), "^one/")
+        return distloop.ModelSpec(nets, updates=updates)
+
+    trainer = distloop.Trainer(model_fn, on(2))
+    trainer.fit(batches(X, Y), steps=3)
+    moved = {
+        name: (net.layers[0].layers[1].moving_mean.numpy() != np.linspace(-1, 1, 8).astype("float32")).any()
+        for name, net in trainer.model.items()
+    }
+    assert moved == {"one": True, "two": False}
