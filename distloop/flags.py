@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
@@ -22,6 +22,7 @@ from absl import flags
 from distloop import config_file
 from distloop.atomic_files import replacing
 from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, CountOrAuto, check_names, fields
+from distloop.urls import without_credentials
 
 HIDDEN = "***"  # in place of a secret value
 _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
@@ -96,11 +97,12 @@ def define_flags(**new_defaults: Any) -> None:
 
 
 def secret_flag(flag: Flag) -> Flag:
-    """Marks a flag as secret: workers compare its value by digest, and it is shown nowhere.
+    """Marks a flag as secret: its value is shown nowhere.
 
         TOKEN = distloop.secret_flag(flags.DEFINE_string("token", os.environ.get("TOKEN"), "For the dataset's host."))
 
-    Files of the run, TensorBoard and `--help` have `***` in its place. `flags.txt` cannot repeat it. Every user of the
+    Files of the run, TensorBoard, W&B and `--help` have `***` in its place. Workers compare it by digest, where a
+    `DISTLOOP_SECRET` signs what they send, and not at all otherwise. `flags.txt` cannot repeat it. Every user of the
     machine can read a command line: set the default from the environment or from a file.
 
     Args:
@@ -126,6 +128,18 @@ def run_settings(config: Config) -> dict[str, Any]:
 def secret_names() -> set[str]:
     """Returns the names of secret flags as `facts` has them, such as `--token`."""
     return {f"--{prefix}{name}" for name in flags.FLAGS if _is_secret(name) for prefix in ("", "no")}
+
+
+def shown_arguments(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of a command line, with `***` in place of secret values, and without passwords of URLs."""
+    shown, is_value = [], False
+    for argument in arguments:
+        name, sign, _ = argument.partition("=")
+        is_secret = argument.startswith("-") and _is_secret(name.lstrip("-"))
+        text = f"{name}={HIDDEN}" if is_secret and sign else HIDDEN if is_value else without_credentials(argument)
+        is_value = is_secret and not sign and flags.FLAGS[name.lstrip("-")].flag_type() != "bool"
+        shown.append(text)
+    return shown
 
 
 def help_text() -> str:
@@ -214,7 +228,7 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
         name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
         if name is not None and name not in settings:
             value = HIDDEN if _is_secret(name) else flags.FLAGS[name].value
-            values[name] = value if isinstance(value, bool | int | float) else str(value)
+            values[name] = value if isinstance(value, bool | int | float) else without_credentials(str(value))
     return values
 
 
@@ -293,7 +307,7 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
         return lines
     for flag in _own_flags(config):
         text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
-        lines += _lines(flag.name, text, hidden)
+        lines += _lines(flag.name, without_credentials(text), hidden)
     return lines
 
 
@@ -320,15 +334,16 @@ def _own_values(config: Config) -> dict[str, Any]:
     """Returns the values of the program's flags by name, as JSON holds them; texts for types that it does not know."""
     if not flags.FLAGS.is_parsed():
         return {}
-    values = {flag.name: HIDDEN if _is_secret(flag.name) else _with_names(flag.value) for flag in _own_flags(config)}
+    values = {flag.name: HIDDEN if _is_secret(flag.name) else _shown(flag.value) for flag in _own_flags(config)}
     return json.loads(json.dumps(values, default=str))
 
 
-def _with_names(value: Any) -> Any:
-    """Returns a flag's value with the name of each member of an enum, which `--config` reads, in its place."""
+def _shown(value: Any) -> Any:
+    """Returns a flag's value with members of an enum by their names, which `--config` reads, and without passwords."""
     if isinstance(value, list):
-        return [_with_names(entry) for entry in value]
-    return value.name if isinstance(value, enum.Enum) else value
+        return [_shown(entry) for entry in value]
+    value = value.name if isinstance(value, enum.Enum) else value
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _lines(name: str, text: str, hidden: Collection[str]) -> list[str]:

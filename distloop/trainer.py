@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import Unpack
 
+from distloop import urls
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
@@ -211,7 +212,7 @@ class Trainer:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         with weights_returned(self.state):
-            self._checkpoints.restore(path if path is None else os.path.expanduser(path))
+            self._checkpoints.restore(path if path is None else urls.keep_password(os.path.expanduser(path)))
 
     def audit(self, dataset: Data, y: Any = None) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.

@@ -2,8 +2,10 @@
 
     is_url("s3://bucket/run")                   # True
     staging_directory("s3://bucket/run")        # "/home/me/.cache/distloop/bucket-run-0f3a..."
+    keep_password("sftp://me:secret@host/run")  # "sftp://me@host/run"; `file_system` puts the password back
 
-fsspec is imported for a URL alone.
+A password is taken out of a URL where the URL comes in, so no file, message or other process has it. fsspec is imported
+for a URL alone.
 """
 
 import hashlib
@@ -11,10 +13,34 @@ import os
 import re
 from typing import Any
 
+_PASSWORD = re.compile(r"(://[^/?#@:\s]*):[^/?#\s]*@")  # of "scheme://user:password@host"
+_KEY = re.compile(  # a value of a query, such as ?token=...
+    r"""([?&][^=&#\s]*(?:token|key|secret|sig|password|passwd|credential|auth)[^=&#\s]*=)[^&#\s"']+""", re.IGNORECASE
+)
+_with_password: dict[str, str] = {}  # by "scheme://user@host", in this process
+
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path goes through fsspec."""
     return "://" in os.fspath(path)
+
+
+def without_credentials(text: str) -> str:
+    """Returns a text whose URLs have no password, and `***` for keys and tokens in a query."""
+    return _KEY.sub(r"\1***", _PASSWORD.sub(r"\1@", text))
+
+
+def keep_password(url: str) -> str:
+    """Returns a URL without its password, which `file_system` puts back in this process."""
+    shown = _PASSWORD.sub(r"\1@", url, count=1)
+    if shown != url:
+        _with_password[_start(shown)] = _start(url)
+    return shown
+
+
+def _start(url: str) -> str:
+    """Returns the scheme and host of a URL, as in `sftp://me@host`."""
+    return "/".join(url.split("/", 3)[:3])
 
 
 def file_system(url: str, extra: str = "records", **options: Any) -> Any:
@@ -31,11 +57,15 @@ def file_system(url: str, extra: str = "records", **options: Any) -> Any:
     try:
         import fsspec
     except ImportError:
+        url = without_credentials(url)
         raise ValueError(f"The URL {url!r} needs fsspec: pip install 'distloop[{extra}]', or copy the files.") from None
+    full, url = url, without_credentials(url)
+    start = _start(url)
     try:
-        return fsspec.core.url_to_fs(url, **options)[0]
+        full = full.replace(start, _with_password.get(start, start), 1)
+        return fsspec.core.url_to_fs(full, **options)[0]
     except (ImportError, ValueError) as error:
-        raise ValueError(f"The URL {url!r} cannot be opened: {error}") from error
+        raise ValueError(f"The URL {url!r} cannot be opened: {without_credentials(str(error))}") from error
 
 
 def staging_directory(url: str) -> str:
@@ -44,6 +74,6 @@ def staging_directory(url: str) -> str:
     `XDG_CACHE_HOME` moves the cache, which is `~/.cache` without it.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    url = url.rstrip("/")
+    url = without_credentials(url.rstrip("/"))
     name = re.sub(r"[^\w.-]+", "-", url.partition("://")[2])[-40:].strip("-.")
     return os.path.join(cache, "distloop", f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")

@@ -324,6 +324,32 @@ def test_a_secret_is_compared_and_written_nowhere(arguments, fresh_flags, tmp_pa
     assert flags.secret_names() >= {"--token", "--workdir"} and "--seed" not in flags.secret_names()
 
 
+def test_a_command_line_is_shown_without_secret_values(fresh_flags):
+    flags.secret_flag(absl_flags.DEFINE_string("token", None, "Of a host."))
+    flags.secret_flag(absl_flags.DEFINE_bool("is_hidden", False, "A switch."))
+    given = ["--token=hf_1", "-token", "hf_2", "--data=ftp://me:pw@host/x", "--is_hidden", "--token_count=3", "token"]
+    shown = ["--token=***", "-token", "***", "--data=ftp://me@host/x", "--is_hidden", "--token_count=3", "token"]
+    assert flags.shown_arguments(given) == shown
+
+
+def test_passwords_of_urls_in_flags_are_written_nowhere(fresh_flags, tmp_path):
+    flags.define_flags()
+    absl_flags.DEFINE_string("source", None, "Of the data.")
+    absl_flags.DEFINE_list("mirrors", [], "More of them.", flag_values=fresh_flags)
+    arguments = ["--workdir=sftp://me:pa55word@host/run", "--source=https://me:pa55word@host/x?sig=pa55word"]
+    given = parse(fresh_flags, *arguments, "--mirrors=ftp://a:pa55word@b,ftp://c:pa55word@d")
+    flags.write(given, str(tmp_path))
+    shown = [(tmp_path / name).read_text() for name in ("config.json", "flags.txt")]
+    shown += [
+        str(flags.facts(given, with_secrets=True)),
+        str(flags.run_settings(given)),
+        str(flags.hyperparameters(given)),
+    ]
+    assert not any("pa55word" in text for text in shown)
+    assert "--workdir=sftp://me@host/run\n" in shown[1] and "--source=https://me@host/x?sig=***\n" in shown[1]
+    assert json.loads(shown[0])["mirrors"] == ["ftp://a@b", "ftp://c@d"]
+
+
 def test_all_values_of_a_repeated_flag_are_compared(fresh_flags):
     flags.define_flags()
     absl_flags.DEFINE_multi_string("layer", [], "Layers.", flag_values=fresh_flags)

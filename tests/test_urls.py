@@ -32,3 +32,47 @@ def test_what_is_missing_for_a_url_is_named(url, missing, words, monkeypatch):
         monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=words):
         urls.file_system(url, "remote")
+
+
+@pytest.mark.parametrize(
+    "url, shown",
+    [
+        ("sftp://me:pa55word@host/run", "sftp://me@host/run"),
+        ("ftp://me:p@ss:w@host:21/a@b", "ftp://me@host:21/a@b"),
+        ("sftp://me@host:22/run", "sftp://me@host:22/run"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("https://host/run?name=a&X-Amz-Signature=ab/c&sv=1", "https://host/run?name=a&X-Amz-Signature=***&sv=1"),
+        ("https://host/run?access_token=abc", "https://host/run?access_token=***"),
+    ],
+)
+def test_a_url_is_shown_without_its_password_and_keys(url, shown):
+    assert urls.without_credentials(url) == urls.without_credentials(shown) == shown
+    assert urls.without_credentials(f"cannot open {url!r}.") == f"cannot open {shown!r}."
+
+
+def test_the_password_of_a_workdir_is_in_no_setting_and_opens_its_file_system(monkeypatch):
+    opened = []
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **_: (opened.append(url), None)[::-1])
+    config = Config(workdir="sftp://me:pa55word@host:22/run", init_from="sftp://you:1234@other/first")
+    assert (config.workdir, config.init_from) == ("sftp://me@host:22/run", "sftp://you@other/first")
+    assert "pa55word" not in repr(config) + config.local_workdir
+    assert config.local_workdir == Config(workdir="sftp://me:another@host:22/run").local_workdir
+    Config(workdir="sftp://me:pa55word@host:22/run")
+    for url in ("sftp://me@host:22/run/checkpoints", "sftp://you@other/first", "sftp://nobody@host/run"):
+        urls.file_system(url)
+    assert opened == [
+        "sftp://me:pa55word@host:22/run/checkpoints",
+        "sftp://you:1234@other/first",
+        "sftp://nobody@host/run",
+    ]
+
+
+def test_an_error_of_a_file_system_holds_no_password(monkeypatch):
+    def url_to_fs(url, **_):
+        raise ValueError(f"no route to {url}")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", url_to_fs)
+    with pytest.raises(
+        ValueError, match=r"^The URL 'sftp://me@host/run' cannot be opened: no route to sftp://me@host/run$"
+    ):
+        urls.file_system("sftp://me:pa55word@host/run")

@@ -64,13 +64,16 @@ class Messages:
     def describe_facts(self, facts: Mapping[str, str], secret_names: Collection[str] = ()) -> Facts:
         """Returns settings as they are sent: digests, and values cut to fit; a secret value appears nowhere.
 
+        Without a secret of the workers a digest has no key, and who reads it can try all short values: a secret value
+        is then not compared.
+
         Args:
             facts: settings that must be the same on all workers, by name.
             secret_names: the settings that are compared and never shown.
         """
         digests, values = {}, {}
         for name, value in facts.items():
-            digest = self._digest(name, value)
+            digest = self._digest(name, value if self.is_signed or name not in secret_names else HIDDEN)
             cut = shorten(value, 160)
             shown = cut if cut == value else f"{cut} ({digest})"
             digests[shorten(name, 100)] = digest

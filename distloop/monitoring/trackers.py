@@ -13,13 +13,15 @@ import json
 import os
 import re
 import secrets
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from PIL import Image
 
 from distloop import urls
+from distloop.flags import shown_arguments
 from distloop.monitoring import wandb_files
 from distloop.monitoring.writers import MediaFile
 
@@ -69,7 +71,8 @@ class WandbWriter:
         config = {"config": dict(settings), "allow_val_change": True}
         if _FLUSH in getattr(self._wandb.Settings, "model_fields", ()):  # new in 0.31
             config["settings"] = self._wandb.Settings(**{_FLUSH: _FLUSH_SECS})
-        self._run = run = self._wandb.init(**{**place, **config, **self._settings})
+        with _shown_command_line():
+            self._run = run = self._wandb.init(**{**place, **config, **self._settings})
         self._exit_code = 0
         if run.offline:
             self.last_step = wandb_files.last_step(run.settings.wandb_dir, run.id)
@@ -224,6 +227,17 @@ class MLflowWriter:
                 if not run.data.metrics:
                     return run
         return self._client.create_run(experiment_id, run_name=self._run_name, tags=tags)
+
+
+@contextlib.contextmanager
+def _shown_command_line() -> Iterator[None]:
+    """Enters a scope in which Python's arguments, which wandb records, hold no secret value."""
+    before = sys.argv
+    sys.argv = [*before[:1], *shown_arguments(before[1:])]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _import(package: str, writer: str) -> Any:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from distloop.urls import file_system, is_url
+from distloop.urls import file_system, is_url, keep_password
 
 MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
 
@@ -150,6 +150,7 @@ def expand(files: FileNames) -> list[str]:
 def _matches(name: str) -> list[str]:
     """Returns the files that one path or pattern means."""
     if is_url(name):
+        name = keep_password(name)
         system = file_system(name)
         exists, is_directory = system.exists(name), system.isdir(name)
         infos = {} if exists else system.glob(name, detail=True)

@@ -67,6 +67,7 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
         OSError: if a file cannot be written.
     """
     if urls.is_url(path):
+        path = urls.without_credentials(path)
         raise ValueError(f"path={path!r} is a URL, and predictions go to a disk: give a directory of this machine.")
     path = os.path.abspath(path)
     if is_chief:

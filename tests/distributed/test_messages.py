@@ -212,3 +212,15 @@ def test_long_values_that_begin_alike_are_shown_with_their_digests():
 )
 def test_texts_are_shortened_to_one_printable_line(text, expected):
     assert shorten(text, 10) == expected
+
+
+def test_a_secret_setting_is_compared_only_by_workers_that_have_a_secret():
+    settings = [{"--token": "1234", "--steps": "5"}, {"--token": "4321", "--steps": "5"}]
+
+    def digests(secret):
+        return [Messages(0, secret).describe_facts(facts, {"--token"}).digest for facts in settings]
+
+    signed, plain = digests(SECRET), digests("")
+    assert signed[0] != signed[1] and plain[0] == plain[1]
+    other = Messages(0).describe_facts({"--token": "1234", "--steps": "6"}, {"--token"})
+    assert other.digest != plain[0] and set(other.values.values()) == {"***", "6"}

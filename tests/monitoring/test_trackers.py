@@ -11,7 +11,7 @@ import pytest
 
 import distloop
 from distloop import urls
-from distloop.monitoring import wandb_files
+from distloop.monitoring import trackers, wandb_files
 from distloop.monitoring.deliveries import Deliveries
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -173,6 +173,20 @@ def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory(tmp
         writer.open({"workdir": "memory://bucket/run"}, "abc")
     assert seen["dir"] == urls.staging_directory("memory://bucket/run") and seen["dir"].startswith(str(tmp_path))
     assert seen["config"]["workdir"] == "memory://bucket/run"
+
+
+def test_wandb_sees_a_command_line_without_secrets(monkeypatch):
+    monkeypatch.setattr(
+        trackers, "shown_arguments", lambda arguments: [text.replace("hf_1", "***") for text in arguments]
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token=hf_1", "--a"])
+    writer = distloop.WandbWriter("digits", mode="offline")
+    seen = []
+    monkeypatch.setattr(writer._wandb, "init", lambda **_: seen.extend(sys.argv) or sys.exit())
+    with pytest.raises(SystemExit):
+        writer.open({}, None)
+    assert seen == ["train.py", "--token=***", "--a"]
+    assert sys.argv[1] == "--token=hf_1"
 
 
 @pytest.mark.slow
