@@ -357,7 +357,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
             f"{field.name}={durations.shown(value)} is not allowed: give {_allowed(field)}, or leave it out for the "
             f"default, {field.default!r}."
         )
-    return urls.keep_password(os.path.expanduser(converted)) if field.name in _PATHS else converted
+    return urls.expand(converted) if field.name in _PATHS else converted
 
 
 def _converted(kind: Any, value: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import Unpack
 
-from distloop import urls
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
@@ -51,6 +50,7 @@ from distloop.training.prediction_files import write_outputs
 from distloop.training.predictor import Predictor
 from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
+from distloop.urls import expand
 
 
 @with_short_tracebacks
@@ -212,7 +212,7 @@ class Trainer:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         with weights_returned(self.state):
-            self._checkpoints.restore(path if path is None else urls.keep_password(os.path.expanduser(path)))
+            self._checkpoints.restore(path if path is None else expand(path))
 
     def audit(self, dataset: Data, y: Any = None) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.

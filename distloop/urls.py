@@ -38,6 +38,11 @@ def keep_password(url: str) -> str:
     return shown
 
 
+def expand(path: str | os.PathLike[str]) -> str:
+    """Returns a path that a user gave, with the home directory in place of `~`; of a URL, without its password."""
+    return keep_password(os.path.expanduser(os.fspath(path)))
+
+
 def _start(url: str) -> str:
     """Returns the scheme and host of a URL, as in `sftp://me@host`."""
     return "/".join(url.split("/", 3)[:3])

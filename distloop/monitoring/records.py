@@ -112,7 +112,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     Raises:
         ValueError: if the directory does not exist, or holds no metrics.
     """
-    directory = urls.keep_password(os.path.expanduser(os.fspath(workdir)))
+    directory = urls.expand(workdir)
     is_url = urls.is_url(directory)
     if not is_url and not os.path.isdir(directory):
         raise ValueError(f"There is no directory {directory!r}: give the workdir of a run.")
