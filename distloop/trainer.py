@@ -5,7 +5,6 @@ trainer.fit(train_dataset, evals={"test": test_dataset})
 """
 
 import functools
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -342,7 +341,7 @@ class Trainer:
         Raises:
             ValueError: if something else is at the path, no dataset was seen yet, or the file predicts otherwise.
         """
-        suffix = pathlib.Path(path := os.fspath(path)).suffix
+        suffix = pathlib.Path(path := expand(path)).suffix
         if self.config.fast_dev_run and (path := dry_run.export_path(given := path, self.config.workdir)) != given:
             self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
         if write := {".keras": write_keras_file, ".npz": write_trained_weights}.get(suffix):
