@@ -25,7 +25,7 @@ from distloop.actions.goodput import Goodput
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory_use import MemoryUse
 from distloop.actions.pipeline_usage import PipelineUsage
-from distloop.actions.save import Save, SaveCosts, make_saves
+from distloop.actions.save import Save, SaveCosts, make_saves, require_metrics
 from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
@@ -201,6 +201,7 @@ class Fit:
             console = next((writer for writer in write.writers if isinstance(writer, Console)), None)
             show = console.show_progress if console is not None and not self.config.eager else None
             read_again(self.source, self.state.strategy, self._stop_requests, self._say, show)
+            self._loop.require_metrics = functools.partial(require_metrics, self.actions, self.evaluations)
             self._loop.train(
                 self.source,
                 self.units.run.last_step,

@@ -136,6 +136,8 @@ class Action(Protocol):
             reports of several boundaries in a row.
         has_fixed_metrics: True if it returns the same metric names at each call.
         metric_to_restore: a metric whose best checkpoint is restored when the run has ended. Empty: none.
+        required_metric: a metric without which it is of no use; that the run will report it is checked before the first
+            step. Empty: none.
         chief_only: True if the chief alone calls it, and its hooks: to write a file or send a message. It returns
             nothing, and calls nothing that all workers must call, such as `evaluate`; StopTraining ends all workers.
     """
@@ -146,6 +148,7 @@ class Action(Protocol):
     only_writes: bool = False
     has_fixed_metrics: bool = False
     metric_to_restore: str = ""
+    required_metric: str = ""
     chief_only: bool = False
 
     def __call__(self, report: Report) -> Mapping[str, float | Media] | None:

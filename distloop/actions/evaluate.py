@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -85,6 +85,9 @@ class Evaluate(Action):
         evaluate: Callable[[StopRequests | None], Mapping[str, float]],
         every: int | str,
         data: Any = None,
+        names: Callable[[], Collection[str] | None] = lambda: None,
+        *,
+        has_values_of_step: bool = True,
     ):
         """Stores the function.
 
@@ -93,10 +96,14 @@ class Evaluate(Action):
             evaluate: returns the metrics by name, unless it is asked to stop.
             every: how often, a duration.
             data: the dataset.
+            names: returns the names of the metrics before there are any; None: they are not known.
+            has_values_of_step: whether the values are those of a training step, by name.
         """
         self.name = name
         self.every = every
         self.data = data
+        self.names = names
+        self.has_values_of_step = has_values_of_step
         self.stop_requests: StopRequests | None = None
         self._evaluate = evaluate
         self.rows: list[dict[str, float]] = []  # `step`, and one metric: the best and the last value of each

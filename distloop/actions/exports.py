@@ -74,7 +74,7 @@ class Export(Action):
         self.name = f"Export({os.fspath(directory)})"
         self.every = None if metric else every
         self.directory = os.fspath(directory)
-        self.metric = metric
+        self.metric = self.required_metric = metric
         self.mode = choose_mode("Export", metric, mode) if metric or mode != "auto" else "min"
         self.keep = keep
         self.best: float | None = None  # of the metric, among those that were exported

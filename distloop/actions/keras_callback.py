@@ -40,6 +40,8 @@ _SUPPORTED = {"on_epoch_end", "on_train_begin", "on_train_end"}
 class FromCallback(Action):
     """An action that calls a Keras callback; created by `from_callback`."""
 
+    takes_keras_names = True  # `val_loss` for `val/loss`
+
     def __init__(self, callback: keras.callbacks.Callback, every: int | str):
         """Use `from_callback`."""
         self.every = every
@@ -47,6 +49,7 @@ class FromCallback(Action):
         self._callback = callback
         if hasattr(callback, "_set_monitor_op") and callback.monitor_op is None:
             _choose_direction(callback)
+            self.required_metric = callback.monitor
         self._settings = self._attributes()  # and the counters at the start
         self._model: _Model | None = None
         self._restored: Mapping[str, Any] | None = None  # by the first `on_start`

@@ -1,14 +1,17 @@
 """`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `SaveCosts` reports the seconds."""
 
+import difflib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from distloop.actions.action import Action, Report, Saves
+from distloop.actions.action import Action, Report, Saves, member, name_of
+from distloop.actions.evaluate import Evaluate
 from distloop.actions.schedule import Plan
 from distloop.durations import shown, whole_number
 from distloop.log import log
+from distloop.monitoring import tags
 from distloop.monitoring.run_files import better
 
 
@@ -98,7 +101,7 @@ class SaveBest(Action):
         refuse_positional("SaveBest", metric, others, "mode='max'")
         check_keep("SaveBest", keep)
         self.name = f"SaveBest({metric})"
-        self.metric = metric
+        self.metric = self.required_metric = metric
         self.mode = choose_mode("SaveBest", metric, mode)
         self.keep = keep
         self.metric_to_restore = metric if restore else ""
@@ -170,6 +173,64 @@ def choose_mode(action_name: str, metric: str, mode: str) -> str:
         )
     log.warning("%s was given the metric %r: smaller counts as better; mode='max' is for larger.", action_name, metric)
     return "min"
+
+
+def require_metrics(actions: Sequence[Action], evaluations: Sequence[Evaluate], names: Collection[str]) -> None:
+    """Checks that a run will report the metrics that its actions wait for.
+
+    Args:
+        actions: the user's; what others than distloop's report is not known before they are called.
+        evaluations: of the run.
+        names: of the values of a training step, Keras metrics included.
+
+    Raises:
+        ValueError: if there will be no metric of a name.
+    """
+    likely = {*names, *(f"{it.name}/{name}" for it in evaluations if it.has_values_of_step for name in names)}
+    wanted = {metric: action for action in actions if (metric := member(action, "required_metric"))}
+    unknown = [metric for metric, action in wanted.items() if not _is_among(metric, likely, action)]
+    if not unknown:
+        return
+    if any(_may_report(action) for action in actions):
+        by_form = {_normal(name): name for name in likely}
+        for metric in (metric for metric in unknown if _normal(metric) in by_form):
+            log.warning("The metric %r is waited for: is %r meant?", metric, by_form[_normal(metric)])
+        return
+    reported = set(names)
+    for evaluation in evaluations:
+        if (own := evaluation.names()) is None:  # as of `rows_fn`
+            unknown = [metric for metric in unknown if not _normal(metric).startswith(_normal(f"{evaluation.name}/"))]
+        reported |= {f"{evaluation.name}/{name}" for name in own or ()}
+    for metric in unknown:
+        if not _is_among(metric, reported, wanted[metric]):
+            by_form = {_normal(name): name for name in reported}
+            close = difflib.get_close_matches(_normal(metric), by_form, 1)
+            hint = f"did you mean {by_form[close[0]]!r}?" if close else f"give one of {', '.join(sorted(reported))}."
+            raise ValueError(
+                f"{name_of(wanted[metric])} waits for the metric {metric!r}, which nothing reports: {hint}"
+            )
+
+
+def _is_among(metric: str, names: Collection[str], action: Action) -> bool:
+    """Returns whether an action's metric is one of some names, an entry of one, or a number about the run itself."""
+    if getattr(action, "takes_keras_names", False) and any(metric == name.replace("/", "_") for name in names):
+        return True
+    first, _, rest = metric.partition("/")
+    about_the_run = {name for group, named in tags.GROUPS.items() if group != tags.METRICS for name in named}
+    if metric in names or metric == "regularization" or about_the_run & {metric, first, metric.rpartition("/")[2]}:
+        return True
+    return bool(rest) and any(metric.startswith(f"{name}/") for name in names)  # as of F1Score
+
+
+def _may_report(action: Action) -> bool:
+    """Returns whether an action may return metrics: its annotation does not say that it returns None."""
+    function = action if hasattr(action, "__code__") else type(action).__call__
+    returned = getattr(function, "__annotations__", {}).get("return", action)
+    return returned not in (None, "None") and not member(action, "chief_only")
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("/", "_").replace("-", "_")
 
 
 def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], example: str) -> None:

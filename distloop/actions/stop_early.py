@@ -45,7 +45,7 @@ class StopEarly(Action):
         if (delta := finite_number(min_delta)) is None or delta < 0:
             raise ValueError(f"min_delta={shown(min_delta)} was given to StopEarly; give a number, 0 or more.")
         self.name = f"StopEarly({metric})"
-        self.metric = metric
+        self.metric = self.required_metric = metric
         self.patience = patience
         self.mode = choose_mode("StopEarly", metric, mode)
         self.min_delta = min_delta

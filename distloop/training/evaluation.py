@@ -194,6 +194,15 @@ class EvalLoop:
             graph_function(trace).get_concrete_function(source.info.element_spec)
         self._step.keras_metrics.build(fed, eager=self._eager)
 
+    def names(self, source: Source) -> list[str] | None:
+        """Returns the names of the metrics, from a trace that the first evaluation uses, too; None: it is eager."""
+        if self._eager:
+            return None
+        self.build_metrics(source)
+        if not self._step.names:
+            self._run.get_concrete_function(source.new_iterator(), source.layout, *_limits(0, np.inf))
+        return [*self._step.names, *self._step.keras_metrics]
+
     def evaluate(self, source: Source, limit: int = 0, stop_requests: StopRequests | None = None) -> dict[str, float]:
         """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.
 

@@ -39,7 +39,9 @@ def make_evaluations(
             predict = functools.partial(predictor.with_function(evaluation.predict_fn).predict, source, limit=limit)
             evaluate = functools.partial(_with_rows, evaluate, predict, evaluation.rows_fn)
         every = config.eval_every if evaluation.every is None else evaluation.every
-        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset))
+        names = functools.partial(loop.names, source) if evaluation.rows_fn is None else lambda: None
+        is_step = evaluation.loss_fn is None
+        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset, names, has_values_of_step=is_step))
     return evaluations
 
 

@@ -58,6 +58,7 @@ class TrainLoop:
         secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
             set before `train`.
         log_every: the window of the reported means, a duration; 0: the whole run.
+        require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
         open_boundary: of this step, whose actions were interrupted: `train` calls all of them; None: there is none.
     """
 
@@ -90,6 +91,7 @@ class TrainLoop:
         self.reported: dict[str, float] = {}
         self.secs = 0.0
         self.open_boundary: Any = None
+        self.require_metrics: Callable[[list[str]], None] | None = None
         self._eager = eager
         self._on_trace = on_trace
         self._compiled = CompiledLoop(state, step, eager=eager)
@@ -216,6 +218,9 @@ class TrainLoop:
                 self._on_trace(self._step)
                 self._show_progress(step, "")
                 self._traced_for = source
+            check, self.require_metrics = self.require_metrics, None
+            if check is not None and not self._eager:
+                check([*self._step.names, *self._state.keras_metrics])
             workers.report_phase(self._state.strategy, "training")
             is_single = self._profile is not None and self._profile.is_single(step)
             with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):

@@ -1,0 +1,90 @@
+"""Metrics that actions wait for are looked for before the first step."""
+
+import keras
+import pytest
+
+import distloop
+from tests.problems import classification, classifier, on
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return distloop.make_dataset(classification(16), 8)
+
+
+def fit(rows, *actions, evals=None, steps=4, model_fn=None, **settings):
+    """Fits with these actions; returns the trainer and the error, if there was one."""
+    trainer, error = distloop.Trainer(model_fn or classifier(), on(1, **settings)), None
+    try:
+        trainer.fit(rows, steps=steps, evals={"val": rows} if evals is None else evals, actions=actions)
+    except ValueError as raised:
+        error = str(raised)
+    return trainer, error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (
+            lambda: distloop.StopEarly("val_loss"),
+            "waits for the metric 'val_loss', which nothing reports: did you mean 'val/loss'?",
+        ),
+        (lambda: distloop.SaveBest("val/acuracy", mode="max"), "did you mean 'val/accuracy'?"),
+        (
+            lambda: distloop.Export(lambda path: None, "unused", metric="vall/loss", suffix=".keras"),
+            "did you mean 'val/loss'?",
+        ),
+        (lambda: distloop.StopEarly("perplexity"), "give one of accuracy, gradient_norm, loss, "),
+        (lambda: distloop.from_callback(keras.callbacks.ReduceLROnPlateau("valid_loss"), every=2), "'val/loss'"),
+    ],
+)
+def test_a_metric_that_nothing_reports_is_refused_before_the_first_step(rows, make, hint):
+    trainer, error = fit(rows, make())
+    assert trainer.step == 0 and hint in error
+
+
+@pytest.mark.slow
+def test_what_steps_evaluations_and_the_run_itself_report_is_known(rows):
+    entry = keras.callbacks.ReduceLROnPlateau("val_loss")
+    known = ["loss", "val/loss", "val/accuracy", "auc", "val/auc", "gradient_norm", "steps_per_sec", "learning_rate"]
+    stops = [distloop.StopEarly(name, mode="min", patience=9) for name in known]
+    trainer, error = fit(rows, *stops, distloop.from_callback(entry, every=2), model_fn=classifier(metrics=True))
+    assert error is None and trainer.step == 4
+
+
+@pytest.mark.slow
+def test_values_of_an_evaluation_alone_are_known_from_its_trace(rows):
+    def own(batch, training):
+        return {"error": batch["x"][:, 0]}
+
+    evals = {
+        "own": distloop.Evaluation(rows, loss_fn=own),
+        "rows": distloop.Evaluation(rows, rows_fn=lambda outputs: {"bleu": 0.5}),
+    }
+    actions = [distloop.StopEarly("own/error"), distloop.StopEarly("rows/bleu")]
+    assert fit(rows, *actions, evals=evals)[1] is None
+    trainer, error = fit(rows, distloop.StopEarly("own/loss"), evals=evals)
+    assert trainer.step == 0 and "'own/loss', which nothing reports" in error
+
+
+@pytest.mark.slow
+def test_what_an_action_of_the_users_reports_is_not_known_and_keras_spelling_is_said(rows, caplog):
+    def measure(report):
+        return {"val/reward": 1.0}
+
+    measure.every = 1
+    _, error = fit(
+        rows, measure, distloop.StopEarly("val/reward", mode="max", patience=9), distloop.StopEarly("val_loss")
+    )
+    assert error is None and "The metric 'val_loss' is waited for: is 'val/loss' meant?" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_action_that_returns_none_by_its_annotation_reports_nothing(rows):
+    def show(report) -> None:
+        pass
+
+    show.every = 1
+    trainer, error = fit(rows, show, distloop.StopEarly("val_loss"))
+    assert trainer.step == 0 and "did you mean 'val/loss'?" in error
