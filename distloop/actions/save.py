@@ -12,7 +12,7 @@ from distloop.actions.schedule import Plan
 from distloop.durations import shown, whole_number
 from distloop.log import log
 from distloop.monitoring import tags
-from distloop.monitoring.run_files import better
+from distloop.monitoring.run_files import better, word_like
 
 
 class Save(Action):
@@ -167,9 +167,10 @@ def choose_mode(action_name: str, metric: str, mode: str) -> str:
     if (known := better(metric)) is not None:
         return "min" if known == "smaller" else "max"
     if len(metric.rpartition("/")[2]) > 1:
+        hint = f"did you mean {meant!r}? Else " if (meant := word_like(metric)) else ""
         raise ValueError(
-            f"{action_name} was given the metric {metric!r}, whose name does not say what is better: give mode='min' "
-            "or mode='max'."
+            f"{action_name} was given the metric {metric!r}, whose name does not say what is better: {hint}give "
+            "mode='min' or mode='max'."
         )
     log.warning("%s was given the metric %r: smaller counts as better; mode='max' is for larger.", action_name, metric)
     return "min"

@@ -299,7 +299,7 @@ def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
     evaluate = Evaluate("test", lambda _: {"loss": 1.0}, every=10)
     now_and_then = action(10, {})
     for wrong, others in (("tst/loss", [evaluate]), ("test/los", [evaluate, now_and_then])):
-        actions = [*others, make(wrong)]
+        actions = [*others, make(wrong, mode="min")]
         run(actions, report(step=5, loss=1.0))
         with pytest.raises(ValueError, match=f"{make.__name__} was given the metric '{wrong}'; .*'loss', 'test/loss'"):
             run(actions, report(step=10, loss=1.0))
@@ -307,7 +307,7 @@ def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
 
 @pytest.mark.parametrize("make", [StopEarly, SaveBest])
 def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
-    actions = [Evaluate("test", lambda _: {"loss": 1.0}, every=10), action(10, {}), make("score")]
+    actions = [Evaluate("test", lambda _: {"loss": 1.0}, every=10), action(10, {}), make("score", mode="min")]
     run(actions, report(step=10, loss=1.0))
     run(actions, report(step=20, loss=1.0))
     assert not caplog.text

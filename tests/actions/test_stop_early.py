@@ -128,6 +128,8 @@ def test_a_name_that_does_not_say_what_is_better_needs_a_mode():
     )
     with refused:
         StopEarly("val/reward")
+    with pytest.raises(ValueError, match="'val/los', whose name .*: did you mean 'loss'. Else give mode='min'"):
+        StopEarly("val/los")
 
 
 def test_more_than_the_metric_without_a_name_is_refused_with_an_example():
