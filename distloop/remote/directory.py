@@ -66,9 +66,12 @@ class RemoteDirectory:
         """
         self.url = url.rstrip("/")
         self._system = file_system(url, "remote", use_listings_cache=False)
+        from fsspec import AbstractFileSystem
+
         self._root = self._system._strip_protocol(self.url).rstrip("/")
         protocols = self._system.protocol
         self._is_store = bool(_OBJECT_STORES & {protocols, *([] if isinstance(protocols, str) else protocols)})
+        self._takes_patterns = type(self._system).mv is AbstractFileSystem.mv  # in place of paths
         self.answered_at, self.patience_secs = time.monotonic(), math.inf
         self._refused: set[str] = set()  # keys that were named in the log
 
@@ -244,7 +247,11 @@ class RemoteDirectory:
 
         def mv(_: Any) -> None:
             with contextlib.suppress(FileNotFoundError):  # it was moved, and the answer did not come
-                self._system.mv(self._path(temporary), self._path(name))
+                if self._takes_patterns:
+                    self._system.cp_file(self._path(temporary), self._path(name))
+                    self._system.rm_file(self._path(temporary))
+                else:
+                    self._system.mv(self._path(temporary), self._path(name))
 
         try:
             _until_whole(name, write_again, size)

@@ -146,7 +146,7 @@ class Lease:
         return None if is_copied else parse(content)
 
     def _is_own(self, content: bytes | None) -> bool:
-        return content is not None and parse(content) == self._holder
+        return content is not None and self._holder_in(content) == self._holder
 
     def _beat(self, released: threading.Event) -> None:
         """Shows that this process lives until the lease is released or lost."""

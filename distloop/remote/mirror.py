@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from distloop.atomic_files import remove
-from distloop.log import log
+from distloop.log import log, printable
 from distloop.monitoring.console import say
 from distloop.monitoring.run_lock import LockLost
 from distloop.remote import tree
@@ -239,7 +239,7 @@ class _Upload:
             self._verify()
             kept = {unit.step for unit in units} | tree.best_steps(self._directory.read(BEST))
             for path in tree.prune(self._directory, self._root, units[0].step, self._keep, kept):
-                self._state.forget(path)
+                self._state.uploaded.pop(path, None)
             self._must_prune = False
 
     def _upload_file(self, path: str, stamp: Stamp) -> None:
@@ -266,11 +266,9 @@ class _Upload:
                 there, old = self._directory.list(unit.path), f"{unit.path}{OLD}"
                 if unit.seal in there:
                     tree.copy(self._directory, unit.path, old, there)
-                manifest = digest(read(held, unit.seal))
-                self._state.manifests[manifest] = unit.path
+                self._state.manifests.append(digest(read(held, unit.seal)))
                 self._write_state()  # a machine that is lost after the seal knows its checkpoint again
                 tree.upload(self._directory, held, unit, self._verify)
-                self._state.forget(unit.path, but=manifest)
                 if unit.seal in there:
                     tree.delete(self._directory, old)
                 self._must_prune = True
@@ -317,7 +315,7 @@ class _Upload:
                 self._verify()
                 is_file = isinstance(self._state.uploaded[path][0], int)
                 self._directory.delete(path) if is_file else tree.delete(self._directory, path)
-                self._state.forget(path)
+                self._state.uploaded.pop(path, None)
 
     def _is_changed(self, path: str, stamp: list[Any]) -> bool:
         return self._state.uploaded.get(path) != stamp
@@ -341,7 +339,7 @@ class _Upload:
 
 def listed(paths: Sequence[str], most: int = 3) -> str:
     """Returns the first paths, and how many more there are."""
-    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+    return ", ".join(map(printable, paths[:most])) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
 @contextlib.contextmanager

@@ -22,9 +22,10 @@ from distloop.monitoring.records import parse_json
 from distloop.remote import tree
 from distloop.remote.directory import RemoteDirectory
 from distloop.remote.fetching import fetch_workdir
-from distloop.remote.tree import MANIFEST, Unit
+from distloop.remote.tree import Unit
 
 STATE = ".uploaded.json"
+_MOST_MANIFESTS = 1000  # that are known again; a bucket may be put back to what it was
 
 
 def is_current(root: str, directory: RemoteDirectory) -> bool:
@@ -46,11 +47,10 @@ def is_current(root: str, directory: RemoteDirectory) -> bool:
     steps = [unit.step for unit in tree.checkpoints(root)]
     if not steps and not os.path.exists(os.path.join(root, STATE)):
         return False
-    state = read_state(root)
-    if whole := tree.whole_checkpoints(directory, directory.list()):
-        manifest = digest(directory.read(f"{whole[max(whole)]}/{MANIFEST}") or b"")
-        return bool(steps) and manifest in {*state.manifests, *_manifests(root).values()}
-    if steps and state.manifests:
+    manifests = read_state(root).manifests
+    for _, _, manifest in tree.whole(directory, directory.list()):  # the newest
+        return bool(steps) and digest(manifest) in {*manifests, *_digests(root)}
+    if steps and manifests:
         raise ValueError(
             f"workdir={directory.url!r} holds no whole checkpoint, but some were uploaded there from this machine, "
             f"where {root!r} has the run up to step {steps[0]}: check that the share is mounted, and that endpoint, "
@@ -76,7 +76,7 @@ def replace(root: str, directory: RemoteDirectory) -> list[str]:
     with replacing(root) as temporary:
         os.mkdir(temporary, 0o700)
         paths = fetch_workdir(directory, temporary)
-        _note_fetched(temporary, paths)
+        note_fetched(temporary, paths)
     return paths
 
 
@@ -85,32 +85,25 @@ class State(NamedTuple):
 
     Attributes:
         uploaded: the stamps of each file and unit, by path.
-        manifests: the digests of the manifests of checkpoints that were uploaded, or begun, with the path of each.
+        manifests: the digests of the manifests of checkpoints that came, were uploaded or begun, the latest last.
     """
 
     uploaded: dict[str, list[Any]]
-    manifests: dict[str, str]
-
-    def forget(self, path: str, but: str = "") -> None:
-        """Removes a path, or all of its manifests but one."""
-        if not but:
-            self.uploaded.pop(path, None)
-        for manifest in [m for m, owner in self.manifests.items() if owner == path and m != but]:
-            del self.manifests[manifest]
+    manifests: list[str]
 
 
 def read_state(root: str) -> State:
     """Returns what is uploaded from a directory; nothing if that is not known: all is uploaded again then."""
     with contextlib.suppress(ValueError):
-        return parse_json(read(root, STATE), lambda state: State(dict(state["uploaded"]), dict(state["manifests"])))
-    return State({}, {})
+        return parse_json(read(root, STATE), _as_state)
+    return State({}, [])
 
 
 def write_state(root: str, state: State) -> None:
     """Notes what is uploaded from a directory, for the next process on this machine, if that can be written."""
     with contextlib.suppress(OSError), replacing(os.path.join(root, STATE)) as temporary:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(state._asdict(), file)
+            json.dump({"uploaded": state.uploaded, "manifests": state.manifests[-_MOST_MANIFESTS:]}, file)
 
 
 def as_stamps(unit: Unit) -> list[Any]:
@@ -132,15 +125,25 @@ def read(*path: str) -> bytes:
         return b""
 
 
-def _manifests(root: str) -> dict[str, str]:
-    """Returns the digest of the manifest of each checkpoint in a directory, by the path of the checkpoint."""
-    return {unit.path: digest(read(root, unit.path, unit.seal)) for unit in tree.checkpoints(root)}
+def note_fetched(root: str, paths: Collection[str] | None = None) -> None:
+    """Notes that files of a directory, which have just come from the bucket, are there.
 
-
-def _note_fetched(root: str, paths: Collection[str]) -> None:
-    """Notes that files of a directory, which have just come from the bucket, are there."""
+    Args:
+        root: the directory of this machine.
+        paths: of its files; None: of all.
+    """
     files, units = tree.scan(root)
-    stamps = {path: list(stamp) for path, stamp in files.items() if path in paths}
-    units = [unit for unit in units if all(f"{unit.path}/{name}" in paths for name in unit.files)]
-    stamps |= {unit.path: as_stamps(unit) for unit in units}
-    write_state(root, State(stamps, {manifest: path for path, manifest in _manifests(root).items() if path in stamps}))
+    stamps = {path: list(stamp) for path, stamp in files.items()}
+    if paths is not None:
+        stamps = {path: stamp for path, stamp in stamps.items() if path in paths}
+        units = [unit for unit in units if all(f"{unit.path}/{name}" in paths for name in unit.files)]
+    write_state(root, State(stamps | {unit.path: as_stamps(unit) for unit in units}, _digests(root)))
+
+
+def _digests(root: str) -> list[str]:
+    return [digest(read(root, unit.path, unit.seal)) for unit in tree.checkpoints(root)]
+
+
+def _as_state(value: Any) -> State:
+    stamps = {str(path): [*stamp] for path, stamp in value["uploaded"].items() if stamp}
+    return State(stamps, [str(manifest) for manifest in value["manifests"]])

@@ -124,12 +124,22 @@ def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int]) -> d
         directory: of the workdir.
         files: in it, as it lists them.
     """
-    folders, whole = by_checkpoint(files), {}
-    for path in sorted(folders, key=lambda path: path.endswith(OLD)):
-        step = step_of(path.removesuffix(OLD))
-        if step >= 0 and step not in whole and _is_whole(directory, path, folders[path]):
-            whole[step] = path
-    return whole
+    return {step: path for step, path, _ in whole(directory, files)}
+
+
+def whole(directory: RemoteDirectory, files: Mapping[str, int]) -> Iterator[tuple[int, str, bytes]]:
+    """Yields step, path and manifest of each whole checkpoint of a bucket, the newest first.
+
+    Args:
+        directory: of the workdir.
+        files: in it, as it lists them.
+    """
+    folders, last = by_checkpoint(files), -1
+    steps = {path: step_of(path.removesuffix(OLD)) for path in folders}
+    for path in sorted(folders, key=lambda path: (-steps[path], path.endswith(OLD))):
+        if steps[path] not in (-1, last) and (manifest := _manifest_of_whole(directory, path, folders[path])):
+            last = steps[path]
+            yield last, path, manifest
 
 
 def sealed_steps(files: Mapping[str, int]) -> list[int]:
@@ -250,15 +260,14 @@ def prune(directory: RemoteDirectory, root: str, newest: int, keep: int, others:
     return gone
 
 
-def _is_whole(directory: RemoteDirectory, path: str, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a checkpoint has a manifest and the files that it names, with their sizes."""
-    if MANIFEST not in sizes:
-        return False
+def _manifest_of_whole(directory: RemoteDirectory, path: str, sizes: Mapping[str, int]) -> bytes:
+    """Returns a checkpoint's manifest if the files that it names are there, with their sizes; else nothing."""
+    content = directory.read(f"{path}/{MANIFEST}") if MANIFEST in sizes else None
     try:
-        named = parse_json(directory.read(f"{path}/{MANIFEST}") or b"", lambda manifest: manifest["files"].items())
-        return all(sizes.get(name) == size for name, size in named)
+        named = parse_json(content or b"", lambda manifest: manifest["files"].items())
     except ValueError:
-        return False
+        return b""
+    return content or b"" if all(sizes.get(name) == size for name, size in named) else b""
 
 
 def _stamps(folder: str) -> Iterator[tuple[str, Stamp]]:

@@ -135,7 +135,11 @@ class Workdir(Outer):
             return
         mirror = self._mirror
         self._agree((lambda: mirror.wait_for(steps)) if mirror is not None else None)
-        fetch = functools.partial(fetch_checkpoints, RemoteDirectory(self._url), self._root, steps)
+
+        def fetch() -> None:
+            fetch_checkpoints(RemoteDirectory(self._url), self._root, steps)
+            staging.note_fetched(self._root)
+
         self._agree(fetch if self._fetches else None)
 
     def _agree(self, act: Callable[[], object] | None) -> None:

@@ -133,3 +133,33 @@ def test_a_run_that_was_copied_within_a_bucket_goes_on_by_itself(url, tmp_path):
     copied = f"file://{tmp_path}/bucket/copied"
     assert run(copied, 6) == [2, 4] and run(url, 8) == [2, 4]
     assert sealed_steps(RemoteDirectory(copied).list()) == [2, 4, 6]
+
+
+def test_a_bucket_that_was_put_back_to_what_it_was_takes_nothing_from_the_disk(url, tmp_path):
+    run(url, 2)
+    shutil.copytree(tmp_path / "bucket", tmp_path / "backup")
+    run(url, 4, 6, 8, 10)
+    shutil.rmtree(tmp_path / "bucket")
+    os.rename(tmp_path / "backup", tmp_path / "bucket")
+    assert read(url) == run(url) == [6, 8, 10]
+
+
+@pytest.mark.parametrize("state", ["", "[[", '{"uploaded": {"metrics.jsonl": 7}, "manifests": null}', "[" * 10**5])
+def test_a_state_of_a_staging_directory_that_holds_something_else_costs_an_upload_alone(state, url):
+    run(url, 2)
+    with open(os.path.join(root_of(url), ".uploaded.json"), "w") as file:
+        file.write(state)
+    assert run(url, 4) == [2] and sealed_steps(RemoteDirectory(url).list()) == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1]", "a b#c?d%41", "back\\slash", "*"])
+def test_a_workdir_and_its_files_may_have_any_name(name, url, tmp_path, monkeypatch):
+    for system in ("file", "memory"):
+        url = f"{system}://{tmp_path}/{name}/run"
+        move_to("one", tmp_path, monkeypatch)
+        run(url, 2)
+        with Workdir(Config(workdir=url, console="quiet"), Alone()):
+            with open(os.path.join(root_of(url), name), "w") as file:
+                file.write("x")
+        move_to("another", tmp_path, monkeypatch)
+        assert run(url) == [2] and os.path.exists(os.path.join(root_of(url), name))
