@@ -144,7 +144,9 @@ def _create_virtual_cpus(config: Config) -> None:
     except RuntimeError:
         raise ValueError(
             f"{name}={count} virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
-            "distloop.prepare(config) before the first tensor, dataset or model; in a notebook, restart the kernel."
+            "distloop.prepare(config) before the first tensor, dataset or model, such as one for from_keras(model), "
+            "which also takes the function that makes it, from_keras(make_model); in a notebook, restart the kernel "
+            "first."
         ) from None
     # Virtual CPUs compute at the same time, so each gets its part of the cores: steps of conv and lm on 2 took 0.75 of
     # the time.

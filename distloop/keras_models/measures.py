@@ -6,8 +6,12 @@
 It does not know which outputs a model has.
 """
 
+import contextlib
+import functools
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,7 +20,7 @@ import tensorflow as tf
 
 from distloop.keras_models.losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
 from distloop.keras_models.outputs import spread
-from distloop.training.metrics import RESERVED_NAMES
+from distloop.training.metrics import IS_OF_LAYER, RESERVED_NAMES
 from distloop.variables import tensorflow_variable
 
 Place = str | tuple[int, int] | None  # an output: its name; its position in a list of so many; None: the only one
@@ -116,6 +120,70 @@ def make_measures(metrics: Any, weighted_metrics: Any, names: Sequence[str]) -> 
                 f"A metric has the name {measure.name!r}, which distloop itself reports: give it another name."
             )
     return measures
+
+
+class LayerMetrics(Mapping[str, keras.metrics.Metric]):
+    """The metrics that the layers of a model update in their `call`, as Keras reports them, by name.
+
+    In `recorded`, their arguments are kept for the `loss_fn` to return, so that padding and replicas count as for any
+    other metric. A number that is no value per example counts for each of them.
+    """
+
+    def __init__(self, model: keras.Model, taken: Collection[str]):
+        """Finds the metrics; names that are taken, or twice there, get a number."""
+        self._metrics: dict[str, keras.metrics.Metric] = {}
+        self._calls = threading.local()
+        for layer in model._flatten_layers():
+            for metric in layer._metrics if layer is model or not isinstance(layer, keras.Model) else ():
+                names = (f"{metric.name}_{i}" if i else metric.name for i in itertools.count())
+                name = next(name for name in names if name not in {*taken, *self._metrics, *RESERVED_NAMES, "loss"})
+                self._metrics[name] = metric
+                setattr(metric, IS_OF_LAYER, True)
+
+    def __getitem__(self, name: str) -> keras.metrics.Metric:
+        """Returns a metric."""
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the names."""
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        """Returns the number of metrics."""
+        return len(self._metrics)
+
+    @contextlib.contextmanager
+    def recorded(self, size: Any) -> Iterator[dict[str, Any]]:
+        """Yields a dict that gets the arguments of each metric that is updated meanwhile, of `size` examples.
+
+        Raises:
+            ValueError: if a metric is updated more than once.
+        """
+        before, self._calls.fed = getattr(self._calls, "fed", None), ({}, size)
+        for name, metric in self._metrics.items():
+            vars(metric).setdefault("update_state", functools.partial(self._record, name, metric.update_state))
+        try:
+            yield self._calls.fed[0]
+        finally:
+            self._calls.fed = before
+
+    def _record(self, name: str, update_state: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        if getattr(self._calls, "fed", None) is None:  # distloop's own update, or a call outside of `loss_fn`
+            return update_state(*arguments, **settings)
+        fed, size = self._calls.fed
+        if name in fed:
+            raise ValueError(
+                f"The metric {name!r} of a layer was updated twice in one call of the model; distloop reports one "
+                "update of each: concatenate the values, or give each call a metric of its own."
+            )
+        given = signature(update_state).bind(*arguments, **settings).args
+        fed[name] = tuple(_per_row(value, size) for value in given if value is not None)
+        return None
+
+
+def _per_row(value: Any, size: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(value)
+    return tf.fill([size], value) if value.shape.rank == 0 else value
 
 
 def _by_output(given: Any, names: Sequence[str]) -> list[tuple[Place, Any]]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from distloop.data.shards import batch_size
 from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
-from distloop.keras_models.measures import Measure, make_measures
+from distloop.keras_models.measures import LayerMetrics, Measure, make_measures
 from distloop.keras_models.outputs import (
     names_before_call,
     outputs_by_name,
@@ -68,13 +68,14 @@ def supervised(
         )
     measures = make_measures(metrics, weighted_metrics, names_before_call(model))
     call = _caller(model)
+    of_layers = LayerMetrics(model, [measure.name for measure in measures])
     has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)
     has_losses = not has_own_loss and any(part is not None for part in keras.tree.flatten(loss))
 
     def loss_fn(batch: Any, training: bool) -> dict[str, Any]:
         x, y, sample_weight = _unpack(batch, needs_targets=has_losses or bool(measures))
-        y_pred = call(x, training)
-        reported: dict[str, Any] = {}
+        with of_layers.recorded(batch_size(x)) as reported:
+            y_pred = call(x, training)
         if has_own_loss:
             reported["loss"] = _own_loss(model, (x, y, y_pred, sample_weight), training)
         elif not has_losses:
@@ -91,9 +92,10 @@ def supervised(
         return reported
 
     def predict_fn(batch: Any) -> Any:
-        return call(batch[0] if isinstance(batch, (tuple, list)) else batch, False)
+        with of_layers.recorded(1):  # and dropped
+            return call(batch[0] if isinstance(batch, (tuple, list)) else batch, False)
 
-    stateful = {measure.name: measure.metric for measure in measures if measure.metric is not None}
+    stateful = {measure.name: measure.metric for measure in measures if measure.metric is not None} | dict(of_layers)
     return ModelSpec(model, optimizer, loss_fn, predict_fn=predict_fn, metrics=stateful)
 
 

@@ -17,6 +17,7 @@ from distloop.monitoring.records import ABOUT_THE_RUN
 
 # Names of distloop's own metrics; the user's values need other names.
 RESERVED_NAMES = ABOUT_THE_RUN | {"regularization", "skipped_steps"}
+IS_OF_LAYER = "is_of_layer"  # attribute of a Keras metric that a layer may update in its call, or not
 
 
 class Weighted(NamedTuple):
@@ -172,13 +173,14 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: b
             )
 
 
-def check_fed(keras_metrics: Iterable[str], fed: Iterable[str]) -> None:
-    """Checks that `loss_fn` returned arguments for every Keras metric.
+def check_fed(keras_metrics: Mapping[str, Any], fed: Iterable[str]) -> None:
+    """Checks that `loss_fn` returned arguments for every Keras metric, but for those that layers may leave alone.
 
     Raises:
         ValueError: if it did not.
     """
-    if unfed := sorted(set(keras_metrics) - set(fed)):
+    needed = [name for name, metric in keras_metrics.items() if not getattr(metric, IS_OF_LAYER, False)]
+    if unfed := sorted(set(needed) - set(fed)):
         raise ValueError(
             f"ModelSpec(metrics=...) holds {unfed}, for which no loss_fn returned anything; distloop needs the tuple "
             "of arguments for update_state under each name: return it, or leave the metric out."

@@ -95,7 +95,8 @@ except ValueError as error:
     result = forked.run([tmp_path / "program.py"], env=os.environ, timeout=100)
     assert result.stdout == (
         "num_devices=3 virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
-        "distloop.prepare(config) before the first tensor, dataset or model; in a notebook, restart the kernel.\n"
+        "distloop.prepare(config) before the first tensor, dataset or model, such as one for from_keras(model), which "
+        "also takes the function that makes it, from_keras(make_model); in a notebook, restart the kernel first.\n"
     )
 
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.keras_models.measures import make_measures
 from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net, values_of
-from tests.problems import mirrored
+from tests.problems import mirrored, on
 
 M = keras.metrics
 TOKENS = np.random.default_rng(3).integers(0, 4, size=(32, 5))
@@ -126,3 +126,54 @@ def test_a_metric_that_is_no_value_per_example_is_refused():
 def test_a_name_of_distloops_own_is_refused():
     with pytest.raises(ValueError, match="name 'skipped_steps', which distloop itself reports: give it another"):
         measured(compiled(net(), metrics=[M.MeanSquaredError(name="skipped_steps")]), X, Y)
+
+
+class Watched(keras.layers.Layer):
+    """Passes its inputs on, and measures them."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.shares = keras.metrics.Mean(name="share_of_zeros")
+        self.largest = keras.metrics.MeanSquaredError(name="square")
+        self.size = keras.metrics.Mean(name="size")
+        self.unused = keras.metrics.Mean(name="unused")
+
+    def call(self, x):
+        self.shares.update_state(tf.cast(x <= 0, tf.float32))
+        self.largest.update_state(x, tf.zeros_like(x), sample_weight=tf.fill(tf.shape(x)[:1], 2.0))
+        self.size(tf.constant(3.0))
+        return x
+
+
+def watched():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), Watched(), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"], run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"virtual_replicas": 2}])
+def test_metrics_that_layers_update_in_their_call_are_reported_as_keras_does(settings):
+    x, y = np.random.default_rng(0).normal(size=(2, 21, 6)).astype("float32")
+    y = y[:, :2]
+    model = watched()
+    expected = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2, log_every=0, **settings))
+    found = trainer.fit(data, epochs=1)
+    evaluated = trainer.evaluate(data)
+    for name, (value,) in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+        assert evaluated[name] == pytest.approx(value, rel=1e-5), name
+    assert {"share_of_zeros", "square", "size", "unused"} <= set(found)
+    assert trainer.predict(data).shape == (21, 2)
+
+
+def test_a_metric_of_a_layer_that_is_updated_twice_is_refused():
+    def make():
+        layer, inputs = Watched(), keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Dense(2)(layer(layer(inputs))))
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match="'share_of_zeros' of a layer was updated twice"):
+        distloop.Trainer(distloop.from_keras(make), on(1)).fit(X, Y, batch_size=8, steps=1)
