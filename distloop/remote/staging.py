@@ -61,16 +61,17 @@ def is_current(root: str, directory: RemoteDirectory) -> bool:
 
 
 def replace(root: str, directory: RemoteDirectory) -> list[str]:
-    """Replaces a directory of this machine by what the bucket has; keeps it aside if some of it was not uploaded.
+    """Replaces a directory of this machine by what the bucket has; keeps it aside if the bucket lacks some of it.
 
     Returns:
         The paths of the files that came.
     """
-    uploaded = read_state(root).uploaded
-    if late := [u.step for u in tree.checkpoints(root) if uploaded.get(u.path) != as_stamps(u)]:
+    uploaded, units = read_state(root).uploaded, tree.checkpoints(root)
+    newest = next(tree.whole(directory, directory.list()), (-1,))[0] if units else -1
+    if late := [u.step for u in units if uploaded.get(u.path) != as_stamps(u) or u.step > newest]:
         names = itertools.chain([f"{root}.aside"], (f"{root}.aside-{i}" for i in itertools.count(2)))
         os.rename(root, aside := next(name for name in names if not os.path.lexists(name)))
-        say(f"{aside} keeps steps {', '.join(map(str, late))}, which were not uploaded before another machine went on.")
+        say(f"{aside} keeps steps {', '.join(map(str, late))}, which the bucket did not get before it was written to.")
     shutil.rmtree(root, ignore_errors=True)
     os.makedirs(os.path.dirname(root), exist_ok=True)
     with replacing(root) as temporary:

@@ -99,12 +99,9 @@ class Workdir(Outer):
         Raises:
             ValueError: if it cannot be read.
         """
-        if path == self._url and self._depth:
+        if self._url and path.rstrip("/") == self._url.rstrip("/") and (self._depth or self._is_current()):
             if best:
                 self._share(None)
-            yield self._root
-            return
-        if path == self._url and self._is_current():
             yield self._root
             return
         try:

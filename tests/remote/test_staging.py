@@ -53,7 +53,7 @@ def steps_in(root):
 
 def read(url):
     """Returns the steps of what `restore` reads, without a lock."""
-    with Workdir(Config(workdir=url, console="quiet"), Alone()).reading(url) as local:
+    with Workdir(Config(workdir=url, console="quiet"), Alone()).reading(f"{url}/") as local:
         return steps_in(local)
 
 
@@ -103,12 +103,20 @@ def test_where_another_machine_has_gone_on_what_was_not_uploaded_is_kept_aside(u
     run(url, 6)
     move_to("one", tmp_path, monkeypatch)
     assert read(url) == [6] and run(url) == [2, 4, 6] and steps_in(f"{root}.aside") == [2, 4, 8]
-    assert f"{root}.aside keeps steps 8, which were not uploaded" in capsys.readouterr().out
+    assert f"{root}.aside keeps steps 8, which the bucket did not get" in capsys.readouterr().out
     move_to("other", tmp_path, monkeypatch)
     run(url, 10)
     move_to("one", tmp_path, monkeypatch)
     run(url)
     assert sorted(os.listdir(os.path.dirname(root))) == sorted([os.path.basename(root) + end for end in ("", ".aside")])
+
+
+def test_a_bucket_with_fewer_steps_of_another_run_deletes_nothing(url, tmp_path):
+    run(f"{url}/other", 4)
+    run(url, 6)
+    shutil.rmtree(tmp_path / "bucket" / "run" / "checkpoints")
+    shutil.copytree(tmp_path / "bucket" / "run" / "other" / "checkpoints", tmp_path / "bucket" / "run" / "checkpoints")
+    assert run(url) == [4] and steps_in(f"{root_of(url)}.aside") == [6]
 
 
 def test_a_staging_directory_without_its_checkpoints_is_filled_from_the_bucket(url):
