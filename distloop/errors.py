@@ -18,6 +18,7 @@ from types import FunctionType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _Class = TypeVar("_Class", bound=type)
@@ -26,13 +27,18 @@ USER_ERROR = "distloop: "  # marks the beginning and the end of the sentence in 
 
 EMPTY_DATASET = "The dataset given is empty; distloop needs one batch at least: check its files or filter."
 
+TEXT_AS_NUMBER = (
+    "A text reached a calculation that takes numbers: give numbers in its place, such as the number of a class, or "
+    "leave the entry out of what the model and the loss read."
+)
+
 _CARRIED = "distloop carries error "
 _MOST_CARRIED = 8
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _carried: list[Exception] = []  # the latest
 
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (tf.__file__, keras.__file__)))
+_LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (tf, keras, np)))
 _NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, "<frozen ")
 # What distloop raises for users, or what their data and their operations raise in a compiled step.
 _FOR_USERS = (ValueError, ArithmeticError, OSError, KeyboardInterrupt, tf.errors.OpError)
@@ -109,6 +115,8 @@ def as_user_error(error: tf.errors.OpError) -> Exception | None:
             f"A batch holds the label {label}, and the cross entropy has {classes} classes, 0 to {classes - 1}: number "
             "labels from 0, give the last layer more outputs, or leave such rows out."
         )
+    if "Cast string to" in message:
+        return ValueError(TEXT_AS_NUMBER)
     if "Shape mismatch in the collective" in message:
         shapes = " and ".join(re.findall(r"expected shape (\[[\d,]*\])", message)[:2])
         return ValueError(
@@ -199,7 +207,7 @@ def _shorten(error: BaseException) -> None:
     """Shortens the traceback of an error, which the caller has caught and raises again."""
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without the caller's frame, which raising adds
-    is_from_users = any(_is_users(entry) for entry in _entries(error.__traceback__))
+    is_from_users = any(is_users(entry) for entry in entries_of(error.__traceback__))
     if not keras.config.is_traceback_filtering_enabled() or not (is_from_users or isinstance(error, _FOR_USERS)):
         return
     if (isinstance(error, ValueError | tf.errors.ResourceExhaustedError) or error in _carried) and isinstance(
@@ -210,11 +218,11 @@ def _shorten(error: BaseException) -> None:
     seen = set[int]()
     while link is not None and id(link) not in seen:  # an error may be its own cause
         seen.add(id(link))
-        link.__traceback__ = _without_libraries(_entries(link.__traceback__))
+        link.__traceback__ = _without_libraries(entries_of(link.__traceback__))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _entries(entry: TracebackType | None) -> list[TracebackType]:
+def entries_of(entry: TracebackType | None) -> list[TracebackType]:
     """Returns the entries of a traceback, the outermost first."""
     entries = []
     while entry is not None:
@@ -223,17 +231,26 @@ def _entries(entry: TracebackType | None) -> list[TracebackType]:
     return entries
 
 
+def up_to_users_line(traceback: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames behind the user's innermost one; None: it has none of the user's."""
+    entries = entries_of(traceback)
+    while entries and not is_users(entries[-1]):
+        entries.pop()
+    return _without_libraries(entries)
+
+
 def _without_libraries(entries: list[TracebackType]) -> TracebackType | None:
     """Returns the traceback of the entries that are the user's, and of the innermost if it is not distloop's."""
     short = None
     for entry in reversed(entries):
         is_innermost = entry is entries[-1] and not _filename(entry).startswith(_DISTLOOP)
-        if is_innermost or _is_users(entry):
+        if is_innermost or is_users(entry):
             short = TracebackType(short, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return short
 
 
-def _is_users(entry: TracebackType) -> bool:
+def is_users(entry: TracebackType) -> bool:
+    """Returns whether an entry of a traceback is a line of the user's."""
     return not _filename(entry).startswith(_NOT_OF_USERS)
 
 

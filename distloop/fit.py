@@ -20,7 +20,7 @@ from distloop.actions.action import Action, Report, check_actions, member, metri
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
 from distloop.actions.data_seen import DataSeen
-from distloop.actions.evaluate import Evaluate, earlier_rows
+from distloop.actions.evaluate import Evaluate, check_all, earlier_rows
 from distloop.actions.goodput import Goodput
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory_use import MemoryUse
@@ -253,6 +253,7 @@ class Fit:
         if self.config.on_divergence == "rollback" and not self.checkpoints.can_go_back():
             self.checkpoints.save()
         self._forward, batch_size = self.forward_pass.trace(self.source), self.source.info.batch_size
+        check_all(self.evaluations, self._plan, self._report())
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
         step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)
         self._executor = self.state.placement.choose_executor(self.state.strategy, self.config.executor, step_flops)

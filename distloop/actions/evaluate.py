@@ -10,6 +10,7 @@ import keras
 
 from distloop import durations
 from distloop.actions.action import Action, Report
+from distloop.actions.schedule import Plan
 from distloop.data.source import Data
 from distloop.distributed.preemption import StopRequests
 from distloop.monitoring.records import read_metrics
@@ -88,6 +89,7 @@ class Evaluate(Action):
         names: Callable[[], Collection[str] | None] = lambda: None,
         *,
         has_values_of_step: bool = True,
+        check: Callable[[bool], None] = lambda is_repeated: None,
     ):
         """Stores the function.
 
@@ -98,15 +100,28 @@ class Evaluate(Action):
             data: the dataset.
             names: returns the names of the metrics before there are any; None: they are not known.
             has_values_of_step: whether the values are those of a training step, by name.
+            check: raises a ValueError if a mistake can be seen before the first step; gets whether the evaluation is to
+                run more than once.
         """
         self.name = name
         self.every = every
         self.data = data
         self.names = names
         self.has_values_of_step = has_values_of_step
+        self._check = check
         self.stop_requests: StopRequests | None = None
         self._evaluate = evaluate
         self.rows: list[dict[str, float]] = []  # `step`, and one metric: the best and the last value of each
+
+    def check(self, plan: Plan, report: Report) -> None:
+        """Raises a ValueError if a mistake can be seen before the first step.
+
+        Args:
+            plan: of the run.
+            report: of its beginning.
+        """
+        every = plan.period(self.every).steps
+        self._check(bool(every) and (report.step // every + 1) * every < report.until)
 
     def __call__(self, report: Report) -> Mapping[str, float]:
         """Returns the metrics, with the evaluation's name before each.
@@ -126,6 +141,12 @@ class Evaluate(Action):
     def set_state(self, state: list[dict[str, float]]) -> None:
         """Restores a state that `get_state` returned."""
         self.rows = state
+
+
+def check_all(evaluations: Sequence[Evaluate], plan: Plan, report: Report) -> None:
+    """Checks all evaluations before the first step, as `Evaluate.check`."""
+    for evaluation in evaluations:
+        evaluation.check(plan, report)
 
 
 def earlier_rows(workdir: str, evaluations: Sequence[Evaluate]) -> list[Mapping[str, float]]:

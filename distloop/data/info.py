@@ -23,6 +23,11 @@ _KEEP_BATCHES = frozenset(
     f"{name}Dataset"
     for name in "Map ParallelMap Prefetch Repeat Shuffle Skip Take Shard Cache Options Filter AssertCardinality".split()
 )
+# Datasets of which a look at the first batch runs no code of the user's that is to run once, and fills no cache.
+_REPEATABLE = _KEEP_BATCHES - {"CacheDataset"} | frozenset(
+    f"{name}Dataset"
+    for name in "Batch ParallelBatch PaddedBatch Unbatch Concatenate Zip TensorSlice Tensor Range TakeWhile".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +146,12 @@ def count_batches(dataset: tf.data.Dataset) -> float:
         add_one = tf.autograph.experimental.do_not_convert(lambda count, *_: count + 1)
         length = int(dataset.reduce(np.int64(0), add_one))
     return length
+
+
+def can_be_looked_at(dataset: Any) -> bool:
+    """Returns whether a dataset gives the same batches after a look at its first one; of generators, nobody knows."""
+    is_repeatable = type(dataset).__name__.lstrip("_") in _REPEATABLE
+    return is_repeatable and all(can_be_looked_at(part) for part in dataset._inputs())
 
 
 def _compare_shards(num_batches: float, strategy: tf.distribute.Strategy) -> tuple[float, int]:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from distloop.data.arrays import Arrays, as_arrays, as_dataset
 from distloop.data.columns import content_of
 from distloop.data.copies import fresh_copy
-from distloop.data.info import DataInfo, count_batches, inspect
+from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import iterate
 from distloop.data.numbered import NumberedFeed, Share
 from distloop.data.opening import open_data
@@ -222,6 +222,17 @@ class Source:
             )
         return int(sum(sizes))
 
+    def require_restart(self) -> None:
+        """Raises a ValueError if the data can be read only once."""
+        if self._feed is not None:
+            self._feed.require_restart()
+
+    def require_batch(self) -> None:
+        """Raises a ValueError if a dataset of unknown length has no batch, where a look at it changes nothing."""
+        if self.info.num_batches is None and self._feed is None and can_be_looked_at(self._dataset):
+            if not any(True for _ in fresh_copy(self._dataset).take(1)):
+                raise ValueError(EMPTY_DATASET)
+
     def first_rows(self) -> Any:
         """Returns the first batch, to build a model from; if TensorFlow has split it, the first replica's part.
 
@@ -248,9 +259,20 @@ class Source:
         if self.layout.is_split:
             return iterate(self._dataset)
         with tf.device(HOST):
-            if self._whole_pipeline is None or self._may_go_back:  # tracing it takes longer than a short pass
+            return iterate(self._pipeline_from_start())
+
+    def _pipeline_from_start(self) -> tf.data.Dataset:
+        """Returns the pipeline from the first batch on; tracing it takes longer than a short pass."""
+        with tf.device(HOST):
+            if self._whole_pipeline is None or self._may_go_back:
                 self._whole_pipeline = self._pipeline(self._dataset_at()[0])
-            return iterate(self._whole_pipeline)
+        return self._whole_pipeline
+
+    def iterator_spec(self) -> Any:
+        """Returns the type of `new_iterator`, to trace with; None: TensorFlow has split the data."""
+        if self.layout.is_split:
+            return None
+        return tf.data.IteratorSpec(self._pipeline_from_start().element_spec)
 
     def start_loop(self) -> int | None:
         """Takes the batches to skip here, before a loop; returns the most that it may take, None: any number."""

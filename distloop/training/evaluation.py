@@ -21,12 +21,14 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.distributed.tree_sums import tree_sum
-from distloop.errors import raise_as_user_error
+from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.graph_functions import TimeLimit, graph_function
+from distloop.operations import with_called
 from distloop.training import broadcasts, metrics, unsaved_draws
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
 from distloop.training.metric_state import Join, KerasMetrics, check_arguments
+from distloop.training.missing_entries import explaining_mistakes
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.spec import LossFn
 from distloop.training.state import TrainState
@@ -58,7 +60,7 @@ class EvalStep:
     def loss_fns(self) -> dict[str, LossFn]:
         """The functions that return values, by name of the update."""
         if self._loss_fn is not None:
-            return {"": refusing_new_variables(self._state.spec.prepared(self._loss_fn))}
+            return {"": refusing_new_variables(explaining_mistakes(self._state.spec.prepared(self._loss_fn)))}
         return {update.name: update.loss_fn for update in self._state.spec.updates}
 
     def __call__(self, batch: Batch, layout: Layout) -> tf.Tensor:
@@ -200,8 +202,22 @@ class EvalLoop:
             return None
         self.build_metrics(source)
         if not self._step.names:
-            self._run.get_concrete_function(source.new_iterator(), source.layout, *_limits(0, np.inf))
+            iterator = source.iterator_spec() or source.new_iterator()
+            self._run.get_concrete_function(iterator, source.layout, *_limits(0, np.inf))
         return [*self._step.names, *self._step.keras_metrics]
+
+    def trace(self, source: Source) -> None:
+        """Builds the Keras metrics and traces a pass over a dataset, which runs nothing; `evaluate` uses the trace.
+
+        Raises:
+            ValueError: if `loss_fn` or a metric breaks a rule.
+        """
+        self.build_metrics(source)
+        if not self._eager and (iterator := source.iterator_spec()) is not None:
+            graph = self._run.get_concrete_function(iterator, source.layout, *_limits(0, 0.0)).graph
+            texts = [op for op in with_called(graph.get_operations()) if op.type == "Cast"]
+            if any(op.inputs[0].dtype == tf.string for op in texts):
+                raise ValueError(TEXT_AS_NUMBER)
 
     def evaluate(self, source: Source, limit: int = 0, stop_requests: StopRequests | None = None) -> dict[str, float]:
         """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.

@@ -6,7 +6,8 @@ actions = make_evaluations(evals, config, passes, eval_loop, predictor)
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import numpy as np
 from distloop.actions.evaluate import Evaluate, Evaluation
 from distloop.config import Config
 from distloop.data.passes import Passes
-from distloop.data.source import Data
+from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
+from distloop.errors import first_line
 from distloop.training.evaluation import EvalLoop
 from distloop.training.predictor import Predictor
 
@@ -35,14 +37,38 @@ def make_evaluations(
         source, limit = passes.source(evaluation.dataset, may_be_endless=bool(limits)), min(limits, default=0)
         loop = eval_loop.with_values(evaluation.loss_fn, evaluation.metrics)
         evaluate = functools.partial(loop.evaluate, source, limit)
+        tracers: list[Callable[[Source], None]] = [Source.require_batch, loop.trace]
         if evaluation.rows_fn is not None:
-            predict = functools.partial(predictor.with_function(evaluation.predict_fn).predict, source, limit=limit)
+            rows_predictor = predictor.with_function(evaluation.predict_fn)
+            predict = functools.partial(rows_predictor.predict, source, limit=limit)
             evaluate = functools.partial(_with_rows, evaluate, predict, evaluation.rows_fn)
+            tracers.append(rows_predictor.trace)
         every = config.eval_every if evaluation.every is None else evaluation.every
+        check = functools.partial(_check, name, source, tracers)
         names = functools.partial(loop.names, source) if evaluation.rows_fn is None else lambda: None
-        is_step = evaluation.loss_fn is None
-        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset, names, has_values_of_step=is_step))
+        options: dict[str, Any] = {"has_values_of_step": evaluation.loss_fn is None, "check": check}
+        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset, names, **options))
     return evaluations
+
+
+def _check(name: str, source: Source, tracers: Sequence[Callable[[Source], None]], is_repeated: bool) -> None:
+    """Traces what an evaluation computes, so that a mistake in its data or functions is said before the first step.
+
+    Raises:
+        ValueError: if there is one, the data is empty, or it can be read only once and `is_repeated`.
+    """
+    try:
+        if is_repeated:
+            source.require_restart()
+        for trace in tracers:
+            trace(source)
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, ValueError) or "\n" in text:  # Keras prints what a layer says in bold
+            said = re.search(r"\x1b\[1m(.*?)\x1b\[0m", text, re.DOTALL)
+            text = f"{type(error).__name__}: {' '.join(said[1].split()) if said else first_line(error)}."
+        explained = ValueError(f"The evaluation {name!r} cannot run: {text}")
+        raise explained.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _with_rows(

@@ -1,42 +1,139 @@
-"""Entries that a user's function looks up in a batch that has none of that name.
+"""Mistakes that a user's function makes with its batch or its tensors while it is traced, each said in a sentence.
 
-    loss_fn = explaining_missing_entries(loss_fn)         # raises a ValueError that names the entries there are
+    loss_fn = explaining_mistakes(loss_fn)       # of the key "image" in a batch without it, of `if` on a tensor, ...
 
 It does not know what reads a batch otherwise.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import tensorflow as tf
+
+from distloop.errors import entries_of, is_users, up_to_users_line, user_line
+
 _MAX_NAMES = 8  # in a message
+_COMPILED = "a step is compiled, so no tensor has a value yet when the line runs"
+_OPERATIONS = (
+    f"{_COMPILED}: compute with operations of TensorFlow or keras.ops, return from loss_fn what you want to see, or "
+    "look at values with Config(eager=True)"
+)
+_VALUE_OF_TENSOR = re.compile(
+    r"(float|int|complex)\(\) argument must be.*Tensor|'SymbolicTensor' object cannot be interpreted as an integer|"
+    r"must be real number, not SymbolicTensor|'SymbolicTensor' object has no attribute '(numpy|item|tolist)'|"
+    r"Cannot convert a symbolic tf.Tensor"
+)
+_SHAPES = re.compile(r"target\.shape=\(([^)]*)\), output\.shape=\(([^)]*)\)")
 
 
-def explaining_missing_entries(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that raises ValueError where `fn`, called with a batch, looks up what it lacks."""
+def explaining_mistakes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that raises a ValueError of one sentence where `fn`, called with a batch, makes a mistake.
+
+    Its traceback ends with the user's line. Errors that are no such mistake stay as they are.
+    """
 
     @functools.wraps(fn)
     def call(batch: Any, *arguments: Any) -> Any:
         try:
             return fn(batch, *arguments)
-        except KeyError as error:
-            (name,) = error.args[:1] or (None,)
-            if not isinstance(batch, Mapping) or not isinstance(name, str) or name in batch:
+        except Exception as error:
+            if isinstance(error, tf.errors.OpError) or (sentence := next(_sentences(error, batch), None)) is None:
                 raise
-            names = [repr(entry) for entry in batch]
-            shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
-            explained = ValueError(
-                f"The key {name!r} was looked up by a function of the model, and the batch has the entries {shown}: "
-                "use their names, or name them otherwise in the dataset."
-            )
-            raise explained.with_traceback(error.__traceback__) from None  # which ends with the user's line
-        except TypeError as error:
-            if not isinstance(batch, tuple) or not str(error).startswith("tuple indices must be integers"):
-                raise
-            explained = ValueError(
-                f"A name was looked up in a batch that is a tuple of {len(batch)} entries: take them by their places, "
-                "as in `features, labels = batch`, or let the dataset give a dict."
-            )
-            raise explained.with_traceback(error.__traceback__) from None
+            raise ValueError(sentence).with_traceback(up_to_users_line(error.__traceback__)) from None
 
     return call
+
+
+def _sentences(error: Exception, batch: Any) -> Iterator[str]:
+    """Yields what a mistake was, and what to do; nothing if it is another one."""
+    entries = entries_of(error.__traceback__)
+    line = user_line(traceback.extract_tb(error.__traceback__))
+    where = f" ({line})" if line else ""
+    text = str(error)
+    yield from _of_entries(error, text, batch, where, is_users(entries[-1]))
+    yield from _of_losses(text, entries[-1].tb_frame.f_code.co_name, where)
+    if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) and "bool" in text:
+        yield (
+            f"A tensor decided an `if`, `while`, `and`, `or` or `not` of Python{where}; {_COMPILED}: use "
+            "tf.where(condition, a, b), tf.cond, or tf.logical_and, or look at values with Config(eager=True)."
+        )
+    elif isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
+        yield f"A tensor was unpacked, or a Python loop went over it{where}; {_OPERATIONS}."
+    elif isinstance(error, TypeError) and "len is not well defined" in text:
+        yield (
+            f"len() of a tensor was asked for{where}; {_COMPILED}: use tf.shape(x)[0], and no mean over the batch, "
+            "which distloop takes."
+        )
+    elif _VALUE_OF_TENSOR.search(text):
+        yield f"A tensor was asked for its value, as by float(), .numpy() or a function of NumPy{where}; {_OPERATIONS}."
+
+
+def _of_entries(error: Exception, text: str, batch: Any, where: str, is_at_line: bool) -> Iterator[str]:
+    """Yields a sentence about an entry that the batch does not have, or has in another way."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    shown, is_tuple = _describe(batch), isinstance(batch, (tuple, list))
+    looked_up = re.search(r"got ['\"](.+?)['\"]$", text) if isinstance(error, TypeError) else None
+    if isinstance(batch, Mapping) and isinstance(name, str) and name not in batch:
+        yield (
+            f"The key {name!r} was looked up by a function of the model{where}, and the batch has {shown}: use their "
+            "names, or name them otherwise in the dataset."
+        )
+    elif is_tuple and isinstance(error, TypeError) and text.startswith(("tuple indices", "list indices")):
+        yield (
+            f"A name was looked up in a batch that is {shown}{where}: take them by their places, as in `features, "
+            "labels = batch`, or let the dataset give a dict."
+        )
+    elif looked_up and text.startswith("Only integers, slices"):
+        of = f"a batch that is {shown}," if tf.is_tensor(batch) else "a tensor"
+        yield (
+            f"The name {looked_up[1]!r} was looked up in {of} which has no names{where}: use the batch as it is, or "
+            "give a dict of arrays, as in fit({'x': x, 'y': y})."
+        )
+    elif isinstance(batch, Mapping) and (match := re.search(r"has no attribute '(\w+)'$", text)) and match[1] in batch:
+        yield f"The batch is a dict, and .{match[1]} was looked up in it{where}: write batch[{match[1]!r}]."
+    elif is_tuple and re.search(r"(tuple|list) index out of range|values to unpack", text) and is_at_line:
+        yield (
+            f"{text[:1].upper()}{text[1:]}{where}; the batch is {shown}: take as many entries as it has, or give "
+            "others, as in fit((x, y))."
+        )
+    elif tf.is_tensor(batch) and isinstance(error, tf.errors.OperatorNotAllowedInGraphError) and "Iterating" in text:
+        yield (
+            f"A batch that is {shown}, was unpacked, or a Python loop went over it{where}: give (x, y) to get both in "
+            "a batch, and compute with whole tensors."
+        )
+    elif isinstance(batch, Mapping) and "(of type <class 'str'>)" in text:
+        yield (
+            f"A layer got a text in place of a tensor{where}, and the batch has {shown}: take entries by their names, "
+            "as a dict that is unpacked, as in `x, y = batch`, gives its names."
+        )
+
+
+def _of_losses(text: str, function: str, where: str) -> Iterator[str]:
+    """Yields a sentence about labels of another form than a cross entropy takes."""
+    if "crossentropy" not in function or not (shapes := _SHAPES.search(text)):
+        return
+    labels, outputs = (f"[{shape.rstrip(',').replace('None', 'B', 1)}]" for shape in shapes.groups())
+    other = {
+        "sparse_categorical_crossentropy": "takes the number of each class, [B]: give tf.argmax(labels, -1), or use "
+        "categorical_crossentropy, which takes labels that are one-hot or probabilities",
+        "categorical_crossentropy": "takes labels that are one-hot or probabilities, of the shape of the outputs: use "
+        "sparse_categorical_crossentropy, which takes the number of each class, or give keras.ops.one_hot(labels, C)",
+    }
+    advice = other.get(function, "takes labels of the shape of the outputs: give both the same shape")
+    yield f"{function} got labels of shape {labels} for outputs of shape {outputs}{where}; it {advice}."
+
+
+def _describe(batch: Any) -> str:
+    """Returns what a batch is, such as `one array, float32 [B, 8]`."""
+    if isinstance(batch, Mapping):
+        names = [repr(entry) for entry in batch]
+        return f"the entries {', '.join(names[:_MAX_NAMES])}{', ...' if len(names) > _MAX_NAMES else ''}"
+    if isinstance(batch, (tuple, list)):
+        return f"a tuple of {len(batch)} entries"
+    if not tf.is_tensor(batch):
+        return f"a {type(batch).__name__}"
+    axes = ["B", *map(str, batch.shape[1:])] if batch.shape.rank else []
+    return f"one array, {batch.dtype.name} [{', '.join(axes)}]"

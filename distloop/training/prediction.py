@@ -91,12 +91,17 @@ class PredictLoop:
 
     def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
         """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
-        self._state = state
+        self._state, self._eager = state, eager
         self._row_specs = lambda: step.row_specs
         self._step = compiled(step, eager, name="prediction")  # one trace for its several callers
         run_many = compiled(self._batches, eager)
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         self._run_many = lambda *data: run_many(*data, tf.constant(_MAX_JOINED_SECS, tf.float64))
+
+    def trace(self, source: Source) -> None:
+        """Traces the outputs for a batch, which runs nothing; `predict` uses the trace."""
+        if not self._eager and (iterator := source.iterator_spec()) is not None:
+            self._run.get_concrete_function(iterator, source.layout)
 
     def predict(
         self, source: Source, *, is_joined: bool = False, limit: int = 0, stop_requests: StopRequests | None = None

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from distloop.data.source import Source
 from distloop.distributed.preemption import StopRequests
+from distloop.training.missing_entries import explaining_mistakes
 from distloop.training.prediction import PredictLoop, PredictStep, cannot_join
 from distloop.training.state import TrainState
 
@@ -47,7 +48,11 @@ class Predictor:
 
     def with_function(self, predict_fn: Callable[[Any], Any] | None) -> "Predictor":
         """Returns a predictor of the same model with another function; None: this one."""
-        return self if predict_fn is None else Predictor(self._state, eager=self._eager, predict_fn=predict_fn)
+        return (
+            self
+            if predict_fn is None
+            else Predictor(self._state, eager=self._eager, predict_fn=explaining_mistakes(predict_fn))
+        )
 
     def predict(
         self,
@@ -78,12 +83,22 @@ class Predictor:
         stop_requests: StopRequests | None = None,
     ) -> Iterator[Any]:
         """Returns an iterator over outputs, as for `Trainer.stream_predictions`; the last two as for `PredictLoop`."""
-        name = self._find(signature)
+        loop = self._loop(self._find(signature), keep_dtypes)
+        return loop.predict(source, is_joined=is_joined, limit=limit, stop_requests=stop_requests)
+
+    def trace(self, source: Source) -> None:
+        """Traces the outputs of the first function for a batch, which runs nothing.
+
+        Raises:
+            ValueError: if there is no function, or it breaks a rule.
+        """
+        self._loop(self._find(None), keep_dtypes=False).trace(source)
+
+    def _loop(self, name: str, keep_dtypes: bool) -> PredictLoop:
         if (name, keep_dtypes) not in self._loops:
             step = PredictStep(self._state, self.predict_fns[name], keep_dtypes)
             self._loops[name, keep_dtypes] = PredictLoop(self._state, step, eager=self._eager)
-        loop = self._loops[name, keep_dtypes]
-        return loop.predict(source, is_joined=is_joined, limit=limit, stop_requests=stop_requests)
+        return self._loops[name, keep_dtypes]
 
     def _find(self, signature: str | None) -> str:
         """Returns the name of the function to call; None and the default signature stand for the first one."""

@@ -29,7 +29,7 @@ from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
 from distloop.training.frozen_layers import Frozen, frozen_layers
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
-from distloop.training.missing_entries import explaining_missing_entries
+from distloop.training.missing_entries import explaining_mistakes
 from distloop.training.random_streams import RandomStreams
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.training.variable_creation import explain_new_variable, recorded, refusing_new_variables
@@ -90,7 +90,7 @@ class TrainState(tf.Module):
     ):
         """Use `make`."""
         super().__init__(name="state")
-        self.spec = spec.with_functions(explaining_missing_entries)
+        self.spec = spec.with_functions(explaining_mistakes)
         self.strategy = strategy
         self.virtual_replicas = virtual_replicas
         self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1

@@ -3,11 +3,12 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import distloop
 from distloop.actions.evaluate import Evaluation
 from distloop.training.evaluations import _with_rows
-from tests.problems import classification, classifier, on
+from tests.problems import classification, classifier, on, refused
 
 ROWS = {**classification(37), "row": np.arange(37)}
 
@@ -62,3 +63,48 @@ def test_arguments_of_rows_are_checked():
         Evaluation(ROWS, predict_fn=lambda batch: batch)
     with pytest.raises(ValueError, match="rows_fn=3; give a function of all rows"):
         Evaluation(ROWS, rows_fn=3)
+
+
+def batches():
+    yield from ({name: rows[i : i + 8] for name, rows in ROWS.items()} for i in range(0, 32, 8))
+
+
+MISTAKES = {
+    "no label": ({"x": ROWS["x"]}, "The key 'label' was looked up"),
+    "tuple": ((ROWS["x"], ROWS["label"]), "a tuple of 2 entries"),
+    "shape": ({**ROWS, "x": ROWS["x"][:, :5]}, "expected axis -1 of input shape to have value 8"),
+    "text": ({**ROWS, "x": ROWS["x"].astype(str)}, "A text reached a calculation"),
+    "loss_fn": (Evaluation(ROWS, loss_fn=lambda batch, training: {"q": batch["nope"]}), "The key 'nope'"),
+    "mean": (Evaluation(ROWS, loss_fn=lambda batch, training: {"q": tf.reduce_mean(batch["x"])}), "shape []"),
+    "value": (Evaluation(ROWS, loss_fn=lambda batch, training: {"q": float(batch["x"][0, 0])}), "asked for its value"),
+    "arguments of a metric": (
+        Evaluation(ROWS, loss_fn=lambda batch, training: {"auc": (batch["x"],)}, metrics={"auc": keras.metrics.AUC()}),
+        "y_pred",
+    ),
+    "predict_fn": (
+        Evaluation(ROWS, rows_fn=lambda rows: {}, predict_fn=lambda batch: batch["nope"]),
+        "The key 'nope'",
+    ),
+    "empty": (lambda: tf.data.Dataset.from_tensor_slices(ROWS).batch(8).filter(lambda batch: False), "empty"),
+    "read once": (lambda: Evaluation(batches(), every=1), "give the function that makes it"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_in_an_evaluation_is_said_before_the_first_step(case):
+    data, part = MISTAKES[case]
+    data = data() if case in ("empty", "read once") else data
+    trainer = distloop.Trainer(classifier(), on(2, batch_size=8))
+    refused(lambda: trainer.fit(ROWS, steps=4, evals={"hard": data}), "The evaluation 'hard' cannot run", part)
+    assert trainer.step == 0
+
+
+def test_an_evaluation_is_traced_once_and_a_generator_serves_one():
+    traced = []
+    trainer = distloop.Trainer(classifier(on_trace=traced.append), on(1, batch_size=8))
+    numbers = trainer.fit(ROWS, steps=2, evals={"test": ROWS})
+    assert traced.count(False) <= 2  # one of them for the forward pass that is shown
+    count = len(traced)
+    assert trainer.evaluate(ROWS) == {name: numbers[f"test/{name}"] for name in ("loss", "accuracy")}
+    assert len(traced) == count
+    assert "once/loss" in trainer.fit(ROWS, steps=4, evals={"once": batches()})
