@@ -710,15 +710,15 @@ def test_labels_that_are_no_number_of_a_class_are_named(label):
     refused(lambda: trainer.evaluate(rows), sentence)
 
 
-ROWS = np.zeros((8, 2), "float32")
+ZEROS = np.zeros((8, 2), "float32")
 TAKE_A_NUMBER = {
     "make_schedule(steps)": lambda value: distloop.make_schedule(0.1, value),
     "make_schedule(peak)": lambda value: distloop.make_schedule(value, 10),
     "make_schedule(warmup)": lambda value: distloop.make_schedule(0.1, 10, warmup=value),
     "make_schedule(drop_at)": lambda value: distloop.make_schedule(0.1, 10, decay="step", drop_at=[value]),
     "scale_learning_rate": lambda value: distloop.scale_learning_rate(0.1, value),
-    "Evaluation(every)": lambda value: distloop.Evaluation(ROWS, every=value),
-    "Evaluation(batches)": lambda value: distloop.Evaluation(ROWS, batches=value),
+    "Evaluation(every)": lambda value: distloop.Evaluation(ZEROS, every=value),
+    "Evaluation(batches)": lambda value: distloop.Evaluation(ZEROS, batches=value),
     "SaveBest(keep)": lambda value: distloop.SaveBest("loss", keep=value),
     "StopEarly(patience)": lambda value: distloop.StopEarly("loss", patience=value),
     "StopEarly(min_delta)": lambda value: distloop.StopEarly("loss", min_delta=value),
@@ -727,10 +727,10 @@ TAKE_A_NUMBER = {
         keras.optimizers.SGD(), growth_steps=value
     ),
     "LossScaleOptimizer(max_scale)": lambda value: distloop.LossScaleOptimizer(keras.optimizers.SGD(), max_scale=value),
-    "Mixture(weights)": lambda value: distloop.Mixture({"a": ROWS, "b": ROWS}, {"a": value, "b": 1}),
-    "make_dataset(batch_size)": lambda value: distloop.make_dataset(ROWS, value),
-    "make_dataset(seed)": lambda value: distloop.make_dataset(ROWS, 2, seed=value),
-    "pack(length)": lambda value: distloop.pack([ROWS[0]] * 4, value, lengths=[2] * 4),
+    "Mixture(weights)": lambda value: distloop.Mixture({"a": ZEROS, "b": ZEROS}, {"a": value, "b": 1}),
+    "make_dataset(batch_size)": lambda value: distloop.make_dataset(ZEROS, value),
+    "make_dataset(seed)": lambda value: distloop.make_dataset(ZEROS, 2, seed=value),
+    "pack(length)": lambda value: distloop.pack([ZEROS[0]] * 4, value, lengths=[2] * 4),
     "from_callback(every)": lambda value: distloop.from_callback(keras.callbacks.Callback(), value),
     "notebook_launch(workers)": lambda value: distloop.notebook_launch(print, workers=value),
 }
