@@ -13,10 +13,12 @@ import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
+import absl
 import keras
 import numpy as np
 import tensorflow as tf
@@ -38,8 +40,10 @@ _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the val
 _carried: list[Exception] = []  # the latest
 
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (tf, keras, np)))
+_PATHS = (str(module.__file__) for module in (tf, keras, np, absl))
+_LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(path)) + os.sep for path in _PATHS))
 _NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, "<frozen ")
+_IS_SHORT = "_distloop_is_short"  # an attribute of errors
 # What distloop raises for users, or what their data and their operations raise in a compiled step.
 _FOR_USERS = (ValueError, ArithmeticError, OSError, KeyboardInterrupt, tf.errors.OpError)
 
@@ -163,7 +167,21 @@ def with_short_tracebacks(cls: _Class) -> _Class:
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, _shortening(method))
+    _shorten_what_is_shown()
     return cls
+
+
+@functools.cache  # once
+def _shorten_what_is_shown() -> None:
+    """Makes Python show an error that a public method raised without libraries around the user's frames, as absl's."""
+    show = sys.excepthook
+
+    def show_short(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if getattr(error, _IS_SHORT, False):
+            trace = _without_libraries(entries_of(trace))
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show_short
 
 
 def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,6 +238,8 @@ def _shorten(error: BaseException) -> None:
         seen.add(id(link))
         link.__traceback__ = _without_libraries(entries_of(link.__traceback__))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    with contextlib.suppress(AttributeError):  # an error with slots alone
+        setattr(error, _IS_SHORT, True)
 
 
 def entries_of(entry: TracebackType | None) -> list[TracebackType]:

@@ -117,7 +117,7 @@ class Fit:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
-        self._loop.log_every = run_length.log_every(self.config, self.units)
+        self._loop.log_every, self._loop.say = run_length.log_every(self.config, self.units), self._say
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
         self._attach()
         return self
@@ -286,7 +286,7 @@ class Fit:
                 restore_secs = self.checkpoints.costs.pop("restore_secs", None)
                 _begin_in(workdir, self.state, restore_secs, self._secs_before)
                 writers.append(SummaryWriter(workdir, evals, self._step))
-                overview.introduce(writers[-1], self.state, self.config, self._forward)
+                overview.introduce(writers[-1], self.state, self.config, self._forward, self.units.length)
                 again = self._loop.open_boundary is not None or (self.config.eval_first and self._step == 0)
                 path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or bool(self._secs_before)
                 writers.append(rows := JsonWriter(path, self._step, is_written_again=again, goes_on=goes_on))

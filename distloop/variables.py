@@ -12,12 +12,13 @@ import hashlib
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+_IS_LEFT_OUT = "_distloop_is_left_out"  # an attribute of the variables that no update of a run trains
 _UNNAMED = re.compile(r"(.*/|)variable(?:_(\d+))?")  # scope and number of a variable to which Keras gave a name
 
 
@@ -205,7 +206,7 @@ def summarize(model: Any) -> str:
 
     Returns:
         One line per variable, columns two or more spaces apart, and a line of sums. States of random streams and of
-        recurrent layers are left out.
+        recurrent layers are left out. A variable that `ModelSpec(trainable=...)` leaves out is not trainable.
     """
     rows = [("variable", "shape", "dtype", "trainable", "parameters")]
     total = trainable = 0
@@ -215,13 +216,27 @@ def summarize(model: Any) -> str:
         plain = tensorflow_variable(variable)
         count = int(tf.TensorShape(plain.shape).num_elements() or 0)
         shape = " x ".join(map(str, plain.shape)) or "scalar"
-        rows.append((path, shape, plain.dtype.name, "yes" if variable.trainable else "no", f"{count:,}"))
+        is_trained = variable.trainable and not getattr(variable, _IS_LEFT_OUT, False)
+        rows.append((path, shape, plain.dtype.name, "yes" if is_trained else "no", f"{count:,}"))
         total += count
-        trainable += count if variable.trainable else 0
+        trainable += count if is_trained else 0
     rows.append((f"{len(rows) - 1} variables", "", "", f"{trainable:,}", f"{total:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "".join("  ".join([*cells[:-1], cells[-1].strip().rjust(widths[-1])]) + "\n" for cells in lines)
+
+
+def mark_frozen(variables: Iterable[Any], trained: Container[int]) -> list[Any]:
+    """Returns the variables that no update of a run trains, and notes that at each, for `summarize`.
+
+    Args:
+        variables: of the model.
+        trained: the `id` of those that updates train.
+    """
+    listed = list(variables)
+    for variable in listed:
+        setattr(variable, _IS_LEFT_OUT, id(variable) not in trained)
+    return [variable for variable in listed if id(variable) not in trained]
 
 
 def digest(model: Any) -> str:

@@ -1,5 +1,7 @@
 """Errors of a failed operation, as one sentence for users."""
 
+import subprocess
+import sys
 import traceback
 
 import keras
@@ -234,3 +236,29 @@ def test_a_type_error_of_a_users_function_stays():
 
     with pytest.raises(TypeError, match="has no len"):
         distloop.Trainer(model_fn, on(1))
+
+
+def test_a_reduced_loss_under_absl_takes_few_lines(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import distloop, keras, numpy as np
+from absl import app
+
+def model_fn():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    loss_fn = lambda batch, training: {"loss": keras.ops.mean(model(batch["x"]))}
+    return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+def main(_):
+    config = distloop.Config(device="cpu", num_devices=1, console="quiet")
+    distloop.Trainer(model_fn, config).fit({"x": np.zeros((8, 2), "float32")}, steps=1)
+
+app.run(main)
+"""
+    )
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
+    _, _, shown = result.stderr.partition("Traceback")
+    lines = shown.splitlines()
+    assert lines[-1].startswith('ValueError: loss_fn returned "loss" of shape []') and len(lines) <= 6
+    assert "/absl/app.py" not in shown and "/distloop/errors.py" not in shown

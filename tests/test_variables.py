@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import distloop
 from distloop.variables import (
     ModelRunner,
     count_parameters,
@@ -310,3 +311,18 @@ def test_a_digest_counts_each_byte_but_no_random_stream_and_is_the_same_in_every
     assert digest({"a": tf.Variable(0.0)}) != digest({"b": tf.Variable(0.0)}) != digest({"b": tf.Variable(0)})
     known = hashlib.sha256(b"w int32[2]\n\x01\x00\x00\x00\x02\x00\x00\x00").hexdigest()
     assert digest({"w": tf.Variable([1, 2])}) == known
+
+
+def test_a_summary_says_no_of_what_a_regular_expression_leaves_out():
+    def model_fn():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(1, name="head")]
+        )
+        loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0] ** 2}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, trainable="head")
+
+    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=1, console="quiet"))
+    trainer.build({"x": np.zeros((4, 2), "float32")})
+    rows = [line.split() for line in summarize(trainer.model).splitlines()]
+    assert [row[0].split("/")[-2] for row in rows[1:-1] if "yes" in row] == ["head", "head"]
+    assert rows[-1] == ["4", "variables", "4", "13"]

@@ -121,7 +121,7 @@ def read_arguments(
         raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
     for name in arguments:
         if name not in KerasArguments.__annotations__:
-            raise ValueError(f"fit was given {name}=..., which it does not have: {_hint(name)}.")
+            raise ValueError(f"fit was given {name}=..., which is no argument of fit: {_hint(name)}")
     given = {name: value for name, value in arguments.items() if value is not None}
     steps_per_epoch, batch_size = _whole(given, "steps_per_epoch"), _whole(given, "batch_size")
     train = with_labels(train, y, given.get("sample_weight"))
@@ -153,10 +153,10 @@ def read_arguments(
 
 def _hint(name: str) -> str:
     if name in _INSTEAD:
-        return _INSTEAD[name]
+        return f"{_INSTEAD[name]}{'?' if _INSTEAD[name] == _EVALS else '.'}"
     known = [*_OF_FIT, *KerasArguments.__annotations__]
     close = difflib.get_close_matches(name, known)
-    return f"did you mean {' or '.join(close)}" if close else f"it takes {', '.join(known)}"
+    return f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(known)}."
 
 
 def _whole(arguments: Mapping[str, Any], name: str) -> int | None:

@@ -8,7 +8,7 @@ It changes no variable: if it runs the step again, it restores everything.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -67,6 +67,13 @@ class UpdateReport:
         return is_error and not np.isfinite(self.values["loss"] + self.values[GRADIENT_NORM])
 
 
+class Cause(NamedTuple):
+    """Where numbers came from that are not finite, and what to do about it; no advice: the usual one."""
+
+    words: str
+    advice: str = ""
+
+
 def explain(train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple[Batch, Layout] | None = None) -> str:
     """Returns one sentence: what in a step was not finite or jumped, the likely cause, and what to do.
 
@@ -113,13 +120,13 @@ def _read(train_step: TrainStep, diagnosis: np.ndarray) -> list[UpdateReport]:
     return reports
 
 
-def explain_nonfinite(step: int, report: UpdateReport, cause: str) -> str:
+def explain_nonfinite(step: int, report: UpdateReport, cause: Cause) -> str:
     """Returns one sentence about an update whose loss or gradients are not finite.
 
     Args:
         step: the number of the step.
         report: about the update.
-        cause: the likely cause.
+        cause: the likely one.
     """
     paths = report.nonfinite_paths
     problems = [
@@ -140,7 +147,7 @@ def explain_nonfinite(step: int, report: UpdateReport, cause: str) -> str:
     else:
         subject = f"Step {step} is the first that was not finite"
         advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
-    return f"{subject}: {', '.join(problems)}; {cause}: {advice}."
+    return f"{subject}: {', '.join(problems)}; {cause.words}: {cause.advice or advice}."
 
 
 def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndarray, jump: float) -> str:
@@ -164,18 +171,22 @@ def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndar
     )
 
 
-def guess_cause(step: int, report: UpdateReport) -> str:
+def guess_cause(step: int, report: UpdateReport) -> Cause:
     """Returns the likely cause of numbers that are not finite, without a second look at the batch."""
     if report.is_loss_finite and report.nonfinite_paths:
-        return "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0"
-    if report.is_loss_finite:
-        return "every gradient is finite, but not the norm of all, so the loss or its weights are huge"
-    if step == 1:
-        return (
-            "in a first step often the data holds such numbers or is not scaled, the loss divides by 0, or, on a GPU, "
-            "a label is no number of a class"
+        return Cause(
+            "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0",
+            "keep what they get away from 0, as in sqrt(x + 1e-7), or skip such steps with on_nonfinite=skip",
         )
-    return "often the weights grew too large, or this batch holds such numbers, or the loss takes a log of 0"
+    if report.is_loss_finite:
+        return Cause("every gradient is finite, but not the norm of all, so the loss or its weights are huge")
+    if step == 1:  # no learning rate has had a part in it
+        return Cause(
+            "in a first step often the data holds such numbers or is not scaled, the loss divides by 0, or, on a GPU, "
+            "a label is no number of a class",
+            "look at the batch and at the loss; locate_nonfinite=True names the entry or the operation",
+        )
+    return Cause("often the weights grew too large, or this batch holds such numbers, or the loss takes a log of 0")
 
 
 def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> ValueError | None:
@@ -192,7 +203,7 @@ def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> Va
     )
 
 
-def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
+def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> Cause:
     """Runs a failed step again, update by update, and returns where the first number came from that is not finite."""
     strategy = train_step.state.strategy
     variables = [
@@ -216,13 +227,14 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
                 origin = _find_origin(train_step, update, batch, layout, microbatch)
                 seen_by = np.flatnonzero(workers.gather(strategy, origin is not None))
                 if len(seen_by):
-                    return origin or f"worker {seen_by[0]} tells where they came from"
+                    elsewhere = f"worker {seen_by[0]} tells where they came from"
+                    return origin or Cause(elsewhere, "do what it advises")
             write(before)
             graph_function(lambda rows, update=update: train_step.advance(update, rows, layout))(batch)
     finally:
         write(first)
     looks = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
-    return (
+    return Cause(
         "a second look at its batch found every number finite, so a sum over replicas or microbatches is too "
         f"large{looks}, or an operation is not deterministic"
     )
@@ -230,7 +242,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> str:
 
 def _find_origin(
     train_step: TrainStep, update: ForwardBackward, batch: Batch, layout: Layout, microbatch: int
-) -> str | None:
+) -> Cause | None:
     """Runs an update forward and backward with a verdict on every tensor; returns where the first bad one came from."""
     strategy = train_step.state.strategy
     checked: list[tf.Tensor] = []
@@ -252,10 +264,17 @@ def _find_origin(
     if op is None:
         return None
     if op.type == "Placeholder":
-        return f"the batch itself holds such numbers, {_describe_entry(batch.rows)}"
+        return Cause(
+            f"the batch itself holds such numbers, {_describe_entry(batch.rows)}",
+            "correct the data or leave such rows out, as no setting of the training helps, or skip such steps with "
+            "on_nonfinite=skip",
+        )
     if op.type == "ReadVariableOp":
-        return f"the variable {_path_of(train_step, op.inputs[0])} holds such numbers"
-    return f"they came from {nonfinite.describe(op, _layers(train_step, update))}"
+        return Cause(
+            f"the variable {_path_of(train_step, op.inputs[0])} holds such numbers",
+            "correct what made them, its initializer or the weights that were read, or go back to a checkpoint before",
+        )
+    return Cause(f"they came from {nonfinite.describe(op, _layers(train_step, update))}")
 
 
 def _describe_entry(rows: Any) -> str:

@@ -21,7 +21,7 @@ from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.errors import as_user_error
-from distloop.log import log
+from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock, unix_time
 from distloop.training import out_of_memory
@@ -59,6 +59,7 @@ class TrainLoop:
             set before `train`.
         log_every: the window of the reported means, a duration; 0: the whole run.
         require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
+        say: prints a line about the run.
         open_boundary: of this step, whose actions were interrupted: `train` calls all of them; None: there is none.
     """
 
@@ -87,6 +88,7 @@ class TrainLoop:
         self._state = state
         self._step = step
         self.log_every = log_every
+        self.say: Callable[[str], None] = say
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
         self.secs = 0.0
@@ -279,7 +281,7 @@ class TrainLoop:
             self.open_boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*self._plan.due_secs]}
             raise
         if stop_reason:
-            log.warning("Stopped at step %d: %s.", report.step, stop_reason)  # shown even before flags are parsed
+            self.say(f"Stopped at step {report.step}: {stop_reason}.")
         return bool(stop_reason)
 
     def _act_again(self, step: int, until: float, actions: Sequence[Action]) -> bool:

@@ -12,6 +12,8 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ from distloop.monitoring.console import show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
+from distloop.training import run_length
 from distloop.training.held_memory import held_by_device
 from distloop.training.state import TrainState
 from distloop.urls import is_url
@@ -43,7 +46,9 @@ _MAX_BYTES = 1024  # of a constant in a graph
 _FEW_VARIABLES = 100
 
 
-def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forward: tf.Graph | None) -> None:
+def introduce(
+    writer: SummaryWriter, state: TrainState, settings: Config, forward: tf.Graph | None, length: int | str
+) -> None:
     """Writes the overview to TensorBoard.
 
     Args:
@@ -51,10 +56,12 @@ def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forwar
         state: the state, which is built.
         settings: the run's settings.
         forward: the graph of the forward pass, from `trace_forward`; None: no graph.
+        length: of the run, as `run_length.chosen` returns it.
 
     Raises:
         OSError: if it cannot be written.
     """
+    settings = dataclasses.replace(settings, **run_length.as_settings(length))
     texts: dict[str, Media] = {
         "run/config": Text(describe_config(settings)),
         "run/flags": Text(describe_flags(settings)),
@@ -360,8 +367,16 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
         lines.append(f"workdir {settings.workdir if is_url(settings.workdir) else os.path.abspath(settings.workdir)}")
-        lines.append(f"tensorboard --logdir {shlex.quote(settings.local_workdir)}")
+        lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
     return lines
+
+
+def _tensorboard() -> str:
+    """Returns the command that starts TensorBoard; an environment that is not activated has none on the PATH."""
+    if shutil.which("tensorboard") or not sys.executable:
+        return "tensorboard"
+    relative = os.path.relpath(sys.executable)
+    return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
 
 
 def _describe_sharding(state: TrainState) -> str:

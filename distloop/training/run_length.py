@@ -62,7 +62,17 @@ def make_units(source: Source, length: int | str) -> Units:
         ValueError: if the length is in epochs that have no end, or in examples and the batch size is not known.
     """
     units = Units(source.batches_per_epoch, source.examples_per_step)
-    return Units(source.batches_per_epoch, source.examples_per_step, units.period(length), parse(length).unit)
+    units = Units(source.batches_per_epoch, source.examples_per_step, units.period(length), parse(length).unit)
+    units.length = length
+    return units
+
+
+def as_settings(length: int | str) -> dict[str, int | str]:
+    """Returns a length as the settings of `Config` that have one: `steps`, `epochs` and `until`, all but one unset."""
+    amount, unit = parse(length)
+    is_count = unit in ("steps", "epochs") and amount.is_integer()
+    given = {unit: int(amount)} if is_count else {"until": length}
+    return {"steps": 0, "epochs": 0, "until": "", **given}
 
 
 def log_every(config: Config, units: Units) -> int | str:

@@ -35,6 +35,7 @@ from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.training.variable_creation import explain_new_variable, recorded, refusing_new_variables
 from distloop.variables import (
     is_seed,
+    mark_frozen,
     named_variables,
     portable_names,
     recurrent_states,
@@ -217,8 +218,7 @@ class TrainState(tf.Module):
             for name, variables in self.variables_of_update.items()
         }
         trained = {id(v): v for variables in self.variables_of_update.values() for v in variables}
-        self.trained_variables = list(trained.values())
-        self.untrained_variables = [variable for variable in named.values() if id(variable) not in trained]
+        self.trained_variables, self.untrained_variables = list(trained.values()), mark_frozen(named.values(), trained)
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
             _refuse_lazy(self.plain_optimizers.values(), self._average_decay)

@@ -108,7 +108,8 @@ def test_an_epoch_has_the_steps_that_it_is_given():
 
 @pytest.mark.parametrize("name", ["validation", "val_data", "val", "eval", "test_data"])
 def test_other_names_of_evals_are_recognized(name):
-    refused(lambda: read_arguments(ARRAYS, None, {name: ARRAYS}), f"{name}=..., which it does not have", "mean evals")
+    with pytest.raises(ValueError, match=rf"{name}=\.\.\., which is no argument of fit: did you mean evals, .*\?$"):
+        read_arguments(ARRAYS, None, {name: ARRAYS})
 
 
 @pytest.mark.parametrize(
@@ -117,15 +118,28 @@ def test_other_names_of_evals_are_recognized(name):
         ("callbacks", "actions=[distloop.from_callback(callback)]"),
         ("verbose", "Config(console="),
         ("x", "as in fit(x, y, epochs=2)"),
-        ("step", "did you mean steps"),
-        ("epoch", "did you mean epochs"),
-        ("validation_datas", "did you mean validation_data"),
-        ("class_weights", "did you mean class_weight"),
         ("colour", "it takes steps, epochs"),
     ],
 )
 def test_arguments_that_fit_does_not_have_are_refused_with_what_to_give(name, part):
     refused(lambda: read_arguments(ARRAYS, None, {name: 1}), f"fit was given {name}=...", part)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("step", "steps"),
+        ("epoch", "epochs"),
+        ("class_weights", "class_weight"),
+        ("validation_datas", "validation_data"),
+    ],
+)
+def test_a_misspelt_argument_of_fit_is_asked_about(name, meant):
+    with pytest.raises(ValueError) as caught:
+        read_arguments(ARRAYS, None, {name: 1})
+    message = str(caught.value)
+    assert message.startswith(f"fit was given {name}=..., which is no argument of fit: did you mean {meant}")
+    assert message.endswith("?")
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_an_entry_of_the_batch_and_its_row_are_named():
     rows["x"][21, 3] = np.nan
     message = failure(make_trainer("exp", 2), distloop.make_dataset(rows, 8))
     assert message.startswith("Step 3 ") and "the batch itself holds such numbers, in x, first in row 5" in message
+    assert ": correct the data or leave such rows out" in message and "learning rate" not in message
 
 
 @pytest.mark.slow

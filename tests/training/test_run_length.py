@@ -7,8 +7,8 @@ import pytest
 
 import distloop
 from distloop.durations import Period
-from distloop.training import run_length
-from tests.problems import classification, classifier
+from distloop.training import overview, run_length
+from tests.problems import classification, classifier, on
 
 SOURCE = types.SimpleNamespace(batches_per_epoch=lambda: 7, examples_per_step=lambda: 64)
 
@@ -114,3 +114,36 @@ def test_the_history_of_epochs_has_a_mean_of_each_and_the_weights_do_not_depend_
     np.testing.assert_allclose(result.history["loss"], by_epoch, rtol=1e-6)
     for one, other in zip(trainer.model.get_weights(), again.model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("length", "given"),
+    [
+        (500, {"steps": 500}),
+        ("3 epochs", {"epochs": 3}),
+        ("2 h", {"until": "2 h"}),
+        ("0.5 epochs", {"until": "0.5 epochs"}),
+    ],
+)
+def test_a_length_is_one_of_three_settings(length, given):
+    settings = run_length.as_settings(length)
+    assert settings == {"steps": 0, "epochs": 0, "until": "", **given}
+    distloop.Config(**settings)
+
+
+def test_the_hyperparameters_of_a_run_have_the_length_that_fit_was_given(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        overview.SummaryWriter, "begin", lambda self, hyperparameters, *rest: seen.append(hyperparameters)
+    )
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), batch_size=8, steps=500))
+    trainer.fit(classification(16), epochs=2)
+    assert seen[0]["epochs"] == 2 and "steps" not in seen[0]
+
+
+def test_a_stop_that_an_action_was_asked_for_is_no_warning(capsys):
+    stop = distloop.StopEarly("loss", patience=1, mode="min", min_delta=1e9)
+    stop.every = 1
+    distloop.Trainer(classifier(), on(1, console="lines", log_every=1)).fit(classification(16), steps=5, actions=[stop])
+    out, err = capsys.readouterr()
+    assert "distloop: Stopped at step 2: loss was no better than" in out and "Stopped" not in err
