@@ -4,7 +4,7 @@
     python -m distloop.launch --workers=1:4 -m experiments.digits --workdir=runs/digits     # goes on with those left
     python -m distloop.launch --workers=2 --devices_per_worker=2 path/to/script.py --flag=...
     python -m distloop.launch --hosts=a,b --host_index=0 -m experiments.digits      # on b: --host_index=1
-    python -m distloop.launch --workers=1:4 --workers_per_host=1 -m experiments.digits --workdir=/shared/digits
+    python -m distloop.launch --ray --workers=1:4 -m experiments.digits --workdir=/shared/digits    # where Ray has room
 
 Everything from `-m` or the path on belongs to the program. Each worker gets its TF_CONFIG, and on one machine a random
 DISTLOOP_SECRET that signs messages between workers; its lines are shown behind `[worker 0]`. A worker that crashes
@@ -17,12 +17,11 @@ worker that ends with 76 was not the first: another one failed or fell silent, m
 or SIGTERM is passed on and the launcher waits; the second kills.
 
 With --hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of the
-other hosts, too, and workers wait for each other when they start. With --workers_per_host, MIN:MAX counts the workers
-of all hosts that run the command. They meet in a directory that they share, and hosts go and come as workers do.
+other hosts, too, and workers wait for each other when they start. With --ray, workers are actors on the nodes of a Ray
+cluster, which go and come as workers do; the command runs once.
 """
 
 import argparse
-import contextlib
 import functools
 import glob
 import importlib.util
@@ -36,10 +35,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from distloop.distributed import cores, environment, notices
+from distloop.distributed import cores, environment
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import children, elastic, hosts, meeting, ports, processes, ray_actors
-from distloop.launcher.standby import Standby
+from distloop.launcher import children, elastic, ports, processes, ray_actors
 from distloop.log import printable
 
 FIRST_PORT = 12345  # of each host, with --hosts
@@ -52,16 +50,8 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "devices_per_worker": (int, None, 1, "devices of each worker, passed to the program as --num_devices"),
     "cores_per_worker": (int, None, 0, "cores reserved for each worker, 0: none (default: without GPUs an equal part)"),
     "max_restarts": (int, None, 0, "starts after crashes without a newer checkpoint (default: 0, or 3 with MIN:MAX)"),
-    "standby": (int, None, 0, "1: a process with TensorFlow imported, to fork workers from (default: 1 with MIN:MAX)"),
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped (default: 10)"),
     "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers before the end (default: 600)"),
-    "workers_per_host": (
-        int,
-        None,
-        1,
-        "places here, for a run over all hosts that give this command (default: 1 with MIN:MAX in a task of Slurm or "
-        "an indexed Job of Kubernetes)",
-    ),
     "host_index": (int, None, 0, "of this machine in --hosts, from 0 (default: Kubernetes' JOB_COMPLETION_INDEX)"),
     "parent": (int, None, 1, "number of the process that starts the launcher, which then ends when that one does"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow (default: {FIRST_PORT})"),
@@ -71,97 +61,83 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the launcher and returns its exit code; 2 if nothing could be started."""
     try:
-        arguments = sys.argv[1:] if arguments is None else arguments
-        options = _parse(arguments)
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
         if options.parent is not None:
             children.end_with(options.parent)
+        settings = elastic.Settings(
+            options.least, options.most, options.max_restarts, options.grace_secs, options.wait_secs
+        )
         if options.ray:
-            return _run_in_ray(options, arguments[: len(arguments) - len(options.program)])
+            return _run_in_ray(options, settings)
         _choose_cores(options, has_gpus=any(_choose_gpus(options)))
-        with processes.Guard() as guard, notices.watched():
-            return _run(options, guard)
+        with processes.Guard() as guard:
+            return elastic.run(settings, functools.partial(_start, options, guard), processes.Signals())
     except ValueError as error:
         print(printable(f"distloop.launch: {error}"), file=sys.stderr)
         return 2
 
 
-def _run(options: argparse.Namespace, guard: processes.Guard) -> int:
-    settings = elastic.Settings(
-        options.least, options.most, options.max_restarts, options.grace_secs, options.wait_secs
-    )
-    signals = processes.Signals()
-    variables = {**_HUGE_PAGES, **os.environ, "PYTHONUNBUFFERED": "1"}
-    standby = Standby(_command(options)[1:], variables, signals) if options.standby else None
-    with contextlib.closing(standby) if standby else contextlib.nullcontext():
-        if not options.workers_per_host:
-            return elastic.run(settings, functools.partial(_start, options, guard, standby), signals)
-        start = functools.partial(_start_part, options, guard, standby)
-        launcher = hosts.Launcher(
-            settings, places=options.workers, address=options.address, start=start, signals=signals
-        )
-        return launcher.run(options.meet)
+def _run_in_ray(options: argparse.Namespace, settings: elastic.Settings) -> int:
+    """Runs the workers in Ray, which counts the cores and GPUs."""
+    with ray_actors.Cluster(options.most, options.cores_per_worker or 1, options.devices_per_worker or 1) as cluster:
+        signals = processes.Signals()  # in place of Ray's handlers
+        if number := cluster.gather(options.least, signals):
+            return 128 + number
+        return elastic.run(settings, functools.partial(_start_in_ray, options, cluster), signals, cluster.there)
 
 
-def _run_in_ray(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Runs launchers in Ray, each with the same flags and one place; Ray counts the cores and GPUs."""
-    flags = [flag for flag in flags if flag != "--ray"]
-    arguments = [*flags, "--workers_per_host=1", "--cores_per_worker=0", *options.program]
-    cpus, gpus = options.cores_per_worker or 1, options.devices_per_worker or 1
-    return ray_actors.run(arguments, options.least, options.most, cpus, gpus, options.cores_per_worker or 0)
-
-
-def _start_part(
+def _start_in_ray(
     options: argparse.Namespace,
-    guard: processes.Guard,
-    standby: Standby | None,
-    record: meeting.Record,
-    indices: range,
+    cluster: ray_actors.Cluster,
+    change: elastic.Change,
+    places: Sequence[int],
     notes: Notes,
 ) -> list[processes.Process]:
-    """Starts the workers of a membership that run on this host."""
-    options = argparse.Namespace(**vars(options))
-    options.addresses, options.first_index = record.addresses, indices[0]
-    options.launch, options.secret = record.launch, record.secret
-    change = elastic.Change(record.number, record.cause, record.fell_at, record.ended_at, record.started_at)
-    return _start(options, guard, standby, change, len(indices), notes)
+    """Starts the workers of a membership, each in an actor."""
+    addresses = [cluster.address(place) for place in places]
+    threads = (
+        _thread_variables(len(places), 1, range(options.cores_per_worker or 0)) if options.cores_per_worker else {}
+    )
+    workers = []
+    for i, place in enumerate(places):
+        told = _tell(options, change, i, (0, 0))
+        variables = {**_HUGE_PAGES, **threads, **_cluster_variables(options, i, addresses)}
+        workers.append(cluster.start(place, _command(options)[1:], told, variables, notes))
+    return workers
 
 
 def _start(
-    options: argparse.Namespace,
-    guard: processes.Guard,
-    standby: Standby | None,
-    change: elastic.Change,
-    count: int,
-    notes: Notes,
+    options: argparse.Namespace, guard: processes.Guard, change: elastic.Change, places: Sequence[int], notes: Notes
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
+    count = len(places)
     options = argparse.Namespace(**{**vars(options), "workers": count})
     addresses, gpus = _choose_addresses(options), _choose_gpus(options)
     core_lists = _choose_cores(options, has_gpus=any(gpus))
-    is_wanted = standby is not None and standby.is_wanted
-    if standby is not None:
-        notes.on_modules = standby.start
     workers = []
     for i in range(count):
-        told = Membership(
-            launch=options.launch,
-            least=options.least,
-            most=options.most,
-            worker=options.first_index + i,
-            pipe=notes.pipe,
-            tells_modules=is_wanted and i == 0,
-            **change._asdict(),
-        )
+        told = _tell(options, change, options.first_index + i, notes.pipe)
         variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | told.variables()
         process = processes.Process(
             *(told.worker, _command(options), variables),
             cores=core_lists[i],
             guard=guard,
             descriptors=[notes.write_end],
-            fork=standby.fork if standby is not None else None,
         )
         workers.append(process)
     return workers
+
+
+def _tell(options: argparse.Namespace, change: elastic.Change, worker: int, pipe: tuple[int, int]) -> Membership:
+    """Returns what a worker is told about the membership that follows a change."""
+    return Membership(
+        launch=options.launch,
+        least=options.least,
+        most=options.most,
+        worker=worker,
+        pipe=pipe,
+        **change._asdict(),
+    )
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -173,19 +149,25 @@ def _environment(
     options: argparse.Namespace, i: int, addresses: Sequence[str], gpus: Sequence[str], core_list: Sequence[int]
 ) -> dict[str, str]:
     """Returns the environment variables of the `i`-th worker on this machine."""
-    task = {"type": "worker", "index": options.first_index + i}
     variables = {
         **_HUGE_PAGES,
         **_thread_variables(options.workers, 1 if gpus else options.devices_per_worker or 1, core_list),
         **os.environ,
-        "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
-        "PYTHONUNBUFFERED": "1",
+        **_cluster_variables(options, i, addresses),
     }
-    if options.secret:
-        variables["DISTLOOP_SECRET"] = options.secret
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return variables
+
+
+def _cluster_variables(options: argparse.Namespace, i: int, addresses: Sequence[str]) -> dict[str, str]:
+    """Returns the variables that tell the `i`-th worker that is started here who the others are."""
+    task = {"type": "worker", "index": options.first_index + i}
+    variables = {
+        "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return variables | ({"DISTLOOP_SECRET": options.secret} if options.secret else {})
 
 
 def _thread_variables(workers: int, devices: int, core_list: Sequence[int]) -> dict[str, str]:
@@ -213,16 +195,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workers", metavar="N", default="1", help="workers on this machine, or MIN:MAX (default: 1)")
     for name, (kind, default, _, text) in _NUMBERS.items():
         parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=text)
-    for name, metavar, text in (
-        ("hosts", "A,B", "every machine; run the same command on each, with its own --host_index"),
-        ("meet", "DIR", "with --workers_per_host: a directory that all hosts share (default: the program's --workdir)"),
-        (
-            "address",
-            "HOST",
-            "with --workers_per_host: where other hosts reach this one (default: by its default route)",
-        ),
-    ):
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    hosts_help = "every machine; run the same command on each, with its own --host_index"
+    parser.add_argument("--hosts", metavar="A,B", help=hosts_help)
     parser.add_argument("--ray", action="store_true", help="start each worker in a Ray actor, wherever Ray has room")
     count = 0
     while count < len(arguments) and arguments[count].startswith("-") and arguments[count] != "-m":
@@ -240,7 +214,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.program = list(arguments[count:])
     _check_program(options.program)
     _complete_workers(options)
-    _complete_meeting(options)
     _complete_hosts(options)
     return options
 
@@ -252,51 +225,22 @@ def _complete_workers(options: argparse.Namespace) -> None:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if least > most:
         raise ValueError(f"workers={text} is not allowed: give 1 or more, or MIN:MAX, as in 1:3.")
-    if options.ray or (least < most and not options.hosts and environment.has_other_tasks()):
-        options.workers_per_host = options.workers_per_host or 1
+    if options.ray and options.hosts:
+        raise ValueError(f"--ray was given with --hosts={options.hosts}, but Ray knows its nodes: leave one out.")
     if ":" in text and options.hosts:
         raise ValueError(
             f"workers={text} was given with --hosts, whose number of workers is fixed: give one number, and "
-            "--max_restarts to start all again after a crash. Hosts that go and come need no --hosts, but "
-            "--workers_per_host."
+            "--max_restarts to start all again after a crash, or --ray, in a Ray cluster of hosts that go and come."
         )
-    options.least, options.most, options.workers, options.addresses = least, most, most, []
+    if least < most and not options.ray and environment.has_other_tasks():
+        raise ValueError(
+            f"workers={text} was given in one of several tasks of Slurm or pods of a Job, whose launchers do not know "
+            "each other: give --ray, once in a Ray cluster on these machines, or one number of workers."
+        )
+    options.least, options.most, options.workers = least, most, most
     if options.max_restarts is None:
         options.max_restarts = 3 if least < most else 0
-    if options.standby is None:
-        options.standby = int(least < most)
-    elif options.standby > 1:
-        raise ValueError(
-            f"standby={options.standby} is not allowed: give 1 for a standby process, from which all workers start, or "
-            "0 for none."
-        )
     options.launch = secrets.token_hex(4)
-
-
-def _complete_meeting(options: argparse.Namespace) -> None:
-    """Checks the flags about hosts that meet; sets `meet` to the directory and `workers` to the places on this host."""
-    places, most = options.workers_per_host, options.most
-    if not places:
-        for name in ("meet", "address"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"--{name} was given without --workers_per_host, which it is about: give both or none."
-                )
-        return
-    if options.hosts:
-        raise ValueError(
-            f"workers_per_host={places} was given with --hosts: leave one out; hosts that meet need not be listed."
-        )
-    if options.ray and (places > 1 or options.address):
-        given = f"workers_per_host={places}" if places > 1 else f"address={options.address}"
-        raise ValueError(f"{given} was given with --ray, by which each worker is a host of its own: leave it out.")
-    if places > most:
-        raise ValueError(f"workers_per_host={places} is more than all workers, {most}: give {most} or less.")
-    options.meet = meeting.find_directory(options.meet, options.program)
-    options.address = options.address or environment.find_address()
-    if not _is_host(options.address):
-        raise ValueError(f"address={options.address} is not allowed: give a name or an IP address, without a port.")
-    options.workers = places
 
 
 def _check_program(program: list[str]) -> None:
@@ -352,7 +296,7 @@ def _choose_addresses(options: argparse.Namespace) -> list[str]:
     """Returns the address of every worker; without --hosts, new random ports at every call."""
     if options.hosts:
         return [f"{host}:{options.port + i}" for host in options.hosts for i in range(options.workers)]
-    return options.addresses or [f"127.0.0.1:{port}" for port in ports.choose(options.workers)]
+    return [f"127.0.0.1:{port}" for port in ports.choose(options.workers)]
 
 
 def _choose_gpus(options: argparse.Namespace) -> list[list[str]]:

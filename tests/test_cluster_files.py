@@ -1,5 +1,6 @@
 """The files in experiments/cluster, as Slurm, Kubernetes and the launcher read them."""
 
+import copy
 import os
 import pathlib
 import re
@@ -29,7 +30,7 @@ def directives(path=SBATCH):
 
 def test_the_batch_script_uses_existing_options_of_slurm():
     assert set(directives()) == SBATCH_OPTIONS
-    assert set(directives(ELASTIC_SBATCH)) == SBATCH_OPTIONS - {"ntasks-per-node"} | {"array", "ntasks"}
+    assert set(directives(ELASTIC_SBATCH)) == SBATCH_OPTIONS | {"no-kill"}
     (command,) = re.findall(r"^srun (.*?)\"\$\{PYTHON", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
     assert {option.partition("=")[0] for option in re.findall(r"--(\S+)", command)} == SRUN_OPTIONS
 
@@ -67,24 +68,47 @@ def test_a_job_that_saved_and_left_is_queued_again(code, is_requeued, tmp_path):
     assert calls.endswith("|scontrol|requeue|42|") == is_requeued
 
 
-@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (EXIT_CODE, True)])
-def test_each_job_of_an_elastic_run_starts_one_launcher_and_is_queued_again_when_its_node_left(
-    code, is_requeued, tmp_path
-):
-    for name, ends in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
-        (tmp_path / name).write_text(f'#!/bin/bash\nprintf "%s\n" {name} "$@" >> {tmp_path}/calls\n{ends}\n')
+ELASTIC_STUB = """#!/bin/bash
+printf "%s|" "$0" "$@" >> {directory}/calls; echo >> {directory}/calls
+case "$*" in
+    *distloop.launch*) {end} ;;
+    *--head*) touch {directory}/head ;;
+    *status*) [ -e {directory}/head ] ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "is_requeued"),
+    [
+        ("exit 0", 0, False),
+        ("exit 1", 1, False),
+        (f"exit {EXIT_CODE}", EXIT_CODE, True),
+        (f"trap 'exit {EXIT_CODE}' TERM; kill -TERM $PPID; while :; do sleep 0.1; done", EXIT_CODE, True),  # in time
+    ],
+)
+def test_an_elastic_job_starts_ray_on_each_node_and_the_launcher_once(end, code, is_requeued, tmp_path):
+    for name in ("srun", "scontrol", "python", "hostname"):
+        (tmp_path / name).write_text(
+            "#!/bin/bash\necho n1" if name == "hostname" else ELASTIC_STUB.format(directory=tmp_path, end=end)
+        )
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "SLURM_JOB_ID": "42"}
+    environment |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NUM_NODES": "3"}
     command = ["bash", ELASTIC_SBATCH, "-m", "experiments.digits", f"--workdir={tmp_path}/a b"]
-    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == code
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[:5] == ["srun", "--cpus-per-task=8", ".venv/bin/python", "-m", "distloop.launch"]
-    assert calls.count("scontrol") == int(is_requeued)
-    options = launch._parse(calls[5 : calls.index("scontrol") if is_requeued else None])
-    assert options.meet == f"{tmp_path}/a b/membership" and options.workers == 1
-    first, last = map(int, directives(ELASTIC_SBATCH)["array"].split("-"))
-    assert (options.least, options.most) == (1, last - first + 1) and directives(ELASTIC_SBATCH)["nodes"] == "1"
-    assert directives(ELASTIC_SBATCH)["signal"] == "TERM@600"  # to the launcher: B: would be to the shell alone
+    assert subprocess.run(command, env=environment, cwd=tmp_path, timeout=60).returncode == code
+    calls = [
+        line.removeprefix(f"{tmp_path}/").split("|")[:-1] for line in (tmp_path / "calls").read_text().splitlines()
+    ]
+    head, others = sorted((call for call in calls if call[0] == "srun"), key=lambda call: "--head" not in call)
+    assert {"--nodes=1", "--nodelist=n1", "--port=20042", "--num-cpus=8"} < set(head)
+    assert {"--nodes=2", "--exclude=n1", "--address=n1:20042", "--num-cpus=8", "--no-kill"} < set(others)
+    assert (["scontrol", "requeue", "42"] in calls) == is_requeued
+    (launched,) = [call for call in calls if "distloop.launch" in call]
+    options = launch._parse(launched[3:])
+    assert (options.least, options.most, options.ray, options.cores_per_worker) == (1, 3, True, 8)
+    assert options.program == ["-m", "experiments.digits", f"--workdir={tmp_path}/a b"]
+    assert directives(ELASTIC_SBATCH)["signal"] == "B:TERM@600"  # to the shell, which passes it on to the launcher
 
 
 def documents(name):
@@ -139,22 +163,98 @@ def test_the_job_restarts_pods_that_saved_or_followed_and_counts_crashes(code, a
     assert actions == ([action] if action else [])
 
 
-def test_the_pods_of_an_elastic_run_are_hosts_that_meet_in_the_workdir(monkeypatch):
-    job = documents("kubernetes_elastic.yaml")["Job"]["spec"]
-    template = job["template"]["spec"]
-    container = container_of(job["template"])
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
-    options = launch._parse(container["args"])
-    assert container["command"] == ["python", "-m", "distloop.launch"]
-    assert options.most == job["completions"] == job["parallelism"] and options.least == 1
-    assert options.workers_per_host == 1 and options.meet == "/runs/digits/membership"
-    assert "subdomain" not in template  # the addresses are the pods'
-    assert job["completionMode"] == "Indexed" and job["backoffLimitPerIndex"] > 0 and "backoffLimit" not in job
-    rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-    actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
-    failed = dict.fromkeys([1, 2, 74, 134, 139], "FailJob")  # 74: a file system that hangs; then by SIGABRT, by SIGSEGV
-    assert actions == failed | {EXIT_CODE: "Ignore", OTHER_FAILED: "Ignore"}
-    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+def test_a_rayjob_has_a_node_of_ray_for_each_worker_and_one_for_the_launcher():
+    job = documents("kubernetes_elastic.yaml")["RayJob"]["spec"]
+    assert job["entrypoint"].startswith("python -m distloop.launch --ray ")
+    options = launch._parse(job["entrypoint"].split()[3:])
+    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    assert options.ray and (options.least, options.most) == (workers["minReplicas"], workers["replicas"])
+    cores = container_of(workers["template"])["resources"]["requests"]["cpu"]
+    assert options.cores_per_worker == int(workers["rayStartParams"]["num-cpus"]) == cores
+    assert job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+
+
+def pods_of(value):
+    """Returns all templates of pods in a manifest."""
+    found = [value] if isinstance(value, dict) and "containers" in value.get("spec", {}) else []
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return found + [pod for one in inner for pod in pods_of(one)]
+
+
+def lacks(pod):
+    """Returns what a template of a pod lacks, for each container, of what keeps a broken one from its node."""
+    spec, found = pod["spec"], []
+    if spec.get("automountServiceAccountToken") is not False:
+        found.append("a token that is not mounted")
+    for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        own = container.get("securityContext", {})
+        context, name = {**spec.get("securityContext", {}), **own}, container["name"]
+        wanted = {
+            "runAsNonRoot": context.get("runAsNonRoot") is True and context.get("runAsUser", 0) > 0,
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
+            "capabilities": own.get("capabilities") == {"drop": ["ALL"]},
+            "privileged": not own.get("privileged", False),
+            "seccompProfile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
+            "DISTLOOP_SECRET": _has_a_required_secret(container),
+        }
+        found += [f"{name}: {key}" for key, is_there in wanted.items() if not is_there]
+    return found
+
+
+def _has_a_required_secret(container):
+    sources = [one.get("valueFrom", {}) for one in container.get("env", []) if one["name"] == "DISTLOOP_SECRET"]
+    return len(sources) == 1 and not sources[0].get("secretKeyRef", {"optional": True}).get("optional", False)
+
+
+MANIFESTS = ["kubernetes.yaml", "kubernetes_elastic.yaml", "tfjob.yaml"]
+PODS = {"kubernetes.yaml": 1, "kubernetes_elastic.yaml": 2, "tfjob.yaml": 1}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in HERE.glob("*.yaml")))
+def test_no_container_has_more_rights_than_training_needs(name):
+    pods = pods_of(list(documents(name).values()))
+    assert len(pods) == PODS[name] and [lacks(pod) for pod in pods] == [[]] * len(pods)
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking"),
+    [
+        (lambda spec: spec["securityContext"].pop("runAsNonRoot"), ["train: runAsNonRoot", "second: runAsNonRoot"]),
+        (lambda spec: spec["containers"][1].pop("securityContext"), ["second: allowPrivilegeEscalation",
+                                                                     "second: capabilities"]),
+        (lambda spec: spec["containers"][1].update(securityContext={"allowPrivilegeEscalation": False,
+                                                                    "capabilities": {"drop": ["ALL"]},
+                                                                    "runAsNonRoot": False}), ["second: runAsNonRoot"]),
+        (lambda spec: spec.pop("automountServiceAccountToken"), ["a token that is not mounted"]),
+        (lambda spec: spec["containers"][0]["env"][0]["valueFrom"]["secretKeyRef"].update(optional=True),
+         ["train: DISTLOOP_SECRET"]),
+    ],
+)  # fmt: skip
+def test_a_container_with_more_rights_is_found_among_two(change, lacking):
+    (pod,) = pods_of(documents("kubernetes.yaml")["Job"])
+    pod["spec"]["containers"].append({**copy.deepcopy(container_of(pod)), "name": "second"})
+    change(pod["spec"])
+    assert lacks(pod) == lacking
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_only_the_pods_of_a_run_reach_each_other(name):
+    resources = documents(name)
+    policy, labels = (
+        resources["NetworkPolicy"]["spec"],
+        resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+    )
+    assert (
+        policy["policyTypes"] == ["Ingress"]
+        and {"podSelector": {"matchLabels": labels}} in policy["ingress"][0]["from"]
+    )
+    assert all("ports" in rule for rule in policy["ingress"][1:])  # the operator of Ray, on one port
+    (kind,) = {"Job", "RayJob", "TFJob"} & set(resources)
+    of_the_operator = {"Job": "batch.kubernetes.io/job-name", "TFJob": "training.kubeflow.org/job-name"}
+    if kind in of_the_operator:
+        assert labels == {of_the_operator[kind]: resources[kind]["metadata"]["name"]}
+    else:
+        assert all(pod["metadata"]["labels"].items() >= labels.items() for pod in pods_of(resources[kind]))
 
 
 def test_a_tfjobs_workers_start_again_at_every_code():
@@ -167,27 +267,21 @@ def test_a_tfjobs_workers_start_again_at_every_code():
     assert container["command"][:2] == ["python", "-m"] and container["command"][2] != "distloop.launch"
 
 
-@pytest.mark.parametrize(
-    ("name", "template"),
-    [
-        ("kubernetes.yaml", lambda resources: resources["Job"]["spec"]["template"]),
-        ("kubernetes_elastic.yaml", lambda resources: resources["Job"]["spec"]["template"]),
-        ("tfjob.yaml", lambda resources: resources["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]["template"]),
-    ],
-)
-def test_pods_share_the_workdir_and_have_time_to_save(name, template):
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_pods_share_the_workdir_and_have_time_to_save(name):
     resources = documents(name)
-    template, claim = template(resources), resources["PersistentVolumeClaim"]
-    (volume,) = template["spec"]["volumes"]
-    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    claim = resources["PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    container = container_of(template)
-    (mount,) = container["volumeMounts"]
-    assert mount["name"] == volume["name"]
-    values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(container["args"])))
-    assert values.pop("workdir").startswith(mount["mountPath"] + "/")
-    if "hosts" in values or name == "tfjob.yaml":  # workers that are expected where they were
-        assert set(values) - {"hosts"} == {"start_timeout"} and float(values["start_timeout"]) > 2 * 360
-        assert config.Config(start_timeout=float(values["start_timeout"]))
-    assert template["spec"]["terminationGracePeriodSeconds"] >= 300
-    assert container["image"] == "distloop"
+    for pod in pods_of(list(resources.values())):
+        (volume,) = pod["spec"]["volumes"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        container = container_of(pod)
+        (mount,) = container["volumeMounts"]
+        assert mount["name"] == volume["name"] and container["image"] == "distloop"
+        arguments = container.get("args") or resources["RayJob"]["spec"]["entrypoint"].split()
+        values = dict(re.findall(r"--(\w+)=(\S+)", " ".join(arguments)))
+        assert values["workdir"].startswith(mount["mountPath"] + "/")
+        if name != "kubernetes_elastic.yaml":  # workers that are expected where they were; Ray's nodes end at once
+            assert set(values) - {"hosts", "workdir"} == {"start_timeout"} and float(values["start_timeout"]) > 2 * 360
+            assert config.Config(start_timeout=float(values["start_timeout"]))
+            assert pod["spec"]["terminationGracePeriodSeconds"] >= 300

@@ -30,7 +30,7 @@ DOCS = [*sorted((ROOT / "docs").glob("*.md")), *REFERENCE]
 BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
-LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "meet", "address", "ray"}
+LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
 OTHERS = LAUNCHER | {
     *planning.COSTS,
     "all",

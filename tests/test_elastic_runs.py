@@ -15,7 +15,6 @@ from distloop.distributed.preemption import EXIT_CODE
 from tests import forked
 from tests.nemesis import checker, faults, rounds
 from tests.nemesis.__main__ import read_outputs
-from tests.nemesis.commands import Command, Output
 from tests.nemesis.log import Log
 from tests.nemesis.schedule import Life, Plan, Strike
 from tests.nemesis.setting import BATCH_SIZE, ELASTIC_REPLICAS, ROWS, STEPS, Setting
@@ -128,82 +127,6 @@ def check_examples(alone, events, workdir):
 def changes_of(workdir):
     with open(os.path.join(workdir, "incidents.jsonl")) as file:
         return [json.loads(line) for line in file]
-
-
-class Hosts:
-    """Launchers that meet in a workdir; each stands for a host, with its processes."""
-
-    def __init__(self, directory):
-        self._directory, self._commands = directory, {}
-        self.workdir, self.log = str(directory / "run"), Log(str(directory / "log"))
-
-    def start(self, name):
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_CONFIG")}
-        environment |= {
-            "NEMESIS_LOG": self.log.path,
-            "NEMESIS_STEP_SECS": "0.4",  # so long that a host comes before the run ends
-            "PYTHONPATH": rounds.ROOT,
-            "CUDA_VISIBLE_DEVICES": "-1",
-        }
-        launcher = "-m tests.nemesis.forking_launch --workers=1:2 --workers_per_host=1 --address=127.0.0.1"
-        program = f"-m tests.nemesis.program --workdir={self.workdir} --checkpoint_every=4"
-        arguments = f"{launcher} --grace_secs=5 {program} --virtual_replicas={ELASTIC_REPLICAS}".split()
-        output = Output(str(self._directory / name))
-        self._commands[name] = Command(arguments, environment, output), output
-
-    def signal(self, name, number):
-        os.kill(self._commands[name][0].main, number)
-
-    def kill(self, name):
-        self._commands[name][0].end()
-
-    def wait_for(self, is_due, secs=100):
-        ends_at = time.monotonic() + secs
-        while not is_due([e for e in self.log.read() if e["event"] == "step"]):
-            has_ended = all(command.wait(0) for command, _ in self._commands.values())
-            assert time.monotonic() < ends_at and not has_ended, self.lines()
-            time.sleep(0.05)
-
-    def end_of(self, name):
-        ended = self._commands[name][0].wait(100)
-        assert ended is not None and ended.leftovers == [], self.lines()
-        return ended.code
-
-    def lines(self):
-        return "".join(f"{name}:\n{output.text()[-3000:]}\n" for name, (_, output) in self._commands.items())
-
-    def close(self):
-        for command, output in self._commands.values():
-            command.end()
-            output.close()
-        self.log.close()
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    hosts = Hosts(tmp_path)
-    yield hosts
-    hosts.close()
-
-
-@pytest.mark.slow
-def test_whichever_hosts_go_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(alone, hosts):
-    hosts.start("a")
-    hosts.start("b")
-    hosts.wait_for(lambda steps: len(steps) >= 12)  # six of each of two workers
-    hosts.kill("b")  # the launcher and its worker, without a word
-    hosts.wait_for(lambda steps: len({e["process"] for e in steps}) == 3)  # two, and then the one left
-    hosts.start("c")
-    hosts.wait_for(lambda steps: len({e["process"] for e in steps}) == 5)  # and then two again
-    hosts.signal("a", signal.SIGTERM)
-    assert [hosts.end_of(name) for name in "ac"] == [75, 0], hosts.lines()
-    check_examples(alone, hosts.log.read(), hosts.workdir)
-    changes = changes_of(hosts.workdir)
-    assert [(change["membership"], change["workers"]) for change in changes] == [(2, 1), (3, 2), (4, 1)]
-    gone, more, leaves = changes
-    assert gone["reason"].endswith("is gone") and gone["steps_again"] < 4
-    assert more["reason"] == "there are places for more" and leaves["reason"].endswith("was asked to leave")
-    assert more["steps_again"] == leaves["steps_again"] == 0
 
 
 @pytest.mark.slow

@@ -86,11 +86,11 @@ WITHOUT_TENSORFLOW |= {
 }
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}"
-    for name in ("cores", "environment", "heartbeat", "liveness", "notes", "notices", "output", "preemption")
+    for name in ("cores", "environment", "heartbeat", "liveness", "notes", "output", "preemption")
 }
 WITHOUT_TENSORFLOW |= {
     f"launcher.{name}"
-    for name in "children elastic hosts meeting membership ports processes ray_actors standby".split()
+    for name in "children elastic membership ports processes ray_actors".split()
 }
 WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror staging tree".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}

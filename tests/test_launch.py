@@ -280,38 +280,14 @@ def test_a_port_that_is_taken_is_refused_before_the_start(kind, port, capsys):
         ("--workers=1:x PROGRAM", "workers=1:x is not allowed"),
         ("--hosts=a,b --host_index=0 --workers=1:3 PROGRAM", "workers=1:3 was given with --hosts, whose number of"),
         (
-            "--workers=1:2 --workers_per_host=3 PROGRAM",
-            "workers_per_host=3 is more than all workers, 2: give 2 or less",
+            "--ray --hosts=a,b --host_index=0 PROGRAM",
+            "--ray was given with --hosts=a,b, but Ray knows",
         ),
-        ("--workers=1:2 --workers_per_host=1 PROGRAM", "the program has no --workdir, but the hosts"),
-        ("--workers=1:2 --workers_per_host=1 PROGRAM --workdir=", "the program has no --workdir"),
-        (
-            "--workers=1:2 --workers_per_host=1 PROGRAM --workdir gs://b/run",
-            "workdir=gs://b/run was given, but the hosts",
-        ),
-        ("--workers=1:2 --workers_per_host=1 PROGRAM --workdir=runs/{time}", "workdir=runs/{time} was given, but the"),
-        (
-            "--workers_per_host=1 --meet=s3://b PROGRAM",
-            "meet=s3://b was given, but the hosts of a run meet in a directory",
-        ),
-        ("--workers_per_host=1 --hosts=a,b --host_index=0 PROGRAM", "workers_per_host=1 was given with --hosts: leave"),
-        ("--workers_per_host=1 --meet=m --address=a:1 PROGRAM", "address=a:1 is not allowed: give a name or an IP"),
-        ("--ray --workers=1:2 PROGRAM", "the program has no --workdir, but"),
-        (
-            "--ray --workers_per_host=2 --workers=1:2 --meet=m PROGRAM",
-            "workers_per_host=2 was given with --ray, by which",
-        ),
-        ("--ray --address=a --meet=m PROGRAM", "address=a was given with --ray, by which each worker is a host"),
-        ("--meet=m PROGRAM", "--meet was given without --workers_per_host, which it is about: give both or none"),
-        ("--address=a PROGRAM", "--address was given without --workers_per_host"),
         ("--wait_secs=-1 PROGRAM", "wait_secs=-1.0 is not allowed: give 0 or more"),
         ("--workers", "--workers: expected one argument"),
         ("--devices_per_worker=0 PROGRAM", "devices_per_worker=0 is not allowed: give 1 or more, or leave it out"),
         ("--max_restarts=-1 PROGRAM", "max_restarts=-1 is not allowed: give 0 or more"),
-        (
-            "--standby=2 PROGRAM",
-            "standby=2 is not allowed: give 1 for a standby process, from which all workers start, or",
-        ),
+        ("--parent=1 PROGRAM", "parent=1 is not the process that started this one: give its number, or leave it out"),
         ("--grace_secs=nan PROGRAM", "grace_secs=nan is not allowed: give 0 or more"),
         ("--work=2 PROGRAM", "--work=2 is no flag of the launcher: give its own flags (--help lists them) before"),
         ("--steps 5 PROGRAM", "--steps is no flag of the launcher"),
@@ -334,30 +310,25 @@ def test_wrong_commands_are_refused_in_one_sentence(command, sentence, capsys):
 
 
 @pytest.mark.parametrize(
-    ("variables", "flags", "places"),
+    ("variables", "flags", "is_refused"),
     [
-        ({}, "--workers=1:4", None),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, "--workers=1:4", None),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "--workers=1:4", 1),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "--workers=1:4 --workers_per_host=2", 2),
-        ({"JOB_COMPLETION_INDEX": "0"}, "--workers=1:4", 1),
-        ({"JOB_COMPLETION_INDEX": "0"}, "--workers=4", None),
+        ({}, "--workers=1:4", False),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, "--workers=1:4", False),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "--workers=1:4", True),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "--workers=1:4 --ray", False),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "--workers=4", False),
+        ({"JOB_COMPLETION_INDEX": "0"}, "--workers=1:4", True),
+        ({"JOB_COMPLETION_INDEX": "0"}, "--workers=4", False),
     ],
 )
-def test_tasks_of_slurm_and_pods_of_an_indexed_job_are_hosts_with_one_place(variables, flags, places, monkeypatch):
+def test_launchers_that_do_not_know_each_other_are_not_elastic(variables, flags, is_refused, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    options = launch._parse([*flags.split(), PROGRAM, "-workdir", "runs/a", "--workdir=runs/digits"])
-    assert options.workers_per_host == places and options.workers == (places or 4) and options.most == 4
-    assert options.meet == ("runs/digits/membership" if places else None)
-
-
-def test_a_host_is_reached_under_the_name_that_slurm_gave_it_or_the_one_given(monkeypatch):
-    flags = ["--workers=1:2", "--workers_per_host=1", "--meet=m"]
-    monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    assert parse(*flags).address == "n7" and parse(*flags, "--address=10.0.0.7").address == "10.0.0.7"
-    monkeypatch.delenv("SLURMD_NODENAME")
-    assert parse(*flags).address
+    if not is_refused:
+        assert launch._parse([*flags.split(), PROGRAM]).most == 4
+        return
+    with pytest.raises(ValueError, match="workers=1:4 was given in one of several tasks of Slurm .* give --ray, once"):
+        launch._parse([*flags.split(), PROGRAM])
 
 
 @pytest.mark.slow

@@ -7,14 +7,12 @@
 It does not know what the workers do, nor whether they can be reached.
 """
 
-import contextlib
 import dataclasses
 import ipaddress
 import itertools
 import json
 import os
 import re
-import socket
 from typing import Any
 
 _MIN_SECRET_CHARS = 16
@@ -59,21 +57,6 @@ def split_address(address: str) -> tuple[str, int]:
         hint = ", with IPv6 in brackets, as in [::1]:4000" if address.count(":") > 1 else ""
         raise ValueError(f"{address!r} is no host:port{hint}")
     return host, port
-
-
-def find_address() -> str:
-    """Returns the name or address under which other hosts should reach this one.
-
-    That is what Slurm calls the node, else the address of the default route: in a pod of Kubernetes, the pod's own.
-    """
-    if node := os.environ.get("SLURMD_NODENAME"):
-        return node
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # of documentation
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # sends nothing
-            address = probe.getsockname()[0]
-            return f"[{address}]" if ":" in address else str(address)
-    return socket.gethostname()
 
 
 def has_other_tasks() -> bool:

@@ -13,18 +13,13 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
-import site
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _VARIABLE = "DISTLOOP_MEMBERSHIP"
 _DESCRIPTOR = 100  # the least of the pipe, which has the same number in all workers: a program has no file there
-_NAMES = 30  # of modules in a note: a pipe keeps 4,096 bytes together
 
 
 class Membership(NamedTuple):
@@ -40,7 +35,6 @@ class Membership(NamedTuple):
     fell_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
     ended_at: float = 0.0  # when the last one did
     started_at: float = 0.0  # when there were places for this one
-    tells_modules: bool = False  # whether this worker tells the launcher what it has imported
 
     @property
     def is_elastic(self) -> bool:
@@ -58,11 +52,6 @@ class Membership(NamedTuple):
             if os.fstat(descriptor).st_ino == inode:
                 os.write(descriptor, json.dumps({"worker": self.worker, **values}).encode() + b"\n")
 
-    def tell_modules(self, names: Sequence[str]) -> None:
-        """Sends the launcher names of modules, in notes that are short enough not to be mixed with another worker's."""
-        for i in range(0, len(names), _NAMES):
-            self.tell(modules=names[i : i + _NAMES], are_all=i + _NAMES >= len(names))
-
 
 def find_membership() -> Membership | None:
     """Returns the membership of this process; None if no launcher started it."""
@@ -74,25 +63,6 @@ def tell(**values: Any) -> None:
     """Sends a note to the launcher of this process, if there is one."""
     if (membership := find_membership()) is not None:
         membership.tell(**values)
-
-
-def installed_modules() -> list[str]:
-    """Returns the modules that this process has imported, but for those of the user's program."""
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))]
-    prefixes = tuple(os.path.join(place, "") for folder in folders for place in (folder, os.path.realpath(folder)))
-    program = getattr(sys.modules["__main__"], "__spec__", None)
-    own = program.name.partition(".")[0] if program is not None else "__main__"
-    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] != own]
-    return [name for name, module in modules if name != "__main__" and _origin(module).startswith(prefixes)]
-
-
-def _origin(module: Any) -> str:
-    """Returns the file of a module; "" if it has none."""
-    with contextlib.suppress(Exception):  # of a module that is no module
-        return module.__spec__.origin or ""
-    return ""
 
 
 _marks: dict[str, float] = {}  # when this process came to a point for the first time; Unix, seconds
@@ -134,7 +104,6 @@ class Notes:
         start_secs: from here until a worker came so far for the first time; 0: none did.
         sizes: numbers of workers that the run can have; empty: nothing was told.
         leavers: indices of the workers that somebody asked to leave.
-        on_modules: called with the names of the modules that a worker has imported, once it has told all.
     """
 
     def __init__(self, on_traced: Callable[[int, dict[str, float]], None] | None = None) -> None:
@@ -154,9 +123,6 @@ class Notes:
         self.start_secs, self._made_at = 0.0, time.monotonic()
         self.sizes: tuple[int, ...] = ()
         self.leavers: set[int] = set()
-        self.on_modules: Callable[[list[str]], None] = lambda names: None
-        self._modules: list[str] = []
-        self._stop_at = math.inf
 
     @property
     def pipe(self) -> tuple[int, int]:
@@ -183,25 +149,14 @@ class Notes:
             self.sizes = tuple(note["sizes"])
         if "traced" in note and self._on_traced is not None:
             self._on_traced(note["step"], note["traced"])
-        if "modules" in note:
-            self._modules += note["modules"]
-            if note["are_all"]:
-                self.on_modules(self._modules)
         if "ends" in note:
             self.began_at = None
         if "leaves" in note:
             self.leavers.add(note["worker"])
-        if "stop_secs" in note:
-            self._stop_at = min(self._stop_at, time.monotonic() + note["stop_secs"])
 
     def tell(self, **values: Any) -> None:
-        """Sends a note from another thread of the launcher; with `stop_secs`, the workers are stopped after so long."""
+        """Sends a note from another thread of the launcher."""
         os.write(self.write_end, json.dumps(values).encode() + b"\n")
-
-    def take_stop_at(self) -> float:
-        """Returns when the workers are to be stopped, on the monotonic clock, once; inf: nothing new was told."""
-        stop_at, self._stop_at = self._stop_at, math.inf
-        return stop_at
 
     def close(self) -> None:
         """Closes the pipe."""

@@ -5,12 +5,10 @@
             ...                       # a loop; then save, and leave with EXIT_CODE
 
 After the first signal the current step ends and the run is saved; the second ends the process at once. Signals within a
-second count as one: schedulers signal every process, and a launcher passes its own signal on. In Google's cloud, a
-notice that the machine goes is a signal (`notices`). A forked child has the handlers that the process had before, and
-shares nothing with it. It does not know what is saved.
+second count as one: schedulers signal every process, and a launcher passes its own signal on. A forked child has the
+handlers that the process had before, and shares nothing with it. It does not know what is saved.
 """
 
-import contextlib
 import math
 import os
 import signal
@@ -20,7 +18,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distloop.distributed import notes, notices, output
+from distloop.distributed import notes, output
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
@@ -69,7 +67,6 @@ class StopRequests:
         self._may_quit = may_quit
         self._signal: str | None = None
         self._original_handlers: dict[int, Any] = {}
-        self._notices = contextlib.ExitStack()
 
     @property
     def reason(self) -> str | None:
@@ -92,7 +89,6 @@ class StopRequests:
             self._original_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
             threading.Thread(target=self._watch, args=(self._read_end,), name="distloop-signals", daemon=True).start()
             _entered.append(self)
-            self._notices.enter_context(notices.watched())
         return self
 
     def __exit__(
@@ -104,7 +100,6 @@ class StopRequests:
     def _restore(self) -> None:
         """Restores the handlers from before, and closes the write end of the pipe."""
         _entered.remove(self)
-        self._notices.close()
         for number, handler in self._original_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)

@@ -48,31 +48,10 @@ def end_with(parent: int, grace_secs: float = 5.0) -> None:
     threading.Thread(target=watch, name="distloop-parent", daemon=True).start()
 
 
-class Child:
-    """A child of this process that another one has forked; as `subprocess.Popen`, as far as it is needed."""
-
-    def __init__(self, pid: int):
-        """Takes the number of the process."""
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Returns how it ended; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal if it has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+_children: dict[int, "subprocess.Popen[bytes]"] = {}  # of the launcher, by process number
 
 
-_children: dict[int, "subprocess.Popen[bytes] | Child"] = {}  # of the launcher, by process number
-
-
-def register(child: "subprocess.Popen[bytes] | Child") -> None:
+def register(child: "subprocess.Popen[bytes]") -> None:
     """Notes a child, so that how it ended is kept when it is reaped."""
     _children[child.pid] = child
 

@@ -1,7 +1,7 @@
 """Elastic runs: starts one membership after the other, each from the newest checkpoint, until the run ends.
 
     settings = Settings(least=1, most=3, max_restarts=3, grace_secs=10, wait_secs=600)
-    code = run(settings, start, processes.Signals())    # start(change, count, notes) returns running processes
+    code = run(settings, start, processes.Signals())    # start(change, places, notes) returns running processes
 
 `membership` decides how many workers run next; this module waits, starts and prints. It does not know flags.
 """
@@ -47,7 +47,10 @@ _DOING = {
     "traced": "tracing",
 }
 
-Start = Callable[[Change, int, Notes], Sequence[processes.Process]]
+Start = Callable[[Change, Sequence[int], Notes], Sequence[processes.Process]]
+There = Callable[[], Collection[int]]
+
+_LOOK_SECS = 1.0  # after which is looked again which places are there
 
 
 class Settings(NamedTuple):
@@ -73,34 +76,36 @@ class Settings(NamedTuple):
         return self.least < self.most
 
 
-def run(settings: Settings, start: Start, signals: processes.Signals) -> int:
+def run(settings: Settings, start: Start, signals: processes.Signals, there: There | None = None) -> int:
     """Runs memberships until the run ends, and returns its exit code.
 
     Args:
         settings: how the run is started again.
-        start: starts so many workers after a change; they tell notes.
+        start: starts a worker in each of these places after a change; they tell notes.
         signals: to the launcher.
+        there: returns the places that there are now, of `settings.most`; None: all.
     """
-    plan, change, now = Plan(settings.least, settings.most), Change(1), time.monotonic()
+    plan, change = Plan(settings.least, settings.most), Change(1)
     while True:
-        code = _wait_for_places(plan, settings, signals, now)
+        code = _wait_for_places(plan, settings, signals, there)
         if code is not None:
             return code
-        now = time.monotonic()
-        places = plan.there(now)[: plan.size(now)]
+        now, present = time.monotonic(), _without_missing(plan, there)
+        places = present.there(now)[: present.size(now)]
+        if not places:  # one has just gone
+            continue
         if change.cause and settings.is_elastic:
             say_membership(plan, change.number, len(places), change.cause)
         notes = Notes(functools.partial(say_phases, change.number) if settings.is_elastic else None)
-        workers = start(change._replace(started_at=time.time()), len(places), notes)
-        outcome = _run_membership(plan, settings, workers, signals, notes)
+        workers = start(change._replace(started_at=time.time()), places, notes)
+        outcome = _run_membership(plan, settings, workers, signals, notes, there)
         notes.close()
         plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step, notes.start_secs)
         plan, cause, code = conclude(settings, plan, outcome, name_workers(outcome.leavers))
         if code is not None:
             return code
         lost = sorted({*outcome.fallen, *outcome.leavers}) or range(len(places) if outcome.is_crash else 0)
-        now = time.monotonic()
-        plan = plan.lose([places[i] for i in lost], now)
+        plan = plan.lose([places[i] for i in lost], time.monotonic())
         if notes.step is None and change.cause:  # nobody has noted the change before
             cause = f"{change.cause}; then {cause}"
         change = Change(change.number + 1, cause, outcome.fell_at, time.time())
@@ -134,7 +139,12 @@ def conclude(settings: Settings, plan: Plan, outcome: processes.Outcome, leavers
 
 
 def _run_membership(
-    plan: Plan, settings: Settings, workers: Sequence[processes.Process], signals: processes.Signals, notes: Notes
+    plan: Plan,
+    settings: Settings,
+    workers: Sequence[processes.Process],
+    signals: processes.Signals,
+    notes: Notes,
+    there: There | None,
 ) -> processes.Outcome:
     """Returns how the workers ended, once all have."""
 
@@ -142,7 +152,7 @@ def _run_membership(
         """Returns when the workers make room for more: once they have trained for as long as a start takes."""
         if not settings.is_elastic or notes.began_at is None:
             return math.inf
-        grows_at = dataclasses.replace(plan, sizes=notes.sizes).grows_at(len(workers))
+        grows_at = _without_missing(dataclasses.replace(plan, sizes=notes.sizes), there).grows_at(len(workers))
         return max(grows_at, notes.began_at + notes.start_secs)
 
     return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
@@ -162,29 +172,42 @@ def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
     )
 
 
-def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals, now: float) -> int | None:
+def _without_missing(plan: Plan, there: There | None) -> Plan:
+    """Returns the plan in which places that are not there never come."""
+    if there is None:
+        return plan
+    present = there()
+    back_at = tuple(at if place in present else math.inf for place, at in enumerate(plan.back_at))
+    return dataclasses.replace(plan, back_at=back_at)
+
+
+def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals, there: There | None) -> int | None:
     """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
+    now, said = time.monotonic(), ""
     ends_at = now + settings.wait_secs if settings.is_elastic else math.inf
-    while (secs := plan.starts_at() - now) > 0:
-        left_secs = ends_at - now
+    while (secs := (present := _without_missing(plan, there)).starts_at() - now) > 0:
+        left_secs, count = ends_at - now, _count_places(present, now)
         if left_secs <= 0:
-            say_too_few(settings, plan, len(plan.there(now)))
+            processes.log(
+                f"for {settings.wait_secs:g} s {count}: the run ends, and the same command goes on from its newest "
+                "checkpoint."
+            )
             return SAVED_EXIT_CODE
         restart = f" (restart {plan.restarts} of {settings.max_restarts})" if plan.restarts else ""
-        processes.log(f"{_count(plan.size(now + secs), settings)} in {secs:.2g} s{restart}.")
-        if number := signals.wait(min(secs, left_secs)):
+        coming = f"{_count(present.size(now + secs), settings)} in {secs:.2g} s{restart}"
+        line = f"{count}: waiting for more" if secs == math.inf else coming
+        if line != said if secs == math.inf else not said:
+            processes.log(f"{line}.")
+        said = line
+        if number := signals.wait(min(secs, left_secs, math.inf if there is None else _LOOK_SECS)):
             processes.log(f"{number.name}, the workers do not start again.")
             return 128 + number
         now = time.monotonic()
     return None
 
 
-def say_too_few(settings: Settings, plan: Plan, places: int) -> None:
-    """Prints that the run ends, as there were too few places for too long."""
-    processes.log(
-        f"for {settings.wait_secs:g} s there were places for {count_workers(places)}, and {plan.allowed[0]} are "
-        "needed: the run ends, and the same command goes on from its newest checkpoint."
-    )
+def _count_places(plan: Plan, now: float) -> str:
+    return f"there were places for {count_workers(len(plan.there(now)))}, and {plan.allowed[0]} are needed"
 
 
 def count_workers(count: int) -> str:

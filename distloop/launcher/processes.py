@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
@@ -79,11 +79,6 @@ class Signals:
         come, self._come = self._come, []
         return come
 
-    def have_come(self) -> bool:
-        """Returns whether there is a signal that stops the launcher; it stays to be read."""
-        self._come = [number for number in self.read() if number != signal.SIGCHLD]
-        return bool(self._come)
-
     def wait(self, secs: float) -> signal.Signals | None:
         """Returns the first signal that stops the launcher; None if none comes within `secs`."""
         deadline = time.monotonic() + secs
@@ -120,10 +115,6 @@ class Guard:
             os.write(self.pipe, b"-%d\n" % group)
 
 
-# Starts a process from its environment, its cores, the guard's pipe, and its descriptors by their number in it.
-Fork = Callable[[Mapping[str, str], Sequence[int], int, Mapping[int, int]], children.Child | None]
-
-
 class Process:
     """A worker in a session of its own: its children end with it, and Ctrl-C reaches it through the launcher only."""
 
@@ -136,7 +127,7 @@ class Process:
         cores: Sequence[int],
         guard: Guard,
         descriptors: Sequence[int] = (),
-        fork: Fork | None = None,
+        console: Callable[[int], Any] = output.console,
     ):
         """Starts the process.
 
@@ -147,7 +138,7 @@ class Process:
             cores: cores on which it may run; empty: any.
             guard: kills it if the launcher ends.
             descriptors: that it inherits.
-            fork: starts it in less time, or returns None.
+            console: returns what shows its lines, of stdout (1) and stderr (2), as `output.Console`.
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
@@ -155,13 +146,12 @@ class Process:
         prefix = f"[worker {index}] ".encode()
         pipes = {number: os.pipe() for number in (1, 2)}
         self.outputs = [
-            output.WorkerPipe(open(read_end, "rb", buffering=0), prefix, output.console(number))
+            output.WorkerPipe(open(read_end, "rb", buffering=0), prefix, console(number))
             for number, (read_end, _) in pipes.items()
         ]
         write_ends = {number: write_end for number, (_, write_end) in pipes.items()}
         inherited = write_ends | {descriptor: descriptor for descriptor in descriptors}
-        place = environment, cores, guard.pipe, inherited
-        self._process = (fork and fork(*place)) or children.start(command, *place)
+        self._process = children.start(command, environment, cores, guard.pipe, inherited)
         for write_end in write_ends.values():
             os.close(write_end)
         children.register(self._process)
@@ -285,7 +275,6 @@ class Group:
         sources = [self._signals, self._notes, *(pipe for pipe in pipes if pipe not in held)]
         ready = children.wait(sources, remaining_secs - time.monotonic())
         self._notes.read()
-        self._stop_at = min(self._stop_at, self._notes.take_stop_at())
         self._handle_signals()
         ended = [process for process in running if process.has_ended()]  # all, before one stops the others
         for process in sorted(ended, key=lambda process: process.code == FOLLOWER_EXIT_CODE):  # who failed comes first

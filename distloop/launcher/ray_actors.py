@@ -1,174 +1,294 @@
-"""Ray actors: a launcher with one place in each, which Ray puts where there is room and brings back after a loss.
+"""Ray: workers in actors, wherever a Ray cluster has room; `elastic` starts one membership of them after the other.
 
-    arguments = ["--workers=1:8", "--workers_per_host=1", "-m", "experiments.digits", "--workdir=/shared/digits"]
-    code = run(arguments, least=1, most=8, cpus=1, gpus=1, threads=0)
+    with Cluster(most=8, cpus=1, gpus=1) as cluster:
+        cluster.gather(least=1, signals=signals)
+        code = elastic.run(settings, start, signals, cluster.there)     # start calls cluster.start for each worker
 
-The launchers agree among themselves (`hosts`). Ray needs `least` bundles of resources to begin, which it reserves
-together, and gives the others as they come. This module shows the launchers' lines, which Ray collects, passes signals
-on and returns the exit code of the run.
+An actor is a place: it reserves its resources for as long as the run lasts, and runs one worker after the other, each
+in a process of its own. Ray tells when a node has gone or come; an actor that is lost is asked for again. The workers'
+lines, notes and ends come with the answers to `look`, of which one is always under way.
 """
 
-import contextlib
-import ctypes
 import os
 import signal
-import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
-from distloop.launcher import processes
+from distloop.distributed import output
+from distloop.distributed.notes import Membership, Notes
+from distloop.launcher import children, ports, processes
 
-_LOOK_SECS = 0.5
-_ANSWER_SECS = 2.0  # for an actor that runs; one that waits for a place does not answer
-_FOLLOW_SECS = 15.0  # for the other launchers to end when one has: if they go on, its host has left
-_PR_SET_PDEATHSIG = 1
+_LOOK_SECS = 0.5  # that an actor waits for something to tell
+_IDLE_SECS = 0.1  # without a worker, so that one soon starts
+_GATHER_SECS = 10.0  # for which nobody came, before a run starts with fewer than the most workers
 
 
-class Host:
-    """A Ray actor that runs a launcher; Ray calls `run` again if it has to start the actor again."""
+class Look(NamedTuple):
+    """What an actor has to tell.
+
+    Attributes:
+        address: where its next worker can listen.
+        lines: of its worker, with the descriptor that each belongs to.
+        notes: of its worker.
+        end: exit code of its worker, and how it ended in words; None: it runs, or there is none.
+    """
+
+    address: str
+    lines: list[tuple[int, bytes]]
+    notes: list[dict[str, Any]]
+    end: tuple[int, str] | None
+
+
+class _Relay(Notes):
+    """Notes that are passed on as they come."""
 
     def __init__(self) -> None:
-        """Starts nothing."""
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__()
+        self.come: list[dict[str, Any]] = []
 
-    def run(self, arguments: Sequence[str], directory: str, threads: int) -> int:
-        """Runs a launcher and returns its exit code.
+    def _take(self, note: dict[str, Any]) -> None:
+        self.come.append(note)
+
+
+class _Lines:
+    """A console whose lines are fetched."""
+
+    def __init__(self, descriptor: int, lines: list[tuple[int, bytes]]):
+        self._descriptor, self._lines = descriptor, lines
+
+    def write(self, lines: bytes) -> None:
+        self._lines.append((self._descriptor, lines))
+
+    def has_room(self) -> bool:
+        return True
+
+
+class Place:
+    """A Ray actor in which one worker after the other runs."""
+
+    def __init__(self) -> None:
+        """Starts no worker, but the process that kills it if this one ends."""
+        self._guard = processes.Guard()
+        self._guard.__enter__()
+        self._worker: processes.Process | None = None
+        self._notes = _Relay()
+        self._lines: list[tuple[int, bytes]] = []
+        self._address = ""
+
+    def start(self, arguments: Sequence[str], told: Membership, variables: dict[str, str], directory: str) -> None:
+        """Starts a worker.
 
         Args:
-            arguments: of the launcher.
+            arguments: for Python.
+            told: which worker of which membership it is.
+            variables: of its environment, besides those of the actor.
             directory: where it starts, if this node has it.
-            threads: of its worker; 0: TensorFlow's own number.
         """
+        self._notes, self._lines = _Relay(), []
+        if os.path.isdir(directory):
+            os.chdir(directory)
+        self._worker = processes.Process(
+            told.worker,
+            [sys.executable, *arguments],
+            {**variables, **os.environ, **variables, **told._replace(pipe=self._notes.pipe).variables()},
+            cores=[],
+            guard=self._guard,
+            descriptors=[self._notes.write_end],
+            console=lambda number: _Lines(number, self._lines),
+        )
+
+    def look(self) -> Look:
+        """Returns what is new, once there is something, or after half a second."""
         import ray
 
-        counts = {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": str(max(2, threads))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "distloop.launch", f"--address={ray.util.get_node_ip_address()}", *arguments],
-            cwd=directory if os.path.isdir(directory) else None,
-            env={**os.environ, **(counts if threads else {})},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a second signal, to the actor's group, would kill the workers
-            preexec_fn=_end_with_parent,
-        )
-        code = self._process.wait()
-        return code if code >= 0 else 128 - code
+        if not self._address:
+            host = ray.util.get_node_ip_address()
+            self._address = f"{f'[{host}]' if ':' in host else host}:{ports.choose(1)[0]}"
+        if self._worker is None:
+            time.sleep(_IDLE_SECS)
+            return Look(self._address, [], [], None)
+        ends_at, end = time.monotonic() + _LOOK_SECS, None
+        while not (self._lines or self._notes.come or end) and time.monotonic() < ends_at:
+            end = self._wait(self._worker)
+        found = Look(self._address, self._lines[:], self._notes.come[:], end)
+        self._lines.clear()
+        self._notes.come.clear()
+        if end:
+            self._notes.close()
+            self._worker, self._address = None, ""
+        return found
 
-    def is_running(self) -> bool:
-        """Returns whether the launcher runs."""
-        return self._process is not None and self._process.poll() is None
+    def _wait(self, worker: processes.Process) -> tuple[int, str] | None:
+        """Takes lines and notes, waiting a little; returns how the worker ended, None if it runs."""
+        pipes = [pipe for pipe in worker.outputs if pipe.is_open]
+        ready = children.wait([self._notes, *pipes], _IDLE_SECS)
+        has_ended = worker.has_ended()  # before the rest is read
+        self._notes.read()
+        for pipe in pipes:
+            if pipe in ready:
+                pipe.read()
+        if not has_ended:
+            return None
+        for pipe in worker.outputs:
+            pipe.close()
+        assert worker.code is not None
+        return worker.code, worker.describe_end()
 
-    def stop(self, number: int) -> None:
-        """Sends the launcher a signal."""
-        if self._process is not None:
-            self._process.send_signal(number)
+    def signal(self, number: int) -> None:
+        """Sends the worker a signal, if it runs."""
+        if self._worker is not None:
+            self._worker.signal_once(number)
 
 
-def _end_with_parent() -> None:
-    """Lets the kernel send this process SIGTERM when the actor has died, as a host that leaves gets it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+class _Worker(processes.Process):
+    """A worker in an actor, as `processes.Group` knows it."""
+
+    def __init__(self, index: int, cluster: "Cluster", place: int, notes: Notes):
+        self.index, self._cluster, self.place, self.notes = index, cluster, place, notes
+        self.code, self.was_signalled, self.outputs = None, False, []
+        self.end: tuple[int, str] | None = None
+        self.is_shown = True
+
+    def signal_once(self, number: int) -> None:
+        if not self.was_signalled:
+            self._cluster.actor(self.place).signal.remote(int(number))
+        self.was_signalled = True
+
+    def kill(self) -> None:
+        self.was_signalled = True
+        if self.end is None:
+            self._cluster.kill(self.place)
+
+    def has_ended(self) -> bool:
+        with self._cluster.lock:  # after which no note comes
+            self.code = self.end[0] if self.end else None
+        return self.code is not None
+
+    def describe_end(self) -> str:
+        return self.end[1] if self.end else ""
+
+    def finish_output(self) -> None:
+        self.is_shown = False
 
 
-def run(arguments: Sequence[str], least: int, most: int, cpus: int, gpus: int, threads: int) -> int:
-    """Runs launchers in Ray until the run ends, and returns its exit code.
+class Cluster:
+    """The actors of a run, and what they tell.
 
-    Args:
-        arguments: of each launcher, the program's included.
-        least: actors that Ray places together or not at all.
-        most: actors; those beyond `least` wait for a place of their own.
-        cpus: of each actor, as Ray counts them.
-        gpus: of each actor, if the cluster has any.
-        threads: of each worker; 0: TensorFlow's own number.
-
-    Raises:
-        ValueError: if Ray is missing or cannot be reached.
+    Attributes:
+        lock: held while what an actor told is taken.
     """
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every line of every launcher
-    try:
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    except ImportError:
-        raise ValueError("--ray was given, but Ray is not installed: pip install 'distloop[ray]'.") from None
-    try:
-        ray.init()
-    except ConnectionError as error:
-        raise ValueError(
-            f"Ray cannot be reached ({error}): start a cluster, or unset RAY_ADDRESS to start a local one."
-        ) from error
-    signals = processes.Signals()  # in place of Ray's handlers
-    bundle = {"CPU": cpus, "GPU": gpus if ray.cluster_resources().get("GPU") else 0}
-    groups = [placement_group([bundle] * count, strategy="SPREAD") for count in (least, *[1] * (most - least))]
-    host = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle["GPU"], max_restarts=-1, max_concurrency=2)(Host)
-    places = [PlacementGroupSchedulingStrategy(group, i) for group in groups for i in range(group.bundle_count)]
-    actors = [host.options(scheduling_strategy=place).remote() for place in places]
-    try:
-        return _Driver(ray, actors, (list(arguments), os.getcwd(), threads), signals).wait()
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        ray.shutdown()
 
+    def __init__(self, most: int, cpus: int, gpus: int):
+        """Connects to Ray, and asks for actors.
 
-class _Driver:
-    """Waits for the launchers in all actors."""
+        Args:
+            most: number of actors; each has a place once Ray has room for it.
+            cpus: of each actor, as Ray counts them.
+            gpus: of each actor, if the cluster has any.
 
-    def __init__(self, ray: Any, actors: Sequence[Any], launch: tuple[Any, ...], signals: processes.Signals):
-        self._ray, self._actors, self._launch, self._signals = ray, actors, launch, signals
-        self._runs = {self._start(actor): actor for actor in actors}  # of those whose launcher has not ended
-        self._codes: dict[Any, int] = {}  # of the others
-        self._is_stopping = False
+        Raises:
+            ValueError: if Ray is missing or cannot be reached.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise ValueError("--ray was given, but Ray is not installed: pip install 'distloop[ray]'.") from None
+        try:
+            ray.init()
+        except ConnectionError as error:
+            raise ValueError(
+                f"Ray cannot be reached ({error}): start a cluster, or unset RAY_ADDRESS to start a local one."
+            ) from error
+        gpus = gpus if ray.cluster_resources().get("GPU") else 0
+        self._ray, self.lock = ray, threading.Lock()
+        self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy="SPREAD")(Place)
+        self._actors = [self._remote.remote() for _ in range(most)]
+        self._looks = [actor.look.remote() for actor in self._actors]  # under way
+        self._addresses = [""] * most  # empty: the actor has no place
+        self._workers: dict[int, _Worker] = {}  # that run, by place
+        self._is_over = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="distloop-ray", daemon=True)
 
-    def _start(self, actor: Any) -> Any:
-        return actor.run.options(max_task_retries=-1).remote(*self._launch)
+    def __enter__(self) -> "Cluster":
+        self._watching.start()
+        return self
 
-    def wait(self) -> int:
-        """Returns the exit code of the run once it has ended."""
-        while True:
-            if number := self._signals.wait(_LOOK_SECS):
-                if self._is_stopping:
-                    return 128 + number
-                self._is_stopping = True
-                processes.log(f"{number.name}, the launchers in Ray are asked to end; again to kill them.")
-                for actor in self._runs.values():
-                    actor.stop.remote(signal.SIGTERM)
-            self._take_ends(0)
-            if not (self._codes or self._is_stopping):
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._watching.join()
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._ray.shutdown()
+
+    def there(self) -> list[int]:
+        """Returns the places that Ray has given."""
+        return [place for place, address in enumerate(self._addresses) if address]
+
+    def gather(self, least: int, signals: processes.Signals) -> int | None:
+        """Waits until all places are there, or enough and no more come; returns a signal that came meanwhile."""
+        count, changed_at = 0, time.monotonic()
+        while count < len(self._actors):
+            if number := signals.wait(_IDLE_SECS):
+                return number
+            if count != (count := len(self.there())):
+                changed_at = time.monotonic()
+                processes.log(f"Ray has {count} of {len(self._actors)} places.")
+            if count >= least and time.monotonic() > changed_at + _GATHER_SECS:
+                return None
+        return None
+
+    def address(self, place: int) -> str:
+        """Returns where a worker in a place can listen; of a place that has just been lost, an address of nobody."""
+        return self._addresses[place] or "192.0.2.1:9"
+
+    def actor(self, place: int) -> Any:
+        """Returns the actor that has a place."""
+        return self._actors[place]
+
+    def start(
+        self, place: int, arguments: Sequence[str], told: Membership, variables: dict[str, str], notes: Notes
+    ) -> processes.Process:
+        """Starts a worker in a place, as `Place.start`; its notes come to `notes`."""
+        worker = _Worker(told.worker, self, place, notes)
+        with self.lock:
+            self._workers[place] = worker
+            self._actors[place].start.remote(list(arguments), told, variables, os.getcwd())
+        return worker
+
+    def kill(self, place: int) -> None:
+        """Ends an actor, whose guard kills its worker; another one takes its place."""
+        self._ray.kill(self._actors[place])
+
+    def _watch(self) -> None:
+        """Takes what the actors tell, as long as somebody reads the lines."""
+        while not self._is_over.is_set():
+            if not all(output.console(number).has_room() for number in (1, 2)):
+                self._is_over.wait(_IDLE_SECS)
                 continue
-            if not self._is_stopping:
-                self._take_ends(_FOLLOW_SECS)
-            running = self._running()
-            if not running or self._final_codes():
-                return max(self._final_codes(), default=SAVED_EXIT_CODE)
-            for actor in () if self._is_stopping else list(self._codes):  # its host has left, and the run goes on
-                del self._codes[actor]
-                self._runs[self._start(actor)] = actor
+            self._ray.wait(self._looks, num_returns=1, timeout=_LOOK_SECS)
+            done, _ = self._ray.wait(self._looks, num_returns=len(self._looks), timeout=0)
+            for look in done:
+                self._take(self._looks.index(look), look)
 
-    def _final_codes(self) -> list[int]:
-        """Returns how launchers ended, but for those whose host has left a run that may go on."""
-        return [code for code in self._codes.values() if code != SAVED_EXIT_CODE]
-
-    def _take_ends(self, secs: float) -> None:
-        """Notes the launchers that have ended, and waits so long for all others."""
-        ended, _ = (
-            self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=secs) if self._runs else ([], [])
-        )
-        for run in ended:
-            try:
-                code = self._ray.get(run)
-            except self._ray.exceptions.RayTaskError as error:
-                processes.log(f"a launcher in Ray failed ({str(error).strip().splitlines()[-1]}).")
-                code = 1
-            self._codes[self._runs.pop(run)] = code
-
-    def _running(self) -> list[Any]:
-        """Returns the actors whose launchers run; those that have no place do not answer."""
-        answers = {actor.is_running.remote(): actor for actor in self._runs.values()}
-        done, _ = self._ray.wait(list(answers), num_returns=len(answers), timeout=_ANSWER_SECS) if answers else ([], [])
-        running = []
-        for answer in done:
-            with contextlib.suppress(self._ray.exceptions.RayError):  # Ray starts it again
-                if self._ray.get(answer):
-                    running.append(answers[answer])
-        return running
+    def _take(self, place: int, look: Any) -> None:
+        """Takes one answer, and asks again; for another actor in place of one that is lost."""
+        try:
+            found = self._ray.get(look)
+        except self._ray.exceptions.RayActorError:
+            found = Look("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
+            self._actors[place] = self._remote.remote()
+        with self.lock:
+            self._addresses[place] = found.address
+            worker = self._workers.get(place)
+            if worker is not None:
+                for descriptor, lines in found.lines if worker.is_shown else ():
+                    output.console(descriptor).write(lines)
+                for note in (*found.notes, {}):  # the last one wakes the launcher
+                    worker.notes.tell(**note)
+                worker.end = found.end
+                if found.end:
+                    del self._workers[place]
+        self._looks[place] = self._actors[place].look.remote()

@@ -75,8 +75,6 @@ def note_traced(state: TrainState, config: Config) -> None:
     membership = notes.find_membership()
     if membership is None or not notes.mark("traced"):
         return
-    if membership.tells_modules:
-        membership.tell_modules(notes.installed_modules())
     if not _changes:
         return
     row, phases = _changes.pop(), notes.phases(membership)

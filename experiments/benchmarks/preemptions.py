@@ -61,7 +61,7 @@ def find_workers(launcher: int, argument: bytes = b"experiments.digits") -> list
                 command = file.read()
         except OSError:  # it has ended
             continue
-        found += [child] if argument in command and b"launcher.standby" not in command else []
+        found += [child] if argument in command else []
     return found
 
 

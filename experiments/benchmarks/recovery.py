@@ -1,6 +1,6 @@
 """How long an elastic run stands still when a worker is killed, by phase.
 
-    python -m experiments.benchmarks.recovery [--workloads=tiny,lm --counts=2,3 --standby=1]
+    python -m experiments.benchmarks.recovery [--workloads=tiny,lm --counts=2,3]
 
 The launcher starts `--workers=1:N` of a workload with a checkpoint a second. Once they train, the last one is killed,
 whose place is there again a second later. Seconds are those from the end of the first worker to the first step.
@@ -17,12 +17,11 @@ from absl import app, flags
 
 from experiments.benchmarks import page, preemptions
 
-SETTLE_SECS = 20  # from the first row to the fall: a standby process is ready by then
+SETTLE_SECS = 20  # from the first row to the fall
 CHANGE_SECS = 120  # within which the next step is expected
 
 NAMES = flags.DEFINE_list("workloads", ["tiny", "lm"], "Names of workloads.")
 COUNTS = flags.DEFINE_list("counts", ["2", "3"], "Numbers of workers.")
-STANDBY = flags.DEFINE_integer("standby", 1, "As of the launcher.")
 TRAIN = flags.DEFINE_string("train", "", "The workload to train, in a worker.")
 WORKDIR = flags.DEFINE_string("run_dir", "", "The workdir, in a worker.")
 
@@ -49,7 +48,7 @@ def wait_for_rows(workdir: str, name: str, count: int, process: subprocess.Popen
 def measure(name: str, count: int) -> list[str]:
     """Returns a row of the table."""
     with tempfile.TemporaryDirectory() as directory:
-        launcher = [sys.executable, "-m", "distloop.launch", f"--workers=1:{count}", f"--standby={STANDBY.value}"]
+        launcher = [sys.executable, "-m", "distloop.launch", f"--workers=1:{count}"]
         program = ["-m", "experiments.benchmarks.recovery", f"--train={name}", f"--run_dir={directory}"]
         process = subprocess.Popen([*launcher, *program], stdout=subprocess.DEVNULL)
         try:

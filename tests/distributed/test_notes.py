@@ -1,13 +1,7 @@
 """What a launcher and its workers tell each other."""
 
-import math
 import os
 import pathlib
-import select
-import subprocess
-import sys
-import time
-import types
 
 import pytest
 
@@ -54,20 +48,6 @@ def test_a_worker_knows_its_membership_and_its_notes_arrive(launcher, monkeypatc
     assert launcher.step == 30 and launcher.start_secs == first
 
 
-def test_names_of_modules_arrive_whole_and_in_notes_that_a_pipe_keeps_together(launcher, monkeypatch):
-    enter(monkeypatch, launcher)
-    told, names = (
-        [],
-        [f"package_{i}.a_module_with_a_long_name_{i}.and_one_in_it_with_a_longer_name_{i}" for i in range(400)],
-    )
-    launcher.on_modules = told.append
-    written, write = [], os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: written.append(len(data)) or write(descriptor, data))
-    notes.find_membership().tell_modules(names)
-    launcher.read()
-    assert told == [names] and max(written) <= select.PIPE_BUF
-
-
 def test_half_a_note_waits_for_its_rest(launcher):
     os.write(launcher.write_end, b'{"worker": 2, "lea')
     launcher.read()
@@ -91,35 +71,3 @@ def test_a_worker_that_cannot_run_with_so_many_tells_the_numbers_that_can(launch
     notes.find_membership().tell(sizes=[1, 2])
     launcher.read()
     assert launcher.sizes == (1, 2) and launcher.step is None and launcher.began_at is None
-
-
-def test_another_thread_of_the_launcher_tells_when_workers_are_to_be_stopped_and_that_is_read_once(launcher):
-    launcher.tell()
-    launcher.read()
-    assert launcher.take_stop_at() == math.inf
-    now = time.monotonic()
-    launcher.tell(stop_secs=70)
-    launcher.tell(stop_secs=10)
-    launcher.read()
-    assert now + 10 <= launcher.take_stop_at() < now + 30 and launcher.take_stop_at() == math.inf
-
-
-def test_modules_of_the_program_are_not_told(tmp_path):
-    (tmp_path / "own.py").write_text("")
-    (tmp_path / "stray.py").write_text("import sys; sys.modules['stray'] = 5")
-    names = ["own", "stray", "__main__", "json", "absl", "distloop.distributed.notes"]
-    code = "import own, stray, json, absl; from distloop.distributed import notes; told = notes.installed_modules()"
-    result = subprocess.run(
-        [sys.executable, "-c", f"{code}; print([name in told for name in {names}])"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.stdout == "[False, False, False, True, True, True]\n", result.stderr
-
-
-def test_neither_are_those_of_an_installed_program(monkeypatch):
-    assert "json.decoder" in notes.installed_modules()
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", types.SimpleNamespace(name="json.tool"), raising=False)
-    assert "json.decoder" not in notes.installed_modules() and "subprocess" in notes.installed_modules()

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import resource
-import signal
 import sys
 
 import pytest
@@ -22,22 +21,6 @@ def test_a_child_has_its_descriptors_alone_and_writes_its_group_first():
     last = sorted(["0", "1", "2", str(more), "3" if more != 3 else "4"])
     assert texts == [f"+{child.pid}\n", f"out{last}\n", "err"]
     for end in sum(pipes, ()):
-        os.close(end)
-
-
-@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
-def test_how_a_fork_ended_is_known_once_and_for_all(end, code):
-    read_end, write_end = os.pipe()
-    if not (pid := os.fork()):
-        os.read(read_end, 1)
-        exec(end)
-    child = children.Child(pid)
-    assert child.poll() is None
-    os.write(write_end, b"x")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert child.poll() == child.returncode == child.poll() == code
-    child.send_signal(signal.SIGKILL)  # to no other process that has its number now
-    for end in (read_end, write_end):
         os.close(end)
 
 

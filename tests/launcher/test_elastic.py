@@ -37,6 +37,7 @@ class World:
         self.clock = Clock()
         self.signals = Signals(self.clock)
         self.started, self.lines, self.leaves_at = [], [], []
+        self.places, self.there = [], None  # of each membership; which are there, by a function
         self.start_secs = 0.5  # shorter than each place is empty
         monkeypatch.setattr(elastic, "time", self.clock)
         monkeypatch.setattr(elastic.processes, "log", self.lines.append)
@@ -61,13 +62,15 @@ class World:
 
     def run(self, script, least=1, most=3, max_restarts=3, wait_secs=600):
         self.script = list(script)
-        code = elastic.run(elastic.Settings(least, most, max_restarts, 10, wait_secs), self.start, self.signals)
+        settings = elastic.Settings(least, most, max_restarts, 10, wait_secs)
+        code = elastic.run(settings, self.start, self.signals, self.there)
         assert not self.script
         return code
 
-    def start(self, change, count, notes):
-        self.started.append((change.number, count, change.cause))
-        return [None] * count
+    def start(self, change, places, notes):
+        self.started.append((change.number, len(places), change.cause))
+        self.places.append(list(places))
+        return [None] * len(places)
 
 
 @pytest.fixture
@@ -188,3 +191,30 @@ def test_with_a_fixed_number_the_pause_doubles_up_to_a_minute_and_starts_anew_af
     assert world.run(script, most=1, max_restarts=11) == 3
     assert world.signals.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2]
     assert world.lines[0] == "all workers start again in 1 s (restart 1 of 11)."
+
+
+def test_a_place_that_is_not_there_is_not_used_and_the_run_grows_when_it_comes(world):
+    world.there = lambda: [0, 2] if world.clock.now < 1005 else [0, 1, 2]
+    assert world.run([(9, {"step": 0}, MORE), (9, {"step": 20}, DONE)]) == 0
+    assert world.places == [[0, 2], [0, 1, 2]] and world.leaves_at == [math.inf, math.inf]
+
+
+def test_a_place_that_comes_while_workers_train_is_seen(world):
+    looks = []
+    world.there = lambda: looks.append(1) or ([0, 1] if len(looks) <= 2 else [0, 1, 2])
+    assert world.run([(9, {"step": 0}, MORE), (9, {"step": 20}, DONE)]) == 0
+    assert world.leaves_at[0] == 2 * world.start_secs  # once it has trained for as long as it started
+    assert world.places == [[0, 1], [0, 1, 2]]
+
+
+def test_the_run_looks_each_second_whether_a_place_has_come_and_says_once_that_it_waits(world):
+    world.there = lambda: [0] if world.clock.now < 1060 else [0, 1]
+    assert world.run([(9, {"step": 0}, DONE)], least=2, most=3) == 0
+    assert world.places == [[0, 1]] and world.signals.pauses == [1.0] * 60
+    assert world.lines == ["there were places for 1 worker, and 2 are needed: waiting for more."]
+
+
+def test_a_run_of_a_fixed_number_waits_for_its_places_as_long_as_it_takes(world):
+    world.there = lambda: [0] if world.clock.now < 5000 else [0, 1]
+    assert world.run([(9, {"step": 0}, DONE)], least=2, most=2) == 0
+    assert world.started == [(1, 2, "")]

@@ -1,106 +1,134 @@
-"""When a run in Ray has ended, with actors that a script plays; on a real one: tests/test_elastic_runs.py."""
+"""Workers in Ray's actors, with a stand-in for Ray; on a real one: tests/test_elastic_runs.py."""
 
+import json
+import os
+import pathlib
+import shutil
 import signal
+import subprocess
 import sys
-import types
+import textwrap
+import time
 
 import pytest
 
 from distloop import launch
-from distloop.launcher import ray_actors
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SECS = 60
+PRELUDE = """
+import json, os, signal, sys, time
+from distloop.distributed import notes
+told, task = notes.find_membership(), json.loads(os.environ["TF_CONFIG"])
+index, addresses = task["task"]["index"], task["cluster"]["worker"]
+here = os.path.dirname(__file__)
+
+def note(**values):
+    with open(os.path.join(here, "log"), "a") as file:
+        file.write(json.dumps({"membership": told.number, "worker": index, "of": len(addresses), **values}) + "\\n")
+
+def make_room(count):
+    with open(os.path.join(here, "new"), "w") as file:
+        file.write(str(count))
+    os.replace(os.path.join(here, "new"), os.path.join(here, "room"))
+"""
 
 
-class Method:
-    def __init__(self, call):
-        self.call = call
+@pytest.fixture
+def start(tmp_path):
+    """Returns a function that starts the launcher with a program, on a Ray with room for two actors."""
+    shutil.copy(pathlib.Path(__file__).parent / "fake_ray.py", tmp_path / "ray.py")
+    (tmp_path / "room").write_text("2")
+    started = []
 
-    def options(self, **_):
-        return self
+    def start(flags, program):
+        (tmp_path / "program.py").write_text(PRELUDE + textwrap.dedent(program))
+        command = [sys.executable, "-m", "distloop.launch", "--ray", *flags.split(), str(tmp_path / "program.py")]
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": path, "FAKE_RAY_ROOM": str(tmp_path / "room")}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **pipes))
+        return started[-1]
 
-    def remote(self, *arguments):
-        return self.call(*arguments)
-
-
-class Actor:
-    """An actor whose launcher ends with one code after the other; None: it runs, "": it waits for a place."""
-
-    def __init__(self, *ends):
-        self.ends, self.starts, self.signals = list(ends), 0, []
-        self.run, self.is_running, self.stop = Method(self._run), Method(self._is_running), Method(self.signals.append)
-
-    def _run(self, *_):
-        self.starts += 1
-        return self, self.ends[min(self.starts, len(self.ends)) - 1]
-
-    def _is_running(self):
-        end = self.ends[min(self.starts, len(self.ends)) - 1]
-        return self, "" if end == "" else end is None
-
-    def end(self, code):
-        self.ends[-1] = code
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-class Ray:
-    """Answers are pairs of an actor and what it says; None and "" are not there yet."""
-
-    exceptions = types.SimpleNamespace(RayError=RuntimeError)
-
-    def __init__(self):
-        self.waits = []
-        self.after = {}  # number of a wait -> what happens then
-
-    def wait(self, answers, num_returns, timeout):
-        self.waits.append(timeout)
-        self.after.pop(len(self.waits), lambda: None)()
-        done = [answer for answer in answers if self._value(answer) not in (None, "")]
-        return done, [answer for answer in answers if answer not in done]
-
-    def get(self, answer):
-        return self._value(answer)
-
-    def _value(self, answer):
-        actor, value = answer
-        return actor.ends[-1] if value is None else value
+def log_of(directory):
+    path = directory / "log"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class Signals:
-    def __init__(self, *numbers):
-        self.numbers = list(numbers)
-
-    def wait(self, secs):
-        return self.numbers.pop(0) if self.numbers else None
-
-
-def run(*actors, ray=None, signals=()):
-    return ray_actors._Driver(ray or Ray(), actors, ([], "/", 0), Signals(*signals)).wait()
-
-
-@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((75, 75), 75), ((3, 76), 76), ((75, 3), 3)])
-def test_the_code_of_the_run_is_that_of_its_launchers(codes, expected):
-    assert run(*(Actor(code) for code in codes)) == expected
+def test_each_worker_runs_in_an_actor_with_its_address_and_the_secret_of_the_run(start, tmp_path):
+    program = "note(pid=os.getppid(), addresses=addresses, secret=os.environ['DISTLOOP_SECRET']); print('line', index)"
+    process = start("--workers=2 --devices_per_worker=1", program)
+    out, err = process.communicate(timeout=SECS)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[worker 0] line 0", "[worker 1] line 1"]
+    first, second = sorted(log_of(tmp_path), key=lambda row: row["worker"])
+    assert first["of"] == 2 and len(set(first["addresses"])) == 2 and first["addresses"] == second["addresses"]
+    assert first["secret"] == second["secret"] and len(first["secret"]) == 32
 
 
-def test_actors_that_never_had_a_place_are_not_waited_for():
-    assert run(Actor(0), Actor("")) == 0
-    assert run(Actor(75), Actor("")) == 75
+def test_the_first_worker_that_fails_is_named_and_gives_the_exit_code(start):
+    process = start("--workers=2", "print(5 / 0) if index else time.sleep(100)")
+    _, err = process.communicate(timeout=SECS)
+    assert process.returncode == 1 and "[worker 1] ZeroDivisionError: division by zero" in err
+    assert err.splitlines()[-1] == (
+        "distloop.launch: worker 1 failed first, with exit code 1; the others were stopped."
+    )
 
 
-def test_a_host_that_left_a_run_that_goes_on_is_started_again():
-    left, stays, ray = Actor(75, None), Actor(None), Ray()
-    ray.after[6] = lambda: (left.end(0), stays.end(0))
-    assert run(left, stays, ray=ray) == 0
-    assert left.starts == 2 and stays.starts == 1
+def test_a_node_that_goes_and_one_that_comes_change_the_number_of_workers(start, tmp_path):
+    process = start(
+        "--workers=1:2 --grace_secs=2",
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        notes.tell(begins=10 * told.number)
+        note()
+        if told.number == 1 and index == 0:
+            time.sleep(1)
+            make_room(1)
+        if told.number == 2:
+            make_room(2)
+        time.sleep(0 if told.number == 3 else 100)
+        """,
+    )
+    _, err = process.communicate(timeout=SECS)
+    assert process.returncode == 0, err
+    memberships = [(row["membership"], row["of"]) for row in log_of(tmp_path)]
+    assert sorted(memberships) == [(1, 2), (1, 2), (2, 1), (3, 2), (3, 2)]
+    assert "failed first, as Ray has lost its actor; the others were stopped." in err
+    assert "membership 3 has 2 of 2 workers: there are places for more." in err
 
 
-def test_the_first_signal_is_passed_on_and_the_second_is_not_waited_for():
-    actor, ray = Actor(None), Ray()
-    ray.after[3] = lambda: actor.end(75)
-    assert run(actor, ray=ray, signals=[signal.SIGINT]) == 75
-    assert actor.signals == [signal.SIGTERM] and actor.starts == 1
-    assert run(Actor(None), signals=[signal.SIGINT, signal.SIGINT]) == 130
+def test_sigterm_to_the_launcher_lets_all_workers_save_and_leave(start, tmp_path):
+    process = start("--workers=2", "signal.signal(15, lambda *_: sys.exit(75)); note(); time.sleep(100)")
+    ends_at = time.monotonic() + SECS
+    while len(log_of(tmp_path)) < 2:
+        assert time.monotonic() < ends_at and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=SECS)
+    assert process.returncode == 75 and "SIGTERM, the workers are asked to end; again to kill them." in err
 
 
-def test_without_ray_a_sentence_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert launch.main(["--ray", "--workers=1:2", __file__, "--workdir=runs/digits"]) == 2
-    assert "--ray was given, but Ray is not installed: pip install 'distloop[ray]'." in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        ("raise ImportError", "--ray was given, but Ray is not installed: pip install 'distloop[ray]'."),
+        (
+            "def init(): raise ConnectionError('no answer')",
+            "Ray cannot be reached (no answer): start a cluster, or unset RAY_ADDRESS to start a local one.",
+        ),
+    ],
+)
+def test_a_ray_that_is_missing_or_does_not_answer_is_one_sentence(module, sentence, tmp_path, monkeypatch, capsys):
+    (tmp_path / "ray.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert launch.main(["--ray", "--workers=1:2", __file__]) == 2
+    assert capsys.readouterr().err == f"distloop.launch: {sentence}\n"
+    sys.modules.pop("ray", None)
