@@ -25,6 +25,15 @@ class Cluster:
     addresses: tuple[str, ...]  # host:port of each worker, the chief first
     index: int  # of this worker
 
+    def bypass_proxies(self) -> None:
+        """Makes gRPC, which TensorFlow uses, connect to the workers themselves where the environment names a proxy.
+
+        A proxy would not reach 127.0.0.1, and would see the values; gRPC reads the variable at each connection.
+        """
+        others = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+        hosts = [split_address(address)[0] for address in self.addresses]
+        os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys([*filter(None, others.split(",")), *hosts]))
+
 
 def find_secret() -> str:
     """Returns what the workers share to sign their messages, from DISTLOOP_SECRET; "" if it is not set.

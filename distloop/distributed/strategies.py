@@ -264,6 +264,7 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     # The heartbeat ends the run before TensorFlow does, and knows whom to name.
     silence_secs = max(_TENSORFLOW_SILENCE_SECS, 2 * config.hang_timeout) if config.hang_timeout else _NO_LIMIT_SECS
     heartbeat.phase = JOINING
+    cluster.bypass_proxies()
     try:
         with (
             tensorflow_internals.local_devices(device_type, count),

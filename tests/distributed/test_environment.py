@@ -245,3 +245,18 @@ def test_tasks_of_a_slurm_step_join_stop_on_sigterm_and_leak_no_threads(monkeypa
     assert codes == [0, 0], [(tmp_path / f"errors{i}.txt").read_text() for i in range(2)]
     outputs = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
     assert outputs == [f"{i} [10.0, 11.0] True True\n" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "a,b,fd00::1"),
+        ({"no_proxy": "localhost,b"}, "localhost,b,a,fd00::1"),
+        ({"no_proxy": "localhost", "no_grpc_proxy": "c"}, "c,a,b,fd00::1"),  # of two, gRPC reads the second alone
+    ],
+)
+def test_workers_are_reached_without_the_proxy_of_the_environment(variables, expected, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    environment.Cluster(("a:1", "b:1", "b:2", "[fd00::1]:1"), 0).bypass_proxies()
+    assert os.environ["no_grpc_proxy"] == expected
