@@ -98,8 +98,8 @@ class FromCallback(Action):
 
     def _restore(self, changed: Mapping[str, Any]) -> None:
         """Sets the attributes that had changed, and the others to what they are set to when the callback is made."""
-        changed = copy.deepcopy({**changed})
-        others = {*changed.pop(_OTHERS, ())}
+        others = {*changed.get(_OTHERS, ())}
+        changed = {name: copy.deepcopy(value) for name, value in changed.items() if name != _OTHERS}
         unchanged = {n: v for n, v in self._settings.items() if n not in others and hasattr(self._callback, n)}
         vars(self._callback).update({**copy.deepcopy(unchanged), **changed})
 
@@ -202,4 +202,4 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
     action = getattr(callback, "_distloop_action", None)  # of an earlier call: the counters are the callback's
     if action is None or action.every != period:
         action = callback._distloop_action = FromCallback(callback, period)
-    return action  # type: ignore[no-any-return]
+    return action
