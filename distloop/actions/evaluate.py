@@ -53,8 +53,9 @@ class Evaluation:
             raise ValueError(
                 f"Evaluation was given every={durations.shown(self.every)}: give {durations.ALLOWED}, or None."
             )
-        batches = durations.whole_number(self.batches)
-        if not isinstance(self.batches, numbers.Integral) or batches is None or batches < 0:
+        given: Any = self.batches
+        batches = durations.whole_number(given) if isinstance(given, numbers.Integral) else None
+        if batches is None or batches < 0:
             raise ValueError(
                 f"Evaluation was given batches={durations.shown(self.batches)}; give a whole number, 0 for all."
             )

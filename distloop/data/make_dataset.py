@@ -154,7 +154,7 @@ def _make_reader(
 ) -> tuple[ArrayRows | SourceRows, example_map.TracedMap | None]:
     """Returns the reader of a source, and what applies `map_fn` to a batch of it, if TensorFlow does."""
     is_of_rows = lengths is not None and hasattr(source, "__len__") and lengths.shape == (len(source),)
-    is_of_rows = is_of_rows and lengths.dtype.kind in "iu"
+    is_of_rows = is_of_rows and lengths is not None and lengths.dtype.kind in "iu"
     extremes = [int(np.argmin(lengths)), int(np.argmax(lengths))] if lengths is not None and is_of_rows else []
     is_columns = is_arrays(source) and not (isinstance(source, list) and is_of_rows)
     arrays = source.as_arrays() if isinstance(source, Mixture) else source if is_columns else None

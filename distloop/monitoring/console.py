@@ -121,8 +121,8 @@ class Console:
         is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
         cause, share = timing.bottleneck(metrics)
         self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if is_old and cause != "step" else []
-        shown = {name: value for name, value in metrics.items() if self._is_shown(name, value)}
-        shown = {name: f"{printable(name, '')} {show_number(value)}" for name, value in shown.items()}
+        items = [(name, value) for name, value in metrics.items() if self._is_shown(name, value)]
+        shown = {name: f"{printable(name, '')} {show_number(value)}" for name, value in items}
         if self._live is None:
             self._print([*about, *shown.values(), *speed, *self._bottleneck, *left])
             return
@@ -206,7 +206,7 @@ class Console:
             rows.append((name, show_number(series.last), best, at))
         training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
         rows += [(name, show_number(v), "", "") for name, v in training.items() if self._is_shown(name, v)]
-        return [(printable(name, ""), *numbers) for name, *numbers in rows]
+        return [(printable(name, ""), last, best, at) for name, last, best, at in rows]
 
     def _progress(self, step: int) -> list[str]:
         """Returns the words about how far the run is; the share of its steps is for the display alone."""

@@ -340,8 +340,8 @@ def _from_rows(
         until = saved["until"]
     files = (os.path.join(path, file) for file in ("metrics.jsonl", memory_file.FILE))
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(next(filter(os.path.isfile, files)))
-    silent_secs, step = max(0.0, time.time() - since), saved.get("step")
-    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, [], saved_step=step)
+    silent_secs = max(0.0, time.time() - since)
+    return Run(name, path, rows, incidents, settings, until, reason, silent_secs, [], saved_step=saved.get("step"))
 
 
 def _read_end(directory: str, warn: Callable[[str], None]) -> dict[str, Any]:

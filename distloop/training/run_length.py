@@ -6,6 +6,8 @@
 It does not know who acts at the end.
 """
 
+from typing import Any
+
 from distloop import durations
 from distloop.config import Config
 from distloop.data.source import Source
@@ -67,7 +69,7 @@ def make_units(source: Source, length: int | str) -> Units:
     return units
 
 
-def as_settings(length: int | str) -> dict[str, int | str]:
+def as_settings(length: int | str) -> dict[str, Any]:
     """Returns a length as the settings of `Config` that have one: `steps`, `epochs` and `until`, all but one unset."""
     amount, unit = parse(length)
     is_count = unit in ("steps", "epochs") and amount.is_integer()
