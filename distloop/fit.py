@@ -218,7 +218,7 @@ class Fit:
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
         if console is not None:
-            console.summarize(self.clock)
+            console.summarize(self.clock, self.source.against_waiting)
 
     def _go_back(self, diverged: Diverged) -> None:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""

@@ -30,6 +30,7 @@ class Feed:
         resume: a sentence: how a run that is resumed gets to its place.
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself, as it seeks or cannot start again.
+        against_waiting: what to try where steps wait for the data.
         oldest_place: returns the first batch whose state may still be asked for.
     """
 
@@ -55,7 +56,7 @@ class Feed:
         self.element_spec = _element_spec(batches)
         sizes = {array.shape[0] if array.ndim else None for batch in batches for array in tf.nest.flatten(batch)}
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
-        self.resume = reader.resume
+        self.resume, self.against_waiting = reader.resume, reader.against_waiting
         self._has_states = peeked[0][1] is not None
         self.seeks = reader.seeks or self._has_states
         self.goes_on = self.seeks or not reader.restarts

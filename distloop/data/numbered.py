@@ -110,6 +110,15 @@ class NumberedDataset(tf.data.Dataset):
         """Returns how the source differs from that of a fingerprint; None: it does not know."""
         return getattr(self._reader, "describe_change", None)
 
+    @property
+    def against_waiting(self) -> str:
+        """What to try where steps wait for the data."""
+        if not getattr(self._reader, "is_in_memory", False):
+            return "a faster disk, examples of fewer bytes, or less work in the source's __getitem__ and map_fn"
+        if self._apply is not None or self._maps:
+            return "less work in map_fn, or a part of it in the model"
+        return "a smaller dtype of the arrays, such as uint8 or float16, which the model casts, or smaller examples"
+
     def first_pass_again(self) -> "NumberedDataset":
         """Returns the dataset of which every epoch repeats the first one."""
         return self._with(order=replace(self.order, is_one_epoch=True))
@@ -233,6 +242,7 @@ class NumberedFeed:
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself.
         share: the rows that this worker reads; None: all.
+        against_waiting: what to try where steps wait for the data.
         oldest_place: unused; a `Feed` needs it for its states.
     """
 
@@ -249,6 +259,7 @@ class NumberedFeed:
         self.batch_size = data.order.largest_batch
         self.share: Share | None = None
         self.oldest_place: Callable[[], int] = lambda: 0
+        self.against_waiting = data.against_waiting
         self._data, self._repeat = data, repeat
 
     def read_share(self, share: Share) -> None:

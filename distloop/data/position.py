@@ -53,7 +53,8 @@ def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mappi
     if "order" in place:
         raise _is_other_data("it is that of data by number, such as arrays, and the data given is of another kind")
     names = ("batch_size", "batches_per_epoch")
-    (saved_size, saved_count), (size, count) = ([side.get(name) for name in names] for side in (place, facts))
+    sides: list[list[Any]] = [[side.get(name) for name in names] for side in (place, facts)]
+    (saved_size, saved_count), (size, count) = sides
     if place.get("workers") != facts.get("workers"):
         return place
     is_sized = bool(saved_size and size)

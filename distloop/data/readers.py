@@ -37,6 +37,7 @@ class Reader(NamedTuple):
         resume: how a run that is resumed gets to its place.
         seeks: whether it does so without reading what comes before.
         restarts: whether the data can be read more than once.
+        against_waiting: what to try where steps wait for the data.
     """
 
     read: Callable[[int, Any, bool], Iterator[tuple[Any, Any]]]
@@ -45,6 +46,10 @@ class Reader(NamedTuple):
     resume: str
     seeks: bool = False
     restarts: bool = True
+    against_waiting: str = (
+        "more workers if it is a loader that has some, less work for a batch, or distloop.make_dataset(source, "
+        "batch_size), which reads examples in threads"
+    )
 
 
 class _Rest(keras.utils.PyDataset):
@@ -100,7 +105,8 @@ def read_py_dataset(data: keras.utils.PyDataset, shuffle_seed: int | None) -> Re
 
     count = math.inf if data.num_batches is None else data.num_batches
     resume = "a resumed run calls on_epoch_end for each epoch before its place, and is at its place at once"
-    return Reader(read, peek, count, resume, seeks=True)
+    faster = "a larger workers= of the PyDataset, use_multiprocessing=True, or less work in its __getitem__"
+    return Reader(read, peek, count, resume, seeks=True, against_waiting=faster)
 
 
 def _in_background(rest: _Rest, data: keras.utils.PyDataset) -> Iterator[Any]:

@@ -176,6 +176,11 @@ class Source:
             self._feed.read_share(Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows))
 
     @property
+    def against_waiting(self) -> str:
+        """What to try where steps wait for the data; empty for a `tf.data.Dataset`."""
+        return "" if self._feed is None else self._feed.against_waiting
+
+    @property
     def reads_own_rows(self) -> bool:
         """Whether this worker reads the rows of its own replicas alone."""
         return isinstance(self._feed, NumberedFeed) and self._feed.share is not None
@@ -305,8 +310,10 @@ class Source:
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Reads the same data up to the place of `save_position`, on any number of replicas."""
-        is_by_number = isinstance(self._feed, NumberedFeed)
-        position = self._feed.convert(position) if is_by_number else convert_batches(position, self._facts(position))
+        if isinstance(self._feed, NumberedFeed):
+            position = self._feed.convert(position)
+        else:
+            position = convert_batches(position, self._facts(position))
         self._may_go_back |= self._iterator is not None and not self.layout.is_split
         self.batches_taken = taken = position["batches"]
         self.is_astray = False

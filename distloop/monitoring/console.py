@@ -166,11 +166,12 @@ class Console:
             self._draw()
             self._live.stop()
 
-    def summarize(self, clock: timing.Clock) -> None:
+    def summarize(self, clock: timing.Clock, against_waiting: str = "") -> None:
         """Prints the closing summary: last and best metrics, time by phase, and a hint if there is one.
 
         Args:
             clock: the run's clock.
+            against_waiting: as for `Clock.advice`.
         """
         seconds = clock.seconds()
         total = sum(seconds.values())
@@ -190,7 +191,7 @@ class Console:
             lines[_MAX_METRICS + 1 :] = [left_out] if left_out else []
             for text in [*lines, *filter(None, [timing.show_shares(seconds)])]:
                 print(f"distloop: {text}", file=self._console.file)
-        if advice := clock.advice():
+        if advice := clock.advice(against_waiting):
             # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
             self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)
         self._console.file.flush()

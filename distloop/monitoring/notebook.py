@@ -76,11 +76,12 @@ class NotebookConsole(Console):
         """Draws the last numbers."""
         self._update(at_once=True)
 
-    def summarize(self, clock: timing.Clock) -> None:
+    def summarize(self, clock: timing.Clock, against_waiting: str = "") -> None:
         """Puts how the run ended, and where its time went, in place of the progress.
 
         Args:
             clock: the run's clock.
+            against_waiting: unused, as there is no hint in a cell.
         """
         seconds = clock.seconds()
         total = sum(seconds.values())

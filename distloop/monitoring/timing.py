@@ -20,8 +20,8 @@ VERDICT_SECS = 10.0  # shorter runs get no verdict on their speed and no hint
 _MIN_SHARE = 0.2  # of the time, for a hint
 _LEAST_SHARE = 0.01  # of the time, for a phase to be shown
 
+_TF_DATA = "cache() the dataset, prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE)"
 _ADVICE = {
-    "input": "cache() the dataset, prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE)",
     "evaluation": "a larger eval_every, or larger batches to evaluate on",
     "saving": "a larger checkpoint_every, or a faster disk for the workdir",
     "logging": "a larger log_every",
@@ -83,10 +83,13 @@ class Clock:
         seconds["other"] = seconds.pop("other", 0.0) + max(0.0, unseen)
         return seconds
 
-    def advice(self) -> str | None:
+    def advice(self, against_waiting: str = "") -> str | None:
         """Returns a hint if input or host work took over 20 % of the run, else None.
 
         The first time of each phase does not count: it includes tracing, which no setting avoids.
+
+        Args:
+            against_waiting: what makes data of this kind faster; empty: it is a `tf.data.Dataset`.
         """
         seconds = self.seconds()
         training = sum(seconds.values()) - seconds["start-up"]
@@ -103,7 +106,7 @@ class Clock:
         if max(input_share, host_share) <= _MIN_SHARE:
             return None
         if input_share >= host_share:
-            return f"{show_share(input_share)} of the time went by waiting for data: try {_ADVICE['input']}."
+            return f"{show_share(input_share)} of the time went by waiting for data: try {against_waiting or _TF_DATA}."
         name = max(between, key=lambda phase: between[phase])
         what = _ADVICE.get(name, f"a larger `every` of {name}")
         most = "" if name == "other" else f", most of it in {name}"

@@ -2,6 +2,7 @@
 
 import tempfile
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -306,3 +307,27 @@ def test_only_data_by_number_is_read_in_part_by_each_of_several_workers(data, is
     source._num_workers = 2
     source.set_microbatches(1)
     assert source.reads_own_rows == is_by_number
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.zeros([4, 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        (np.zeros([8, 2]), "a smaller dtype of the arrays"),
+        (make_dataset(np.zeros([8, 2]), 4, map_fn=lambda row, seed: row + 1), "less work in map_fn"),
+        (make_dataset([[1.0, 2.0]] * 8, 4), "a faster disk"),
+        (Batches(), "workers= of the PyDataset"),
+        (lambda: iter([np.zeros([4, 2])] * 2), "distloop.make_dataset(source, batch_size)"),
+        (tf.data.Dataset.range(8).batch(4), ""),
+    ],
+)
+def test_what_to_try_against_waiting_fits_the_kind_of_data(data, advice):
+    found = Source(data, ONE, batch_size=4).against_waiting
+    assert advice in found and bool(advice) == bool(found) and "cache()" not in found

@@ -108,6 +108,7 @@ def test_a_slow_input_has_a_hint(now):
     clock.loop(1000.0, 1060.0, 30.0)
     now[0] = 1060.0
     assert clock.advice().startswith("50 % of the time went by waiting for data: try cache()")
+    assert clock.advice("more workers").endswith("by waiting for data: try more workers.")
 
 
 @pytest.mark.parametrize(
