@@ -20,6 +20,11 @@ _KEY = re.compile(  # a value of a query, such as ?token=...
 _with_password: dict[str, str] = {}  # by "scheme://user@host", in this process
 
 
+def absolute(path: str) -> str:
+    """Returns a path that a change of the current directory does not move; a URL, or nothing, as it is."""
+    return path if not path or is_url(path) else os.path.join(os.getcwd(), path)
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path goes through fsspec."""
     return "://" in os.fspath(path)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from distloop import durations
 from distloop.actions.schedule import Plan
-from distloop.distributed.preemption import Interrupted
+from distloop.distributed.preemption import Interrupted, interrupted_together
 from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.timing import Clock
@@ -280,7 +280,7 @@ class _Boundary:
         report = self.report
         self._called.append(action)
         try:
-            with self._clock.phase(phase_of(action)):
+            with self._clock.phase(phase_of(action)), interrupted_together(report.step):
                 returned = action(replace(report, metrics=dict(report.metrics))) or {}
         except StopTraining as stop:
             if member(action, "only_writes") and report.state is not None and int(report.state.step) > report.step:

@@ -11,11 +11,14 @@ Damage is what was read and is not what was written. An error of the disk or of 
 stale handle of NFS, no permission, no memory) says nothing about the checkpoint, and is never taken for damage.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import re
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -28,6 +31,7 @@ from distloop.variables import count_unnamed
 _FORMAT = 2  # format 1 has no checksum of the index
 _MANIFEST, _VARIABLES = "manifest.json", "variables"
 _INDEX = f"{_VARIABLES}.index"
+_PLAIN = re.compile(r"[^*?\[\]\\{}\x00-\x1f\x7f\ud800-\udfff]+")
 _PAUSES_SECS = (0.1, 1.0)  # before a read that failed is tried again
 # What an operating system says of files that are not there, and TensorFlow of content that it cannot read.
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -53,6 +57,20 @@ def is_checkpoint(path: str) -> bool:
     return os.path.exists(os.path.join(path, _MANIFEST))
 
 
+@contextlib.contextmanager
+def plain_path(path: str) -> Iterator[str]:
+    """Yields a path to a directory, or to one that is yet to be made, whose letters TensorFlow takes as they are.
+
+    It reads a checkpoint's path as a pattern, and texts as UTF-8: where a path has such letters, a link stands for it.
+    """
+    if _PLAIN.fullmatch(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="distloop-") as directory:
+        os.symlink(os.path.abspath(path), link := os.path.join(directory, "link"))
+        yield link
+
+
 def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
     """Writes the files of a checkpoint.
 
@@ -63,9 +81,9 @@ def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], note
         notes: a dict that JSON can represent.
     """
     os.mkdir(directory)
-    with tf.device(HOST):
+    with plain_path(directory) as plain, tf.device(HOST):
         tf.raw_ops.SaveV2(
-            prefix=os.path.join(directory, _VARIABLES),
+            prefix=os.path.join(plain, _VARIABLES),
             tensor_names=list(values),
             shape_and_slices=[""] * len(values),
             tensors=list(values.values()),
@@ -97,9 +115,9 @@ def load(path: str) -> Saved:
     def read() -> Saved:
         manifest = read_manifest(path)
         entries = manifest["entries"]
-        with tf.device(HOST):
+        with plain_path(path) as plain, tf.device(HOST):
             tensors = tf.raw_ops.RestoreV2(
-                prefix=os.path.join(path, _VARIABLES),
+                prefix=os.path.join(plain, _VARIABLES),
                 tensor_names=list(entries),
                 shape_and_slices=[""] * len(entries),
                 dtypes=[tf.as_dtype(entry["dtype"]) for entry in entries.values()],

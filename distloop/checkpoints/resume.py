@@ -22,11 +22,20 @@ from distloop import flags
 from distloop.actions.action import Action, Report
 from distloop.actions.action_state import RunStates
 from distloop.checkpoints.best import BEST, load_best
-from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
+from distloop.checkpoints.checkpoint import Saved
 from distloop.checkpoints.disk_watch import DiskWatch
+from distloop.checkpoints.loading import (
+    has_later,
+    is_of_another_model,
+    load_from,
+    load_newest,
+    names,
+    require_same_virtual_replicas,
+    would_be_replaced,
+)
 from distloop.checkpoints.memory_copies import MemoryCopies
 from distloop.checkpoints.rollback import Rollback, gave_up
-from distloop.checkpoints.store import Checkpoints, follow, in_workdir
+from distloop.checkpoints.store import follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
@@ -58,18 +67,15 @@ class RunCheckpoints:
             state: what training changes.
             config: `workdir` and the settings about checkpoints are read.
         """
-        self._state = state
-        self._saved_state = SavedState(state)
+        self._state, self._saved_state = state, SavedState(state)
         self._config = config
         self._is_chief = workers.is_chief(state.strategy)
-        heartbeat = workers.heartbeat_of(state.strategy)
-        fail = heartbeat.fail if heartbeat is not None else lambda _: None
-        hang_timeout = config.hang_timeout if self._is_chief else 0.0  # the others write nothing
         local = config.local_workdir
-        self.disk_watch = DiskWatch(os.path.join(local, "checkpoints"), hang_timeout, fail)
+        self.disk_watch = _disk_watch(state.strategy, local, config.hang_timeout if self._is_chief else 0.0)
         self._gather = gather = functools.partial(workers.gather, state.strategy)
         self._workdir = workdir = Workdir(config, workers.Workers(state.strategy))
-        self.lock = WorkersLock(local, self._is_chief, gather, finish=lambda: checkpoints.wait(), outer=workdir)
+        finish, saved = lambda: checkpoints.wait(), None if local != config.workdir else lambda: names(checkpoints)
+        self.lock = WorkersLock(local, self._is_chief, gather, finish=finish, outer=workdir, saved=saved)
         watch, verify = self.disk_watch.over, self.lock.verify
         self.costs: dict[str, float] = {}
         checkpoints = in_workdir(local, config.keep_checkpoints, watch=watch, verify=verify, costs=self.costs)
@@ -83,7 +89,7 @@ class RunCheckpoints:
         self._run = Period()
         self.action_states = RunStates()
         self._rollback = Rollback(config.max_rollbacks)
-        self._load_newest = functools.partial(_load_newest, state.strategy, share=workdir.share)
+        self._load_newest = functools.partial(load_newest, state.strategy, share=workdir.share)
 
     def resume(self) -> None:
         """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
@@ -98,9 +104,9 @@ class RunCheckpoints:
         if not (self.is_new or self._shows_best):
             return
         if self.is_new and not self._config.resume and self._checkpoints.steps:
-            raise _would_be_replaced(self._config.workdir, self._checkpoints.steps[-1])
+            raise would_be_replaced(self._config.workdir, self._checkpoints.steps[-1])
         if (saved := self._load_newest(self._checkpoints)) is not None:
-            self._restore(_require_same_virtual_replicas(saved, self._state))
+            self._restore(require_same_virtual_replicas(saved, self._state))
             self.costs["restore_secs"] = time.monotonic() - began_at
 
     def restore(self, path: str | None) -> None:
@@ -117,7 +123,7 @@ class RunCheckpoints:
         if path == BEST:
             return self.restore_best()
         with self._workdir.reading(path) as local:
-            saved = _load(self._state.strategy, local)
+            saved = load_from(self._state.strategy, local)
         if saved is None:
             raise ValueError(
                 f"There is no checkpoint in {path!r}: give restore one, such as run/checkpoints/500, or a workdir."
@@ -139,11 +145,10 @@ class RunCheckpoints:
         """Restores each checkpoint that another process writes, as `store.follow`; yields its step.
 
         Raises:
-            ValueError: if there is no workdir, or a checkpoint is of another model or optimizer.
+            ValueError: if a checkpoint is of another model or optimizer.
             TimeoutError: as for `store.follow`.
         """
-        if self._checkpoints is None:
-            raise ValueError("There are no checkpoints to follow: give Config(workdir=...) the run's workdir.")
+        assert self._checkpoints is not None
         for saved in follow(self._checkpoints, done, poll_secs, timeout_secs):
             self._restore(saved)
             yield saved.step
@@ -172,12 +177,16 @@ class RunCheckpoints:
         last_run, self._source, self._loop, self._run = self._run, source, loop, run
         window, is_over, states = None, False, None
         if (saved := self._saved) is not None:
-            _require_same_virtual_replicas(saved, self._state)
+            require_same_virtual_replicas(saved, self._state)
             is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
             if not (begins and _is_end_of(saved, last_run)):
                 if not is_over and (source.is_astray or source.save_position() != saved.notes["input"]):
                     source.restore_position(saved.notes["input"])
                 states = saved.notes["actions"]
+            on_disk = None if is_over or self.stop_reason(run) else self._checkpoints
+            if on_disk is not None and has_later(self._state.strategy, on_disk, saved.step):
+                self.save()  # so the run has left the later ones before its first row
+                on_disk.join()
             window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
             loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
         self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
@@ -277,12 +286,13 @@ class RunCheckpoints:
 
     def _restore(self, saved: Saved) -> None:
         """Restores the variables from a checkpoint, at once or when the model is built."""
+        self.lock.look()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
         if different := self._saved_state.differences(saved.values):
             self._saved, self.is_new = None, True  # another try is refused again
-            raise _is_of_another_model(saved, different)
+            raise is_of_another_model(saved, different)
         self._saved_state.restore(saved.values)
         self._say(f"step {saved.step} restored from {saved.path}")
 
@@ -291,59 +301,16 @@ class RunCheckpoints:
             say(text)
 
 
-def _would_be_replaced(workdir: str, newest: int) -> ValueError:
-    """Returns the error of a workdir with checkpoints where none are to be restored."""
-    return ValueError(
-        f"resume=False was given, but workdir={workdir!r} holds checkpoints, the newest of step {newest}, which a new "
-        "run would replace: give another workdir, or resume=True."
-    )
-
-
-def _is_of_another_model(saved: Saved, different: Sequence[str]) -> ValueError:
-    """Returns the error of a checkpoint whose variables are others."""
-    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-    return ValueError(
-        f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); nothing "
-        "was restored: make the model as it was, or give another workdir."
-    )
+def _disk_watch(strategy: tf.distribute.Strategy, workdir: str, hang_timeout: float) -> DiskWatch:
+    """Returns the watch over a run's checkpoints; workers other than the chief, which write nothing, give 0 seconds."""
+    heartbeat = workers.heartbeat_of(strategy)
+    fail = heartbeat.fail if heartbeat is not None else lambda _: None
+    return DiskWatch(os.path.join(workdir, "checkpoints"), hang_timeout, fail)
 
 
 def _write_incident(state: TrainState, config: Config, incident: Mapping[str, Any]) -> None:
     if workers.is_chief(state.strategy):
         append_row(os.path.join(config.local_workdir, "incidents.jsonl"), incident)
-
-
-def _load(strategy: tf.distribute.Strategy, path: str) -> Saved | None:
-    """Loads a checkpoint, or the newest one of a workdir; None: there is none."""
-    if path and is_checkpoint(path):
-        return load(path)
-    return _load_newest(strategy, in_workdir(path)) if path else None
-
-
-def _load_newest(
-    strategy: tf.distribute.Strategy,
-    checkpoints: Checkpoints,
-    is_wanted: Callable[[Saved], bool] = lambda saved: True,
-    *,
-    share: Callable[[int], None] = lambda step: None,
-) -> Saved | None:
-    """Loads on every worker the checkpoint that the chief chooses; `share` brings it to the others."""
-    saved = checkpoints.load_newest(is_wanted) if workers.is_chief(strategy) else None
-    step = int(workers.gather(strategy, -1 if saved is None else saved.step)[0])
-    share(step)
-    return saved if workers.is_chief(strategy) or step < 0 else checkpoints.load(step)
-
-
-def _require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:
-    """Returns a checkpoint; refuses to train on from one of another number of virtual replicas. Old ones have none."""
-    trained, given = saved.notes.get("virtual_replicas", 0), state.virtual_replicas
-    if trained != given:
-        raise ValueError(
-            f"The checkpoint {saved.path!r} was trained with virtual_replicas={trained}, and {given} were given, with "
-            f"which a run has other bits: give virtual_replicas={trained}, or begin a new run in another workdir, "
-            "from these weights with init_from."
-        )
-    return saved
 
 
 def _has_length(notes: Mapping[str, Any], run: Period) -> bool:

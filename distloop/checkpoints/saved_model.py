@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from distloop.checkpoints import signatures
 from distloop.checkpoints.adapters import merged
+from distloop.checkpoints.checkpoint import plain_path
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
@@ -69,7 +70,8 @@ def write_saved_model(
     ):
         module.variables_served = [v for v in state.model_variables() if id(v) not in left_out]
         tf.saved_model.save(module, temporary, signatures=functions)
-        served = tf.saved_model.load(temporary).signatures
+        with plain_path(temporary) as plain:
+            served = tf.saved_model.load(plain).signatures
         for name, function in functions.items():
             with state.random_streams.preserved():
                 _compare(name, served[name], function, list(specs_read[name].values()))

@@ -5,7 +5,6 @@ It writes `evaluations/<name>.jsonl` and `<name>/` for TensorBoard beside the ru
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Mapping
 
 import tensorflow as tf
@@ -15,7 +14,9 @@ from distloop.config import Config
 from distloop.distributed import workers
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import read_steps
+from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.monitoring.timing import unix_time
 from distloop.urls import is_url
 
 
@@ -23,13 +24,15 @@ def check(config: Config, strategy: tf.distribute.Strategy) -> None:
     """Checks that this process can follow another one's run.
 
     Raises:
-        ValueError: if there are several workers, or the workdir is a dry run's or a URL.
+        ValueError: if there are several workers, or there is no workdir, or it is a dry run's or a URL.
     """
     if workers.num_workers(strategy) > 1:
         raise ValueError(
             "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same moment: "
             "call it in one process beside them, without TF_CONFIG."
         )
+    if not config.workdir:
+        raise ValueError("There are no checkpoints to follow: give Config(workdir=...) the run's workdir.")
     if is_url(config.workdir):
         raise ValueError(
             f"evaluate_checkpoints was called with workdir={config.workdir!r}, and it follows a run on a disk: give "
@@ -63,15 +66,28 @@ def evaluate_checkpoints(
 
     Returns:
         Step -> name -> number, of the checkpoints that were evaluated now.
+
+    Raises:
+        ValueError: if another process evaluates under this name.
     """
     path = os.path.join(workdir, "evaluations", f"{name}.jsonl")
     measured: dict[int, dict[str, float]] = {}
+    lock = RunLock(os.path.dirname(path), f"run.lock.{os.path.basename(name)}")
     with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except ValueError as error:
+            raise ValueError(
+                f"name={name!r} was given to evaluate_checkpoints, and another process writes its rows ({error}): give "
+                "another name, or end that process."
+            ) from error
         for step in checkpoints.follow(read_steps(path), poll_secs, timeout_secs):
             measured[step] = dict(evaluate())
             if len(measured) == 1:  # no file is made before there is a row for it
                 summaries = stack.enter_context(contextlib.closing(SummaryWriter(workdir, [name])))
                 rows = stack.enter_context(contextlib.closing(JsonWriter(path)))
             for writer in (summaries, rows):
-                writer.write(step, {f"{name}/{key}": value for key, value in measured[step].items()}, time.time())
+                writer.write(step, {f"{name}/{key}": value for key, value in measured[step].items()}, unix_time())
+                lock.verify()
+                writer.flush()
     return measured

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.checkpoints.checkpoint import is_checkpoint, load
+from distloop.checkpoints.checkpoint import is_checkpoint, load, plain_path
 from distloop.checkpoints.store import in_workdir
 from distloop.errors import first_line
 from distloop.optimizers import keras_hooks
@@ -126,9 +126,10 @@ def _read_local(path: str, model: Any) -> Mapping[str, Any]:
             return {name: file[old] for old, name in count_unnamed(file.files).items()}
     if os.path.isdir(path):
         return _read_checkpoint(path)
-    reader = tf.train.load_checkpoint(path)
-    names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
-    return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in sorted(names)}
+    with plain_path(os.path.dirname(path) or ".") as plain:
+        reader = tf.train.load_checkpoint(os.path.join(plain, os.path.basename(path)))
+        names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
+        return {name.removesuffix(_SUFFIX): reader.get_tensor(name) for name in sorted(names)}
 
 
 def _read_keras_file(path: str, model: Any) -> Mapping[str, Any]:

@@ -102,9 +102,8 @@ class Source:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
         self.asked_for = asked_for
-        self.batches_taken, self.is_astray = 0, False
+        self._strategy, self.batches_taken, self.is_astray = strategy, 0, False
         self.skipped_batches: set[int] = set()
-        self._strategy = strategy
         self._repeat, self._steps_per_epoch = repeat, steps_per_epoch
         self._num_workers = workers.num_workers(strategy)
         self._as_dataset = functools.partial(as_dataset, batch_size=batch_size, shuffle_seed=shuffle_seed)
@@ -254,8 +253,8 @@ class Source:
         """Returns the iterator, at the place where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
-        elif self.is_astray and (self._feed is None or self.seeks or not self._feed.goes_on):
-            self.restore_position(self.save_position())  # a loop failed, and `fit` was called again
+        elif self.is_astray and (self._feed is None or self.seeks or not self._feed.goes_on):  # since another `fit`
+            self.restore_position(self.save_position())
         self.behind.skip()
         return self._iterator
 

@@ -9,12 +9,14 @@ second count as one: schedulers signal every process, and a launcher passes its 
 handlers that the process had before, and shares nothing with it. It does not know what is saved.
 """
 
+import contextlib
 import math
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WORDS: dict[int, tuple[str, str]] = {signal.SIGTERM: ("Send", "SIGTERM"), signal.SIGINT: ("Press", "Ctrl-C")}
 
 _entered: list["StopRequests"] = []  # of this process, the outermost first
+_live: list["StopRequests"] = []  # and those that catch no signals: all runs stop for one
 _forking = threading.local()  # the signals that the forking thread blocked before the fork
 
 
@@ -42,6 +45,17 @@ class Interrupted(Exception):
         """Keeps whether there is something to save beside the reason."""
         super().__init__(reason)
         self.has_trained = has_trained
+
+
+@contextlib.contextmanager
+def interrupted_together(step: int) -> Iterator[None]:
+    """Raises Interrupted where a fit within this one has been interrupted: both are saved, and the process leaves."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != EXIT_CODE:
+            raise
+        raise Interrupted(f"Interrupted at step {step} with a fit that an action has begun") from None
 
 
 class StopRequests:
@@ -81,6 +95,7 @@ class StopRequests:
         return self._signal is None and time.monotonic() >= self._deadline
 
     def __enter__(self) -> "StopRequests":
+        _live.append(self)
         if self._catch_signals and threading.current_thread() is threading.main_thread():
             # While TensorFlow computes, Python calls no handler, but it writes a byte for each signal at once.
             self._read_end, self._write_end = os.pipe()
@@ -94,6 +109,7 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _live.remove(self)
         if self in _entered:  # not in a forked child
             self._restore()  # closing the write end ends the thread, which closes the read end
 
@@ -115,7 +131,8 @@ class StopRequests:
             if self._signal is not None and self._may_quit:
                 _leave(128 + number)
             verb, name = _WORDS[number]
-            self._signal = f"by {name}"
+            for requests in tuple(_live):
+                requests._signal = f"by {name}"
             notes.tell(leaves=True)
             if self._may_quit:
                 output.say(f"distloop: Stopping: {self.plan}. {verb} {name} again to quit now.", 0.1)

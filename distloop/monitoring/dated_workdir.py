@@ -11,7 +11,7 @@ import json
 import os
 import time
 
-from distloop import flags
+from distloop import flags, urls
 from distloop.config import Config
 from distloop.distributed.workers import Workers
 from distloop.monitoring import records, run_files, run_lock
@@ -24,11 +24,14 @@ _chosen: set[str] = set()  # by this process, whose `fit` makes the directory la
 
 
 def resolve(config: Config, workers: Workers) -> Config:
-    """Returns the settings with the date and time in place of `{time}` in the workdir, the same on all workers."""
-    if TIME not in config.workdir:
-        return config
-    workdir = workers.broadcast(_choose(config) if workers.is_chief else None)
-    return dataclasses.replace(config, workdir=workdir)
+    """Returns the settings with the date and time in place of `{time}` in the workdir, the same on all workers.
+
+    The workdir and `init_from` are absolute: a program that changes its directory goes on in the same one.
+    """
+    workdir = config.workdir
+    if TIME in workdir:
+        workdir = workers.broadcast(_choose(config) if workers.is_chief else None)
+    return dataclasses.replace(config, workdir=urls.absolute(workdir), init_from=urls.absolute(config.init_from))
 
 
 def _choose(config: Config) -> str:

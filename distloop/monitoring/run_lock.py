@@ -75,10 +75,10 @@ class Look(NamedTuple):
 class RunLock:
     """The lock of a workdir; may be entered several times, one inside the other."""
 
-    def __init__(self, workdir: str):
-        """Touches no disk."""
+    def __init__(self, workdir: str, file: str = "run.lock"):
+        """Touches no disk; the file is another one for what is locked apart from the run."""
         self._workdir = workdir
-        self._path = os.path.join(workdir, "run.lock")
+        self._path = os.path.join(workdir, file)
         self._holder: Holder | None = None  # this process, while it holds the lock
         self._depth = 0
         self._mutex = threading.Lock()  # held while a thread of this process looks at the file or removes it

@@ -7,10 +7,10 @@ It does not know how a lock is held.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from distloop.monitoring.run_lock import RunLock
+from distloop.monitoring.run_lock import LockLost, RunLock
 
 
 class Outer:
@@ -36,6 +36,7 @@ class WorkersLock:
         gather: Callable[[bool], Any],
         finish: Callable[[], None] = lambda: None,
         outer: Outer | None = None,
+        saved: Callable[[], Collection[str]] | None = None,
     ):
         """Touches no disk.
 
@@ -45,18 +46,23 @@ class WorkersLock:
             gather: returns a truth of every worker, on every worker.
             finish: waits until nothing is being written; called before the lock is released.
             outer: is entered before the lock is taken, and left once it is released; all workers do so.
+            saved: returns the names of the run's checkpoints, to notice those that another process has made since this
+                one held the lock last; None: it is not noticed.
         """
         self._workdir = workdir
         self._lock = RunLock(workdir) if workdir and is_chief else None
         self._gather = gather
         self._finish = finish
         self._outer = outer or Outer()
+        self._saved = saved
+        self._seen: set[str] | None = None  # the names when this process looked last
+        self._depth = 0
 
     def __enter__(self) -> None:
         """Takes the lock, as `RunLock`; all workers call it.
 
         Raises:
-            ValueError: if the chief is refused.
+            ValueError: if the chief is refused, or another process has saved since it looked last.
         """
         if not self._workdir:
             return
@@ -66,6 +72,7 @@ class WorkersLock:
             try:
                 if self._lock is not None:
                     stack.enter_context(self._lock)
+                    self._check()
             except ValueError as error:
                 refusal = error
             if any(self._gather(refusal is not None)):
@@ -73,6 +80,7 @@ class WorkersLock:
                     f"The chief may not write to workdir={self._workdir!r}; its own message says why."
                 )
             stack.pop_all()  # keeps the lock
+            self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Releases the lock once nothing is being written.
@@ -88,9 +96,32 @@ class WorkersLock:
             if error is None:
                 raise
         finally:
+            self._depth -= 1
             if self._lock is not None:
+                with contextlib.suppress(LockLost, OSError):
+                    self._lock.verify()
+                    self.look()
                 self._lock.__exit__(kind, error, trace)
             self._outer.__exit__(kind, error, trace)
+
+    def look(self) -> None:
+        """Notes the names of the run's checkpoints: this process knows of them."""
+        if self._lock is not None and self._saved is not None:
+            with contextlib.suppress(OSError):
+                self._seen = set(self._saved())
+
+    def _check(self) -> None:
+        """Raises a ValueError if another process has saved meanwhile; a disk that cannot be read says so later."""
+        others: list[str] = []
+        with contextlib.suppress(OSError):
+            if self._saved is not None and self._seen is not None and not self._depth:
+                others = sorted(set(self._saved()) - self._seen)
+        if others:
+            raise ValueError(
+                f"Another process has saved {', '.join(others)} under workdir={self._workdir!r} since this one looked "
+                "last, and nothing was written: call restore() to go on from its newest checkpoint, or give another "
+                "workdir."
+            )
 
     def verify(self) -> None:
         """Checks that the chief still holds the lock, as `RunLock.verify`; other workers write nothing."""

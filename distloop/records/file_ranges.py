@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from distloop.urls import file_system, is_url, keep_password
+from distloop.urls import absolute, file_system, is_url, keep_password
 
 MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
 
@@ -156,7 +156,7 @@ def _matches(name: str) -> list[str]:
         infos = {} if exists else system.glob(name, detail=True)
         paths = [system.unstrip_protocol(path) for path, info in infos.items() if info["type"] == "file"]
     else:
-        name = os.path.expanduser(name)
+        name = absolute(os.path.expanduser(name))
         exists, is_directory = os.path.exists(name), os.path.isdir(name)
         paths = [] if exists else [path for path in glob.glob(name, recursive=True) if not os.path.isdir(path)]
     if is_directory:

@@ -162,7 +162,7 @@ class TrainLoop:
             rows = iter(self._run_to_boundary(source, step, until, actions))
             try:
                 for row in rows:
-                    step = self._count(source, step, row)
+                    step += _count(source, self._window, row)
                     if row.diagnosis is not None:
                         raise self._explain_failure(source, step, row.diagnosis)
                     if not self._is_boundary(step, until, actions):
@@ -171,7 +171,7 @@ class TrainLoop:
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
-                    step = self._count(source, step, row)
+                    step += _count(source, self._window, row)
                     if self._plan.is_due(self.log_every, step, until):
                         self._open_window()
             self._show_progress(step, "")
@@ -199,17 +199,10 @@ class TrainLoop:
         self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
         self._traced_for = None
 
-    def _count(self, source: Source, step: int, row: Row) -> int:
-        """Adds the steps of a row to the place in the data and to the window; returns the step after them."""
-        source.batches_taken += row.steps
-        self._window.add(row)
-        return step + row.steps
-
     def _run_to_boundary(self, source: Source, step: int, until: float, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
-        count = min(self._next_boundary(step, until, actions) - step, self._most_steps)
-        count = int(count if most_steps is None else min(count, most_steps))
+        count = int(min(self._next_boundary(step, until, actions) - step, self._most_steps, most_steps or np.inf))
         if self._halving is not None and self._halving.keep(source):
             self.trace_again()
         try:
@@ -227,14 +220,8 @@ class TrainLoop:
             is_single = self._profile is not None and self._profile.is_single(step)
             with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
                 secs = _LOOP_SECS if self._is_alone else np.inf  # each worker would end with another step
-                rows = self._compiled.run(
-                    source,
-                    count,
-                    self._plan.period(self.log_every).steps,
-                    executor=self._executor,
-                    is_single=is_single,
-                    secs=secs,
-                )
+                how: dict[str, Any] = {"executor": self._executor, "is_single": is_single, "secs": secs}
+                rows = self._compiled.run(source, count, self._plan.period(self.log_every).steps, **how)
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_place(int(self._state.step) - step)
             if not isinstance(error, tf.errors.OpError):
@@ -244,8 +231,7 @@ class TrainLoop:
                     self.trace_again()
                     return self._run_to_boundary(source, step, until, actions)
                 raise out_of_memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
-            explained = as_user_error(error) or explain_compile_error(self._step, error)
-            if explained is None:
+            if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is None:
                 raise
             raise explained from error
         workers.report_phase(self._state.strategy, "between two loops")
@@ -278,7 +264,8 @@ class TrainLoop:
         try:
             self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
         except Interrupted:
-            self.open_boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*self._plan.due_secs]}
+            due, is_last = [*self._plan.due_secs], int(self._state.step) == report.step  # else later steps are done
+            self.open_boundary = {"metrics": report.metrics, "time": report.time, "due_secs": due} if is_last else None
             raise
         if stop_reason:
             self.say(f"Stopped at step {report.step}: {stop_reason}.")
@@ -321,6 +308,13 @@ class TrainLoop:
         numbers = self._most_steps, time.monotonic() - self._started_at
         most_steps, self.secs = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers).tolist()
         self._most_steps = int(most_steps)
+
+
+def _count(source: Source, window: Window, row: Row) -> int:
+    """Adds the steps of a row to the place in the data and to the window; returns how many there are."""
+    source.batches_taken += row.steps
+    window.add(row)
+    return row.steps
 
 
 def _show_nothing(step: int, doing: str) -> None:

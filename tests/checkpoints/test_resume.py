@@ -261,6 +261,56 @@ def test_one_process_at_a_time_writes_to_a_workdir(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("looks_by", ["fit", "restore"])
+def test_a_run_that_another_process_has_trained_on_meanwhile_is_refused_and_its_work_stays(looks_by, tmp_path):
+    first, second = make_trainer(tmp_path), make_trainer(tmp_path)
+    first.fit(data(), steps=4)
+    if looks_by == "restore":
+        first = make_trainer(tmp_path)
+        first.restore()
+    second.fit(data(), steps=20)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    writes = [lambda: first.fit(data(), steps=8)] + [first.save] * (looks_by == "fit")
+    for write in writes:
+        with pytest.raises(ValueError, match="^Another process has saved 20 under workdir=.*: call restore"):
+            write()
+    changed = {path for path in tmp_path.rglob("*") if files.get(path) != path.stat().st_mtime_ns}
+    assert changed <= {tmp_path}  # in which the lock was
+    first.restore()
+    first.fit(data(), steps=24)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["20", "24", "4"]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_an_earlier_step_leaves_the_later_ones_before_it_cuts_their_rows(tmp_path):
+    def train(steps, restored=None, **settings):
+        trainer = make_trainer(tmp_path, steps_per_log=1, keep_checkpoints=9, **settings)
+        if restored is not None:
+            trainer.restore(tmp_path / "checkpoints" / restored)
+        trainer.fit(data(), steps=steps, actions=[Fails()] if restored else [])
+        return everything(trainer)
+
+    class Fails(distloop.Action):
+        every = 3
+
+        def __call__(self, report):
+            raise RuntimeError("before the first save")
+
+    def rows():
+        return [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    train(8, checkpoint_every=2)
+    with pytest.raises(RuntimeError, match="before the first save"):
+        train(8, restored="2")
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert names == ["2", "4.abandoned", "6.abandoned", "8.abandoned"]
+    again = train(10)
+    assert rows() == list(range(1, 11))
+    shutil.rmtree(tmp_path)
+    assert_equal(again, train(10))
+
+
+@pytest.mark.slow
 def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
     def generated():
         rows = classification(64)

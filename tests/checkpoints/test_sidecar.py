@@ -61,6 +61,45 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_second_process_under_the_name_of_an_evaluation_is_refused(tmp_path):
+    data = distloop.make_dataset(classification(67), 16)
+    distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))).fit(data, steps=4)
+    first, second = (distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))) for _ in range(2))
+    evaluate, refusals = first._eval_loop.evaluate, []
+
+    def also(*args):
+        with pytest.raises(ValueError, match="^name='test' was given .* another process writes its rows .*other name"):
+            second.evaluate_checkpoints(data)
+        refusals.append(1)
+        assert list(second.evaluate_checkpoints(data, name="other")) == [4]
+        return evaluate(*args)
+
+    first._eval_loop.evaluate = also
+    assert list(first.evaluate_checkpoints(data)) == [4] and refusals
+    assert sorted(os.listdir(tmp_path / "evaluations")) == ["other.jsonl", "test.jsonl"]  # no lock is left
+
+
+@pytest.mark.slow
+def test_the_row_of_a_checkpoint_is_on_the_disk_before_the_next_one_is_awaited(tmp_path):
+    data = distloop.make_dataset(classification(67), 16)
+    config = on(1, workdir=str(tmp_path), max_secs=1e-6, steps_per_loop=5)
+    with pytest.raises(SystemExit):
+        distloop.Trainer(classifier(), config).fit(data, steps=40)
+    other, rows = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))), []
+    follow = other._checkpoints.follow
+
+    def watched(*args):
+        for step in follow(*args):
+            yield step
+            rows.append((tmp_path / "evaluations" / "test.jsonl").read_text())
+
+    other._checkpoints.follow = watched
+    with pytest.raises(TimeoutError):
+        other.evaluate_checkpoints(data, poll_secs=0.05, timeout_secs=0.2)
+    assert json.loads(rows[0])["step"] == 5
+
+
+@pytest.mark.slow
 def test_following_a_run_that_does_not_go_on_times_out(tmp_path):
     data = distloop.make_dataset(classification(67), 16)
 
