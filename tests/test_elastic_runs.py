@@ -138,12 +138,12 @@ def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_pa
     variables = {
         "NEMESIS_LOG": log.path,
         "NEMESIS_STEP_SECS": "1",
-        "PYTHONPATH": rounds.ROOT,
+        "PYTHONPATH": os.pathsep.join([rounds.ROOT, os.environ.get("PYTHONPATH", "")]),
         "CUDA_VISIBLE_DEVICES": "-1",
     }
     for name, value in variables.items():  # for the nodes, from which the launchers have them
         monkeypatch.setenv(name, value)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     node = cluster.add_node(num_cpus=1)
     launcher = "-m distloop.launch --ray --workers=1:2 --grace_secs=5"

@@ -85,13 +85,9 @@ WITHOUT_TENSORFLOW |= {
     for name in "records run_files run_starts run_costs run_lock console text_tables curves timing deliveries".split()
 }
 WITHOUT_TENSORFLOW |= {
-    f"distributed.{name}"
-    for name in ("cores", "environment", "heartbeat", "liveness", "notes", "output", "preemption")
+    f"distributed.{name}" for name in ("cores", "environment", "heartbeat", "liveness", "notes", "output", "preemption")
 }
-WITHOUT_TENSORFLOW |= {
-    f"launcher.{name}"
-    for name in "children elastic membership ports processes ray_actors".split()
-}
+WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "children elastic membership ports processes ray_actors".split()}
 WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror staging tree".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
