@@ -60,8 +60,8 @@ def inheriting(parent: keras.Layer) -> Iterator[keras.Layer]:
     object each: where no layer of a model shares the model's, all are taken for such.
     """
     yield parent
-    children = {id(child): child for child in getattr(parent, "layers", None) or parent._layers}.values()
-    children = [child for child in children if not isinstance(child, keras.layers.InputLayer)]
+    unique = {id(child): child for child in getattr(parent, "layers", None) or parent._layers}.values()
+    children = [child for child in unique if not isinstance(child, keras.layers.InputLayer)]
     plain = [child for child in children if not isinstance(child, keras.Model)]  # files keep no policy of a model
     has_config = isinstance(parent, keras.Sequential) or hasattr(parent, "output_names")
     is_read = has_config and not any(child.dtype_policy is parent.dtype_policy for child in plain)

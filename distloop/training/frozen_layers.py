@@ -31,8 +31,8 @@ def frozen_layers(
         trained: the variables that they train, by `id`.
         paths: of the model's variables by `id`.
     """
-    patterns = [update.variables for update in updates]
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    patterns = [update.variables for update in updates if isinstance(update.variables, str)]
+    if len(patterns) < len(updates):
         return []
     frozen = []
     for layer in {id(part): part for top in layers for part in top._flatten_layers()}.values():
