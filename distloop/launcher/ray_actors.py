@@ -77,6 +77,7 @@ class Place:
         self._notes = _Relay()
         self._lines: list[tuple[int, bytes]] = []
         self._address = ""
+        self._failure: tuple[int, str] | None = None  # of a worker that could not start
 
     def start(self, arguments: Sequence[str], told: Membership, variables: dict[str, str], directory: str) -> None:
         """Starts a worker.
@@ -90,15 +91,18 @@ class Place:
         self._notes, self._lines = _Relay(), []
         if os.path.isdir(directory):
             os.chdir(directory)
-        self._worker = processes.Process(
-            told.worker,
-            [sys.executable, *arguments],
-            {**variables, **os.environ, **variables, **told._replace(pipe=self._notes.pipe).variables()},
-            cores=[],
-            guard=self._guard,
-            descriptors=[self._notes.write_end],
-            console=lambda number: _Lines(number, self._lines),
-        )
+        try:
+            self._worker = processes.Process(
+                told.worker,
+                [sys.executable, *arguments],
+                {**variables, **os.environ, **variables, **told._replace(pipe=self._notes.pipe).variables()},
+                cores=[],
+                guard=self._guard,
+                descriptors=[self._notes.write_end],
+                console=lambda number: _Lines(number, self._lines),
+            )
+        except OSError as error:  # no memory, or too many files
+            self._failure = 1, f"as it could not start ({error})"
 
     def look(self) -> Look:
         """Returns what is new, once there is something, or after half a second."""
@@ -109,7 +113,8 @@ class Place:
             self._address = f"{f'[{host}]' if ':' in host else host}:{ports.choose(1)[0]}"
         if self._worker is None:
             time.sleep(_IDLE_SECS)
-            return Look(self._address, [], [], None)
+            failure, self._failure = self._failure, None
+            return Look(self._address, [], [], failure)
         ends_at, end = time.monotonic() + _LOOK_SECS, None
         while not (self._lines or self._notes.come or end) and time.monotonic() < ends_at:
             end = self._wait(self._worker)
@@ -277,7 +282,8 @@ class Cluster:
         """Takes one answer, and asks again; for another actor in place of one that is lost."""
         try:
             found = self._ray.get(look)
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayError:
+            self.kill(place)  # if it is not gone
             found = Look("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
             self._actors[place] = self._remote.remote()
         with self.lock:

@@ -7,11 +7,11 @@ import time
 import types
 
 
-class RayActorError(Exception):
+class RayError(Exception):
     pass
 
 
-exceptions = types.SimpleNamespace(RayActorError=RayActorError)
+exceptions = types.SimpleNamespace(RayError=RayError)
 util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
 _placed = []  # actors, the first ones to stay
 _lock = threading.Lock()
@@ -43,7 +43,7 @@ class _Actor:
         if self._object is not None and self in _placed[_room() :]:
             kill(self)
         if self._is_dead.is_set():
-            raise RayActorError
+            raise RayError
         return getattr(self._object, name)(*arguments)
 
 

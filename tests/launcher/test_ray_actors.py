@@ -104,6 +104,15 @@ def test_a_node_that_goes_and_one_that_comes_change_the_number_of_workers(start,
     assert "membership 3 has 2 of 2 workers: there are places for more." in err
 
 
+def test_a_worker_that_cannot_start_ends_the_run_with_the_reason(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "from distloop.launcher import children\ndef start(*_): raise OSError('no memory')\nchildren.start = start"
+    )
+    process = start("--workers=1", "note()")
+    _, err = process.communicate(timeout=SECS)
+    assert process.returncode == 1 and "worker 0 failed, as it could not start (no memory)." in err
+
+
 def test_sigterm_to_the_launcher_lets_all_workers_save_and_leave(start, tmp_path):
     process = start("--workers=2", "signal.signal(15, lambda *_: sys.exit(75)); note(); time.sleep(100)")
     ends_at = time.monotonic() + SECS
