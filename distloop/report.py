@@ -25,8 +25,9 @@ this workdir ("-": it did not); and what the run took at most: of a GPU, or on
 CPUs by how much the process grew, traced functions included.
 
 `--prune` lists, with sizes, and removes after a question: checkpoints that are
-neither the newest nor the best, those that the run went back from, and exports
-numbered by step but for the last. Rows, settings and TensorBoard's files stay;
+neither the newest nor the best, those that the run went back from, exports
+numbered by step but for the last, and what killed runs whose workdirs are gone
+have left in this machine's memory. Rows, settings and TensorBoard's files stay;
 a run that is training is left as it is.
 
 Whether smaller or larger is better follows from a metric's name: smaller for
@@ -166,7 +167,7 @@ def _prune(runs: Sequence[Run], keep: int, *, is_agreed: bool) -> int:
         for run in runs:
             try:
                 lock = locks.enter_context(RunLock(run.path))
-                superfluous[lock] = prune.find(run.path, keep)
+                superfluous[lock] = prune.find(run.path, keep, with_memory=not superfluous)
             except (ValueError, OSError) as error:
                 _complain(f"{run.name} is left as it is: {error}")
                 is_any_left = True

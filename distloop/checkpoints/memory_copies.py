@@ -7,14 +7,17 @@
 
 Every worker has the whole state, so each host has a whole copy, and a run can do without any host but one. A copy is a
 checkpoint in a directory of /dev/shm, which outlives processes and not its host. `checkpoints/copies.json` in the
-workdir has the directory's name: of a workdir that was deleted, nothing comes back. It does not know when copies are
-due.
+workdir has the directory's random name and where the workdir is, and the directory has that, too: a copied workdir gets
+another one, and so does a run that has gone back. What somebody else may write to is not believed. A later run with
+copies, and `report --prune`, delete those of workdirs that are gone. It does not know when copies are due.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -23,7 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.atomic_files import delete, make_directory, remove, replacing
+from distloop.atomic_files import delete, is_copy, is_private, make_directory, place_of, remove, replacing
 from distloop.checkpoints.checkpoint import DamagedError, load
 from distloop.checkpoints.store import Checkpoints
 from distloop.distributed import workers
@@ -33,6 +36,7 @@ from distloop.monitoring.console import say
 
 MEMORY = "/dev/shm"  # of Linux
 _NAME = "copies.json"
+_OWNER = "workdir.json"  # in a directory of copies: whose they are; its process holds a lock on it
 _MOST_IDS = 2**48  # that a collective of float64 hands on exactly
 
 
@@ -50,6 +54,8 @@ class MemoryCopies:
         self._checkpoints, self._strategy, self._verify = checkpoints, strategy, verify
         self._copies: Checkpoints | None = None  # None: the run has none
         self._writes = False  # whether this worker is the first one on its host
+        self._lock: int | None = None  # a descriptor, from the first copy on
+        self.has_gone_back = False  # to another checkpoint than the newest; the next save begins other copies
 
     def open(self, *, is_wanted: bool, is_resuming: bool) -> None:
         """Finds the copies of the run. All workers call it.
@@ -74,24 +80,42 @@ class MemoryCopies:
         if not numbers[0]:
             return
         self._writes = list(hosts).index(host) == workers.worker_index(self._strategy)
-        directory = os.path.join(MEMORY, f"distloop-{os.getuid()}-{int(numbers[0]):012x}")
-        self._copies = Checkpoints(directory, keep=1, kind="copy in memory")
+        self._copies = self._in_memory(int(numbers[0]))
+        if self._writes and is_wanted:
+            for path in left_in_memory():
+                remove(path)
         if is_resuming:
             self._put_back(self._copies)
 
     def save(self, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
         """Makes a copy in the background; arguments as for `Checkpoints.save`."""
         if self._copies is not None and self._writes:
-            make_directory(self._copies.directory)
-            os.chmod(self._copies.directory, 0o700)
+            try:
+                self._claim(self._copies.directory)
+            except OSError as error:
+                self._writes = False
+                sentence = "No copies in memory are made on %s (%s): training goes on, with checkpoints on the disk."
+                log.error(sentence, socket.gethostname(), first_line(error))
+                return
             self._copies.save(step, values, notes)
 
     def drop_later(self, step: int) -> None:
-        """Deletes copies of later steps, as the run has gone back to this one."""
-        if self._copies is not None and self._writes:
+        """Deletes copies of later steps, as the run has gone back to this one. All workers call it."""
+        if self._copies is None:
+            return
+        if self.has_gone_back:  # hosts that are away now may have copies of what was left
+            self.has_gone_back = False
+            number = self._draw() if workers.is_chief(self._strategy) else 0
+            if number := int(workers.gather(self._strategy, number)[0]):
+                if self._writes:
+                    self._remove()
+                self._copies = self._in_memory(number)
+                return
+        if self._writes:
             self._copies.join()
-            for later in (later for later in self._copies.steps if later > step):
-                delete(os.path.join(self._copies.directory, str(later)))
+            with contextlib.suppress(OSError):
+                for later in (later for later in self._copies.steps if later > step):
+                    delete(os.path.join(self._copies.directory, str(later)))
 
     def delete(self) -> None:
         """Deletes the copies, when the chief has come here and its last checkpoint is whole. All workers call it."""
@@ -99,27 +123,79 @@ class MemoryCopies:
             return
         workers.gather(self._strategy, 0.0)
         if self._writes:
-            self._copies.join()
+            self._remove()
+
+    def _remove(self) -> None:
+        assert self._copies is not None
+        self._copies.join()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if _is_ours(self._copies.directory):
             remove(self._copies.directory)
+
+    @property
+    def _workdir(self) -> str:
+        return os.path.dirname(self._checkpoints.directory)
+
+    def _in_memory(self, number: int) -> Checkpoints:
+        path = os.path.join(MEMORY, f"distloop-{os.getuid()}-{number:012x}")
+        return Checkpoints(path, keep=1, kind="copy in memory")
+
+    def _claim(self, directory: str) -> None:
+        """Makes the directory of the copies, and notes there whose they are, while this process is alive.
+
+        Raises:
+            OSError: if it cannot be made, or is somebody else's.
+        """
+        if self._lock is not None and os.path.isdir(directory):
+            return
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
+        if not _is_ours(directory):
+            raise PermissionError(f"{directory} is not a directory that this user alone may write to")
+        if not _is_of(directory, self._workdir):  # its copies are of another run
+            remove(directory)
+            os.mkdir(directory, 0o700)
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = os.open(os.path.join(directory, _OWNER), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        place = json.dumps(place_of(self._workdir)).encode()
+        os.truncate(self._lock, 0)
+        os.pwrite(self._lock, place, 0)
 
     def _find_number(self, is_wanted: bool) -> int:
         """Returns the number in the name of the directory, drawn at the first call; 0: there are no copies."""
-        path = os.path.join(self._checkpoints.directory, _NAME)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-            with open(path, encoding="utf-8") as file:
-                return int(json.load(file)["number"])
-        if not is_wanted:
-            return 0
+        found = _read(os.path.join(self._checkpoints.directory, _NAME))
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            number = int(found["number"])
+            if 0 < number < _MOST_IDS and not is_copy(found.get("place"), self._workdir):
+                if found.get("place") != place_of(self._workdir):
+                    self._note(number)  # it was moved, or the file is of an older version
+                return number
+        return self._draw() if is_wanted else 0
+
+    def _draw(self) -> int:
+        """Returns a new number, which is noted in the workdir; 0: it cannot be noted."""
         number = 1 + secrets.randbelow(_MOST_IDS - 1)
-        make_directory(self._checkpoints.directory)
-        with replacing(path, verify=self._verify) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"number": number}, file)
-        return number
+        return number if self._note(number) else 0
+
+    def _note(self, number: int) -> bool:
+        path = os.path.join(self._checkpoints.directory, _NAME)
+        try:
+            make_directory(self._checkpoints.directory)
+            with replacing(path, verify=self._verify) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                json.dump({"number": number, "place": place_of(self._workdir)}, file)
+        except OSError as error:
+            log.error("%s cannot be written (%s): no new copies in memory are begun.", path, first_line(error))
+            return False
+        return True
 
     def _put_back(self, copies: Checkpoints) -> None:
         """Puts the newest copy of any host among the checkpoints, if these are older."""
         of_disk = self._checkpoints.newest_whole if workers.is_chief(self._strategy) else -1
-        steps, of_disks = workers.gather(self._strategy, [copies.newest_whole, of_disk]).T
+        steps, of_disks = workers.gather(self._strategy, [self._newest(copies.directory), of_disk]).T
         if (step := int(steps.max())) <= of_disks[0]:
             return
         if int(steps.argmax()) == workers.worker_index(self._strategy):  # maybe not the chief, which waits
@@ -132,3 +208,73 @@ class MemoryCopies:
             except (DamagedError, OSError) as error:
                 log.error("%s. So the run goes on from the newest checkpoint, not from its copy.", first_line(error))
         workers.gather(self._strategy, 0.0)
+
+    def _newest(self, directory: str) -> int:
+        """Returns the step of the newest copy of this run on this host; -1: there is none."""
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(directory):
+                return -1
+            if not _is_ours(directory):
+                log.error("%s is not used: not this user alone may write to it.", directory)
+            elif _is_of(directory, self._workdir):
+                return self._in_memory(int(directory.rpartition("-")[2], 16)).newest_whole
+        return -1
+
+
+def left_in_memory() -> list[str]:
+    """Returns the directories of this user's copies whose workdir is gone, or has begun others."""
+    result = []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(MEMORY)):
+            path = os.path.join(MEMORY, name)
+            if (match := re.fullmatch(rf"distloop-{os.getuid()}-([0-9a-f]{{12}})", name)) and _is_ours(path):
+                place = _read(os.path.join(path, _OWNER))
+                if place and not _is_in_use(path) and not _lives(place, int(match[1], 16)):
+                    result.append(path)
+    return result
+
+
+def _lives(place: Mapping[str, Any], number: int) -> bool:
+    """Returns whether the run of copies may be there, also under another name beside its old one."""
+    try:
+        workdir = parent = str(place["path"])
+        while not os.path.isdir(parent := os.path.dirname(parent)):
+            pass
+        if os.stat(parent).st_dev != place["device"]:  # of the parent: a disk that is not mounted now
+            return True
+        beside = [os.path.join(parent, name) for name in os.listdir(parent)]
+    except (OSError, KeyError):
+        return True
+    files = [os.path.join(path, "checkpoints", _NAME) for path in [workdir, *beside]]
+    return any(_read(file).get("number", number) == number for file in files if os.path.lexists(file))
+
+
+def _is_in_use(directory: str) -> bool:
+    """Returns whether a process is alive that makes copies there."""
+    with open(os.path.join(directory, _OWNER), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _is_of(directory: str, workdir: str) -> bool:
+    """Returns whether copies are of the run in a workdir; older versions did not note it."""
+    place, here = _read(os.path.join(directory, _OWNER)), place_of(workdir)
+    return not place or any(place.get(key) == here[key] for key in ("path", "inode"))
+
+
+def _is_ours(directory: str) -> bool:
+    """Returns whether a directory is one that this user alone may write to, and no link to one."""
+    return os.path.isdir(directory) and not os.path.islink(directory) and is_private(directory)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Returns the content of a small file; empty if it is missing, damaged or another user's."""
+    try:
+        with open(path, "rb") as file:
+            content = json.loads(file.read())
+        return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}

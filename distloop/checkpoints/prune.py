@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from distloop import atomic_files
-from distloop.checkpoints import store
+from distloop.checkpoints import memory_copies, store
 from distloop.checkpoints.checkpoint import read_manifest
 
 
@@ -32,12 +32,13 @@ class Superfluous(NamedTuple):
     num_bytes: int
 
 
-def find(workdir: str, keep: int = 1) -> list[Superfluous]:
+def find(workdir: str, keep: int = 1, *, with_memory: bool = False) -> list[Superfluous]:
     """Returns what a run has no use for; call it under the run's lock.
 
     Args:
         workdir: of the run.
         keep: how many of the newest checkpoints, and of the last exports of a directory, to keep, 1 or more.
+        with_memory: whether to return also what runs that are gone have left in this machine's memory.
 
     Raises:
         OSError: if something cannot be read.
@@ -49,6 +50,7 @@ def find(workdir: str, keep: int = 1) -> list[Superfluous]:
         ("later than the one that the run went on from", store.set_aside(checkpoints.directory)),
         ("not finished by a process that was killed", unfinished),
         ("an older export", _older_exports(workdir, keep)),
+        ("a copy in memory whose run is gone", memory_copies.left_in_memory() if with_memory else []),
     ]
     return [Superfluous(path, why, _size(path)) for why, paths in reasons for path in sorted(paths, key=_by_number)]
 

@@ -120,6 +120,7 @@ class RunCheckpoints:
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
         self._run = Period()  # unknown, so the place is for the next `fit`, whatever its data
+        self._copies.has_gone_back = True
         if path == BEST:
             return self.restore_best()
         with self._workdir.reading(path) as local:
@@ -136,6 +137,7 @@ class RunCheckpoints:
         Raises:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
+        self._copies.has_gone_back = self._copies.has_gone_back or run_goes_on_from_it
         with self._workdir.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             self._restore(saved._replace(path=self._config.workdir + saved.path.removeprefix(local)))
@@ -278,6 +280,7 @@ class RunCheckpoints:
         )
         if self._is_chief:
             self._checkpoints.drop_later(saved.step)
+        self._copies.has_gone_back = True
         self._copies.drop_later(saved.step)
         self._source.restore_position(saved.notes["input"])  # in batches of the present size, as those to leave out
         self._source.skipped_batches = set(skipped)

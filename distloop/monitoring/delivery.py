@@ -21,11 +21,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from distloop.atomic_files import is_copy, place_of
 from distloop.log import log
 from distloop.monitoring.records import read_json
 from distloop.monitoring.writers import MediaFile, RunFile, name_of
 
 _MAX_ROWS = 10_000  # that are kept while a writer fails
+_OPEN_SECS = 30.0  # that a run waits until a writer is open
 
 
 class Row(NamedTuple):
@@ -46,12 +48,14 @@ class Note:
         id: what its `open` returned.
         is_open: whether it was opened and not closed: a process was killed.
         files: when each file that it has was changed last, by its key.
+        place: of the workdir, so that a copy of it begins anew; older versions did not note it.
     """
 
     step: int = -1
     id: str | None = None
     is_open: bool = False
     files: dict[str, int] = field(default_factory=dict)
+    place: dict[str, Any] | None = None
 
 
 class Notes:
@@ -63,6 +67,11 @@ class Notes:
         self._lock = threading.Lock()  # each writer has a thread
         notes = read_json(path, _as_notes, instead="writers get all rows, also those that they have") if path else None
         self._notes: dict[str, Note] = notes or {}
+        workdir = os.path.dirname(path) or "."
+        if copied := [name for name, note in self._notes.items() if is_copy(note.place, workdir)]:
+            self._notes = {name: note for name, note in self._notes.items() if name not in copied}
+            log.warning("%s is of a copied workdir: %s begin runs of their own.", path, ", ".join(copied))
+        self._place = place_of(workdir) if path else None
 
     def get(self, name: str) -> Note:
         """Returns the note of a writer."""
@@ -72,10 +81,11 @@ class Notes:
         """Writes the notes as they are."""
         with self._lock:
             if self._path:
+                notes = self._notes
                 # The system call survives this process; a disk that fails is noticed by those who write rows.
                 with contextlib.suppress(OSError):
                     with open(f"{self._path}.tmp", "w", encoding="utf-8") as file:
-                        json.dump({name: vars(note) for name, note in self._notes.items()}, file)
+                        json.dump({name: vars(note) | {"place": self._place} for name, note in notes.items()}, file)
                     os.replace(f"{self._path}.tmp", self._path)
 
 
@@ -106,6 +116,8 @@ class Delivery:
     def open(self, settings: Mapping[str, Any]) -> None:
         """Starts the thread, and opens the writer in it; if that fails in a run that it has rows of, tries again later.
 
+        One that takes long is opened while the run goes on.
+
         Raises:
             ValueError: if that fails in a new run.
         """
@@ -115,8 +127,14 @@ class Delivery:
         opened: Future[None] = Future()
         self._tasks.put(functools.partial(self._open, opened))
         try:
-            opened.result()
+            opened.result(_OPEN_SECS)
         except Exception as error:
+            if not opened.done():
+                log.error(
+                    "%s is not open after %g seconds: the run goes on, and its rows are kept until it is.",
+                    *(self.name, _OPEN_SECS),
+                )
+                return
             if self.note.step >= 0:
                 self._is_failing = True
                 log.error(
@@ -280,7 +298,9 @@ def _as_note(note: Any) -> Note:
     files = {name: int(time) for name, time in note.get("files", {}).items()}
     if not isinstance(note["id"], str | None):
         raise TypeError(f"an id of {note['id']!r}")
-    return Note(int(note["step"]), note["id"], bool(note.get("is_open")), files)
+    place = note.get("place")
+    place = place if isinstance(place, dict) else None
+    return Note(int(note["step"]), note["id"], bool(note.get("is_open")), files, place)
 
 
 def _changed_at(path: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import tensorflow as tf
@@ -115,3 +116,61 @@ def test_without_a_workdir_or_a_directory_in_memory_copies_are_refused(tmp_path,
     refused(lambda: distloop.Config(copy_every="30 s"), "copy_every=30 s", "without workdir", "copy_every=0")
     monkeypatch.setattr(memory_copies, "MEMORY", str(tmp_path / "none"))
     refused(lambda: fit(tmp_path / "run"), "no", "none", "copy_every=0")
+
+
+def test_a_copied_workdir_has_copies_of_its_own_and_a_moved_one_keeps_them(tmp_path, memory, capsys):
+    fit(tmp_path / "run", kill=9)
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    fit(tmp_path / "copied", kill=15)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    capsys.readouterr()
+    fit(tmp_path / "moved", kill=10, console="lines")
+    assert "step 8 restored" in capsys.readouterr().out
+    fit(tmp_path / "copied", kill=16, console="lines")
+    assert "step 12 restored" in capsys.readouterr().out
+    assert len(os.listdir(memory)) == 2
+
+
+def test_copies_that_another_user_may_write_to_are_not_believed(tmp_path, memory, caplog):
+    fit(tmp_path / "run", kill=9)
+    os.chmod(next(memory.iterdir()), 0o777)
+    _, trainer = fit(tmp_path / "run", kill=3)
+    assert trainer.step == 3  # from step 0
+    assert "is not used" in caplog.text
+    assert "No copies in memory are made on" not in caplog.text  # none was due before step 4
+
+
+def test_a_host_that_comes_back_does_not_bring_copies_of_what_the_run_has_left(tmp_path, memory, capsys):
+    workdir = tmp_path / "run"
+    fit(workdir, kill=15, checkpoint_every=10)
+    (copies,) = memory.iterdir()
+    shutil.copytree(copies, tmp_path / "away")  # as the memory of a host that is away
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir), checkpoint_every=0, copy_every=4))
+    trainer.restore(str(workdir / "checkpoints" / "10"))
+    trainer.fit(distloop.make_dataset(classification(50), 8, shuffle=True), steps=11)
+    shutil.copytree(tmp_path / "away", copies)
+    capsys.readouterr()
+    fit(workdir, kill=13, console="lines")
+    assert "step 11 restored" in capsys.readouterr().out
+
+
+def test_copies_of_workdirs_that_are_gone_are_deleted_by_the_next_run_and_those_of_moved_ones_stay(tmp_path, memory):
+    for name in ("gone", "stays"):
+        _, trainer = fit(tmp_path / name, kill=9)
+        assert memory_copies.left_in_memory() == []  # its process is alive
+        os.close(trainer._checkpoints._copies._lock)  # as the end of the process does
+    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "stays").rename(tmp_path / "moved")
+    (left,) = memory_copies.left_in_memory()
+    fit(tmp_path / "last")
+    assert len(os.listdir(memory)) == 1 and not os.path.exists(left)
+
+
+def test_a_copy_that_cannot_be_begun_is_said_once_and_training_goes_on(tmp_path, memory, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(memory_copies.MemoryCopies, "_claim", full)
+    _, trainer = fit(tmp_path / "run")
+    assert trainer.step == 20
+    assert caplog.text.count("No copies in memory are made on") == 1

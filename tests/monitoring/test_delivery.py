@@ -1,7 +1,11 @@
 """One writer gets media before their row, has an id before it begins, and may be down when a run resumes."""
 
+import shutil
+import threading
+
 import pytest
 
+from distloop.monitoring import delivery
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.media import PRCurve, Text
 from tests.monitoring.test_deliveries import Gallery, Rows, deliver
@@ -51,3 +55,33 @@ def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
         deliver([Killed("x")], [1], tmp_path)
     deliver([writer := Named("x")], [1], tmp_path)
     assert writer.opened[0][1] == "new"
+
+
+def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer_and_a_moved_one_does_not(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    deliver([Rows()], [1, 2], tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    deliver([copied := Rows()], [3], tmp_path / "copied", start=2)
+    assert copied.opened[0][1] is None
+    assert "is of a copied workdir: Rows begin" in caplog.text
+    (tmp_path / "run").rename(tmp_path / "moved")
+    deliver([moved := Rows()], [3], tmp_path / "moved", start=2)
+    assert moved.opened[0][1] == "the run"
+
+
+def test_a_writer_that_does_not_open_holds_up_no_run_and_gets_its_rows_once_it_has(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(delivery, "_OPEN_SECS", 0.1)
+    may_open = threading.Event()
+
+    class Slow(Rows):
+        def open(self, settings, run_id):
+            may_open.wait(60)
+            return super().open(settings, run_id)
+
+    with Deliveries([writer := Slow()], str(tmp_path)).open(0, {}) as opened:
+        opened.write(1, {}, 0.0)
+        opened.flush()
+        assert writer.steps == []
+        may_open.set()
+    assert writer.steps == [1]
+    assert caplog.text.count("Slow is not open after 0.1 seconds") == 1
