@@ -565,3 +565,14 @@ def test_the_second_of_two_fits_begins_its_data_after_the_first_has_shown_its_be
         return everything(trainer)
 
     assert_equal(program(tmp_path / "shown", True), program(tmp_path / "plain", False))
+
+
+@pytest.mark.slow
+def test_a_program_that_changes_its_directory_goes_on_in_the_same_workdir(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer("run", checkpoint_every=2)
+    os.chdir("elsewhere")
+    trainer.fit(data(), steps=4)
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["2", "4"] and not os.listdir(".")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["workdir"] == str(tmp_path / "run")

@@ -437,3 +437,13 @@ def test_the_newest_checkpoints_are_looked_at_again_before_older_ones_are_delete
     kept.save(4, values_of(4), {})
     kept.wait()
     assert kept.steps == [2, 3, 4]
+
+
+NAMES = ["lr=[0.1]", "[!a]-{b,c}", "a*b?", "back\\slash", "new\nline", "--workdir", "%s {x}", " a b ", "bad\udce4"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_directory_may_have_any_name_that_a_file_system_allows(name, tmp_path):
+    kept = save(tmp_path / name / "checkpoints", 4, 5)
+    assert kept.load_newest().step == 5 and kept.load(4).step == 4
+    assert sorted(os.listdir(tmp_path / name / "checkpoints")) == ["4", "5"]

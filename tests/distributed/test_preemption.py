@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.distributed import preemption
 from distloop.distributed.preemption import EXIT_CODE, StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
@@ -268,3 +269,19 @@ def test_without_a_workdir_signals_are_not_caught():
 def test_max_secs_needs_a_workdir():
     with pytest.raises(ValueError, match="max_secs=5 was given without a workdir"):
         on(1, max_secs=5)
+
+
+def test_a_signal_stops_every_run_of_the_process_those_that_catch_none_too():
+    with preemption.StopRequests() as outer, preemption.StopRequests(catch_signals=False) as inner:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while outer.reason is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert outer.reason == inner.reason == "by SIGTERM"
+    assert not preemption._live and preemption.StopRequests().reason is None
+
+
+@pytest.mark.parametrize(("code", "error"), [(preemption.EXIT_CODE, preemption.Interrupted), (1, SystemExit)])
+def test_an_interrupted_fit_within_another_interrupts_that_one(code, error):
+    with pytest.raises(error), preemption.interrupted_together(7):
+        raise SystemExit(code)
