@@ -35,7 +35,7 @@ from distloop.checkpoints.loading import (
 )
 from distloop.checkpoints.memory_copies import MemoryCopies
 from distloop.checkpoints.rollback import Rollback, gave_up
-from distloop.checkpoints.store import follow, in_workdir
+from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
 from distloop.data.source import Source
@@ -77,8 +77,8 @@ class RunCheckpoints:
         finish, saved = lambda: checkpoints.wait(), None if local != config.workdir else lambda: names(checkpoints)
         self.lock = WorkersLock(local, self._is_chief, gather, finish=finish, outer=workdir, saved=saved)
         watch, verify = self.disk_watch.over, self.lock.verify
-        self.costs: dict[str, float] = {}
-        checkpoints = in_workdir(local, config.keep_checkpoints, watch=watch, verify=verify, costs=self.costs)
+        costs = self.costs = dict[str, float]()
+        checkpoints: Checkpoints = in_workdir(local, config.keep_checkpoints, watch=watch, verify=verify, costs=costs)
         self._checkpoints = checkpoints if config.workdir else None
         self._copies = MemoryCopies(checkpoints, state.strategy, verify)
         self.is_new = True
