@@ -116,7 +116,7 @@ def _digest(array: Any) -> str:
         values = np.frombuffer(b"\0".join(texts), np.uint8)
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     start = zlib.crc32(f"{dtype.name} {shape}".encode())
-    return f"{zlib.crc32(memoryview(values.reshape(-1).view(np.uint8)), start):08x}"
+    return f"{zlib.crc32(values.tobytes(), start):08x}"
 
 
 def _name(array: Any) -> str:
