@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Older versions made names without a token, as a user's may be: they count in directories of checkpoints alone.
 _PROCESS = r"(?P<process>\d{1,7}|\d{1,9}(?P<token>-[0-9a-f]{8}))"
@@ -182,29 +182,6 @@ def is_private(path: str) -> bool:
     """Returns whether a file or directory is this user's, and nobody else may write to it."""
     status = os.stat(path)
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
-
-
-def place_of(directory: str) -> dict[str, Any]:
-    """Returns where a directory is: its path, its own number, which stays when it is moved, and its parent's disk."""
-    path = os.path.realpath(directory)
-    inode = os.stat(path).st_ino if os.path.isdir(path) else None
-    parent = os.path.dirname(path)
-    return {"path": path, "inode": inode, "device": os.stat(parent).st_dev if os.path.isdir(parent) else None}
-
-
-def is_copy(place: Any, directory: str) -> bool:
-    """Returns whether a directory is a copy of the one that had this place when a file in it was written.
-
-    A directory that was moved is none, as far as that can be told: the one at the old place is gone.
-
-    Args:
-        place: from `place_of`; None: it was not noted, as by older versions.
-        directory: where it is now.
-    """
-    if not isinstance(place, dict):
-        return False
-    here = place_of(directory)
-    return not any(place.get(key) == here[key] for key in ("path", "inode")) and os.path.isdir(str(place.get("path")))
 
 
 def sync(path: str) -> None:

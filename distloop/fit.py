@@ -131,7 +131,7 @@ class Fit:
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
         are_used = self._is_chief and not self.config.fast_dev_run
-        self._deliveries = Deliveries(self.writers if are_used else (), self.config.local_workdir)
+        self._deliveries = Deliveries(self.writers if are_used else (), self.config.local_workdir, self.checkpoints.run)
         return self._deliveries.open(self._step, flags.run_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager

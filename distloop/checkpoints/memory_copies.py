@@ -7,9 +7,9 @@
 
 Every worker has the whole state, so each host has a whole copy, and a run can do without any host but one. A copy is a
 checkpoint in a directory of /dev/shm, which outlives processes and not its host. `checkpoints/copies.json` in the
-workdir has the directory's random name and where the workdir is, and the directory has that, too: a copied workdir gets
-another one, and so does a run that has gone back. What somebody else may write to is not believed. A later run with
-copies, and `report --prune`, delete those of workdirs that are gone. It does not know when copies are due.
+workdir has the directory's random name and the run's, and the directory has that, too: a copied workdir gets another
+directory, and so does a run that has gone back. What somebody else may write to is not believed. A later run with
+copies, and `report --prune`, delete those of workdirs that are gone.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.atomic_files import delete, is_copy, is_private, make_directory, place_of, remove, replacing
+from distloop.atomic_files import delete, is_private, make_directory, remove, replacing
 from distloop.checkpoints.checkpoint import DamagedError, load
 from distloop.checkpoints.store import Checkpoints
 from distloop.distributed import workers
@@ -55,12 +55,14 @@ class MemoryCopies:
         self._copies: Checkpoints | None = None  # None: the run has none
         self._writes = False  # whether this worker is the first one on its host
         self._lock: int | None = None  # a descriptor, from the first copy on
+        self._run = ""  # the name of the run
         self.has_gone_back = False  # to another checkpoint than the newest; the next save begins other copies
 
-    def open(self, *, is_wanted: bool, is_resuming: bool) -> None:
+    def open(self, *, is_wanted: bool, is_resuming: bool, run: str = "") -> None:
         """Finds the copies of the run. All workers call it.
 
         Args:
+            run: the name of the run, from `run_identity`, as the chief knows it.
             is_wanted: whether to make copies from now on, where there are none.
             is_resuming: whether to put the newest one among the checkpoints, if it is newer than those.
 
@@ -74,6 +76,7 @@ class MemoryCopies:
                 f"copy_every was given, but this machine has no {MEMORY}, where Linux keeps files in memory: give "
                 "copy_every=0, and a smaller checkpoint_every."
             )
+        self._run = workers.Workers(self._strategy).broadcast(run)
         number = self._find_number(is_wanted) if workers.is_chief(self._strategy) else 0
         host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
         numbers, hosts = workers.gather(self._strategy, [number, host]).T
@@ -154,25 +157,26 @@ class MemoryCopies:
             os.mkdir(directory, 0o700)
         if not _is_ours(directory):
             raise PermissionError(f"{directory} is not a directory that this user alone may write to")
-        if not _is_of(directory, self._workdir):  # its copies are of another run
+        if not self._is_of_run(directory):  # its copies are of another run
             remove(directory)
             os.mkdir(directory, 0o700)
         if self._lock is not None:
             os.close(self._lock)
         self._lock = os.open(os.path.join(directory, _OWNER), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        place = json.dumps(place_of(self._workdir)).encode()
+        path = os.path.realpath(self._workdir)
+        parent = os.path.dirname(path)  # which another host than the chief's may lack
+        device = os.stat(parent).st_dev if os.path.isdir(parent) else None
+        owner = {"path": path, "device": device, "mounts": _mounts(), "run": self._run}
         os.truncate(self._lock, 0)
-        os.pwrite(self._lock, place, 0)
+        os.pwrite(self._lock, json.dumps(owner).encode(), 0)
 
     def _find_number(self, is_wanted: bool) -> int:
         """Returns the number in the name of the directory, drawn at the first call; 0: there are no copies."""
         found = _read(os.path.join(self._checkpoints.directory, _NAME))
         with contextlib.suppress(ValueError, KeyError, TypeError):
             number = int(found["number"])
-            if 0 < number < _MOST_IDS and not is_copy(found.get("place"), self._workdir):
-                if found.get("place") != place_of(self._workdir):
-                    self._note(number)  # it was moved, or the file is of an older version
+            if 0 < number < _MOST_IDS and found.get("run", self._run) == self._run:  # older versions noted none
                 return number
         return self._draw() if is_wanted else 0
 
@@ -186,7 +190,7 @@ class MemoryCopies:
         try:
             make_directory(self._checkpoints.directory)
             with replacing(path, verify=self._verify) as temporary, open(temporary, "w", encoding="utf-8") as file:
-                json.dump({"number": number, "place": place_of(self._workdir)}, file)
+                json.dump({"number": number, "run": self._run}, file)
         except OSError as error:
             log.error("%s cannot be written (%s): no new copies in memory are begun.", path, first_line(error))
             return False
@@ -216,9 +220,13 @@ class MemoryCopies:
                 return -1
             if not _is_ours(directory):
                 log.error("%s is not used: not this user alone may write to it.", directory)
-            elif _is_of(directory, self._workdir):
+            elif self._is_of_run(directory):
                 return self._in_memory(int(directory.rpartition("-")[2], 16)).newest_whole
         return -1
+
+    def _is_of_run(self, directory: str) -> bool:
+        """Returns whether copies are of this run; older versions did not note it."""
+        return bool(_read(os.path.join(directory, _OWNER)).get("run", self._run) == self._run)
 
 
 def left_in_memory() -> list[str]:
@@ -229,7 +237,8 @@ def left_in_memory() -> list[str]:
             path = os.path.join(MEMORY, name)
             if (match := re.fullmatch(rf"distloop-{os.getuid()}-([0-9a-f]{{12}})", name)) and _is_ours(path):
                 place = _read(os.path.join(path, _OWNER))
-                if place and not _is_in_use(path) and not _lives(place, int(match[1], 16)):
+                is_seen = place.get("mounts") == _mounts()  # else a container may have the workdir, and this one not
+                if is_seen and not _is_in_use(path) and not _lives(place, int(match[1], 16)):
                     result.append(path)
     return result
 
@@ -259,10 +268,12 @@ def _is_in_use(directory: str) -> bool:
     return False
 
 
-def _is_of(directory: str, workdir: str) -> bool:
-    """Returns whether copies are of the run in a workdir; older versions did not note it."""
-    place, here = _read(os.path.join(directory, _OWNER)), place_of(workdir)
-    return not place or any(place.get(key) == here[key] for key in ("path", "inode"))
+def _mounts() -> str:
+    """Returns a text that processes have in common which see the same directories; each container has another one."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return "unknown"
 
 
 def _is_ours(directory: str) -> bool:

@@ -41,6 +41,7 @@ from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.durations import Period
+from distloop.monitoring import run_identity
 from distloop.monitoring.console import say
 from distloop.monitoring.records import append_row
 from distloop.monitoring.workers_lock import WorkersLock
@@ -57,6 +58,7 @@ class RunCheckpoints:
         is_new: whether the run has neither trained nor restored a checkpoint.
         costs: the seconds of the last save and restore, by name.
         disk_watch: ends the process when the disk no longer answers.
+        run: the name of the run, from `run_identity`; known to the chief, once it was resumed.
         lock: of the workdir; held until the last save has ended.
     """
 
@@ -81,7 +83,7 @@ class RunCheckpoints:
         checkpoints: Checkpoints = in_workdir(local, config.keep_checkpoints, watch=watch, verify=verify, costs=costs)
         self._checkpoints = checkpoints if config.workdir else None
         self._copies = MemoryCopies(checkpoints, state.strategy, verify)
-        self.is_new = True
+        self.is_new, self.run = True, ""
         self._shows_best = False  # whether the state is the best one's, and the next `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
@@ -100,7 +102,9 @@ class RunCheckpoints:
         if self._checkpoints is None:
             return
         began_at = time.monotonic()
-        self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new)
+        if self._is_chief:
+            self.run = run_identity.claim(self._config, self.lock.verify)
+        self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new, run=self.run)
         if not (self.is_new or self._shows_best):
             return
         if self.is_new and not self._config.resume and self._checkpoints.steps:

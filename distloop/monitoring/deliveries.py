@@ -41,15 +41,16 @@ class Deliveries:
 
     path = "writers.json"
 
-    def __init__(self, writers: Sequence[Any], workdir: str):
+    def __init__(self, writers: Sequence[Any], workdir: str, run: str = ""):
         """Reads the notes about the rows that the writers have.
 
         Args:
             writers: as `Writer`; their names differ.
             workdir: empty: there are no notes.
+            run: the name of the run, from `run_identity`; notes of another run, in a copied workdir, do not count.
         """
         self._workdir = workdir
-        notes = Notes(os.path.join(workdir, self.path) if workdir and writers else "")
+        notes = Notes(os.path.join(workdir, self.path) if workdir and writers else "", run)
         self._deliveries = [Delivery(writer, notes) for writer in writers]
         self._settings: Mapping[str, Any] = {}
         self._rows: list[Row] = []  # since the last flush

@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from distloop.atomic_files import is_copy, place_of
 from distloop.log import log
 from distloop.monitoring.records import read_json
 from distloop.monitoring.writers import MediaFile, RunFile, name_of
@@ -48,30 +47,29 @@ class Note:
         id: what its `open` returned.
         is_open: whether it was opened and not closed: a process was killed.
         files: when each file that it has was changed last, by its key.
-        place: of the workdir, so that a copy of it begins anew; older versions did not note it.
+        run: whose rows it has, so that a copied workdir begins anew; empty: unknown, from an earlier version.
     """
 
     step: int = -1
     id: str | None = None
     is_open: bool = False
     files: dict[str, int] = field(default_factory=dict)
-    place: dict[str, Any] | None = None
+    run: str = ""
 
 
 class Notes:
     """What the workdir notes of each writer, by its name."""
 
-    def __init__(self, path: str):
-        """Reads the file; an empty path: nothing is kept."""
+    def __init__(self, path: str, run: str = ""):
+        """Reads the file, of which the notes of another run do not count; an empty path: nothing is kept."""
         self._path = path
         self._lock = threading.Lock()  # each writer has a thread
         notes = read_json(path, _as_notes, instead="writers get all rows, also those that they have") if path else None
         self._notes: dict[str, Note] = notes or {}
-        workdir = os.path.dirname(path) or "."
-        if copied := [name for name, note in self._notes.items() if is_copy(note.place, workdir)]:
+        if copied := [name for name, note in self._notes.items() if note.run not in ("", run)]:
             self._notes = {name: note for name, note in self._notes.items() if name not in copied}
             log.warning("%s is of a copied workdir: %s begin runs of their own.", path, ", ".join(copied))
-        self._place = place_of(workdir) if path else None
+        self._run = run
 
     def get(self, name: str) -> Note:
         """Returns the note of a writer."""
@@ -85,7 +83,7 @@ class Notes:
                 # The system call survives this process; a disk that fails is noticed by those who write rows.
                 with contextlib.suppress(OSError):
                     with open(f"{self._path}.tmp", "w", encoding="utf-8") as file:
-                        json.dump({name: vars(note) | {"place": self._place} for name, note in notes.items()}, file)
+                        json.dump({name: vars(note) | {"run": self._run} for name, note in notes.items()}, file)
                     os.replace(f"{self._path}.tmp", self._path)
 
 
@@ -298,9 +296,7 @@ def _as_note(note: Any) -> Note:
     files = {name: int(time) for name, time in note.get("files", {}).items()}
     if not isinstance(note["id"], str | None):
         raise TypeError(f"an id of {note['id']!r}")
-    place = note.get("place")
-    place = place if isinstance(place, dict) else None
-    return Note(int(note["step"]), note["id"], bool(note.get("is_open")), files, place)
+    return Note(int(note["step"]), note["id"], bool(note.get("is_open")), files, str(note.get("run", "")))
 
 
 def _changed_at(path: str) -> int:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from distloop.atomic_files import process_fields
 from distloop.distributed.notes import find_membership
+from distloop.monitoring import run_identity
 from distloop.monitoring.console import say
 from distloop.monitoring.records import parse_json
 
@@ -56,6 +57,7 @@ class Holder(NamedTuple):
     since: float  # when it took the lock; Unix, seconds
     launch: str = ""  # the name of its launcher; empty: there is none
     membership: int = 0  # the number of the launcher's start
+    place: str = ""  # where the locked directory is, by `run_identity.place`; empty: unknown
 
     def __str__(self) -> str:
         is_here = self.token in held and self.process == os.getpid()
@@ -95,7 +97,7 @@ class RunLock:
         if self._is_held():
             self._depth += 1
             return self
-        holder = this_process()
+        holder = this_process(self._workdir)
         held.add(holder.token)
         try:
             self._acquire(holder)
@@ -234,10 +236,17 @@ def _look(path: str, beside: str, own: Holder) -> Look | None:
         return None
 
 
-def this_process() -> Holder:
-    """Returns what a lock's file holds while this process has the lock, with a new token."""
+def this_process(workdir: str = "") -> Holder:
+    """Returns what a lock's file holds while this process has the lock, with a new token.
+
+    Args:
+        workdir: the locked directory, made if it is missing; empty: it is in a bucket.
+    """
     number, membership = os.getpid(), find_membership()
     holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, _start(number) or "", time.time())
+    with contextlib.suppress(OSError):
+        os.makedirs(workdir, exist_ok=True)
+        holder = holder._replace(place=run_identity.place(workdir))
     if membership is None:
         return holder
     return holder._replace(launch=membership.launch, membership=membership.number)
@@ -256,6 +265,8 @@ def is_alive(own: Holder, first: Look, look: Look, stale_secs: float | None = No
     if holder is not None and (_has_newer_membership(own, holder) or _has_newer_membership(holder, own)):
         return _has_newer_membership(holder, own)
     if holder is not None and (holder.host, holder.machine) == (own.host, own.machine):
+        if holder.place and own.place and holder.place != own.place:
+            return False  # the file was copied with its directory
         if holder.process == own.process:
             return holder.token in held  # else of a process with the same number, or of this one before `exec`
         start = _start(holder.process)
@@ -334,7 +345,8 @@ def _as_holder(fields: Any) -> Holder:
     time.localtime(fields["since"])  # which is shown
     token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
     launch, membership = str(fields.get("launch", "")), int(fields.get("membership", 0))  # older files have none
-    return Holder(token, host, machine, int(fields["process"]), start, float(fields["since"]), launch, membership)
+    process, since, place = int(fields["process"]), float(fields["since"]), str(fields.get("place", ""))
+    return Holder(token, host, machine, process, start, since, launch, membership, place)
 
 
 def _holds(path: str, holder: Holder | None) -> bool:

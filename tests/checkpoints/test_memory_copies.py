@@ -166,6 +166,26 @@ def test_copies_of_workdirs_that_are_gone_are_deleted_by_the_next_run_and_those_
     assert len(os.listdir(memory)) == 1 and not os.path.exists(left)
 
 
+def test_a_copy_of_a_workdir_in_its_old_place_has_copies_of_its_own(tmp_path, memory, capsys):
+    fit(tmp_path / "run", kill=9)
+    (tmp_path / "run").rename(tmp_path / "original")
+    shutil.copytree(tmp_path / "original", tmp_path / "run")
+    _, trainer = fit(tmp_path / "run", kill=3)
+    assert trainer.step == 3  # from step 0
+    capsys.readouterr()
+    fit(tmp_path / "original", kill=10, console="lines")
+    assert "step 8 restored" in capsys.readouterr().out
+
+
+def test_copies_that_another_container_sees_elsewhere_stay(tmp_path, memory, monkeypatch):
+    _, trainer = fit(tmp_path / "run", kill=5)
+    os.close(trainer._checkpoints._copies._lock)
+    shutil.rmtree(tmp_path / "run")
+    assert len(memory_copies.left_in_memory()) == 1
+    monkeypatch.setattr(memory_copies, "_mounts", lambda: "of another container")
+    assert memory_copies.left_in_memory() == []
+
+
 def test_a_copy_that_cannot_be_begun_is_said_once_and_training_goes_on(tmp_path, memory, caplog, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

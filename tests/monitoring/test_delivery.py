@@ -1,6 +1,5 @@
 """One writer gets media before their row, has an id before it begins, and may be down when a run resumes."""
 
-import shutil
 import threading
 
 import pytest
@@ -57,16 +56,12 @@ def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
     assert writer.opened[0][1] == "new"
 
 
-def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer_and_a_moved_one_does_not(tmp_path, caplog):
-    (tmp_path / "run").mkdir()
-    deliver([Rows()], [1, 2], tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "copied")
-    deliver([copied := Rows()], [3], tmp_path / "copied", start=2)
-    assert copied.opened[0][1] is None
-    assert "is of a copied workdir: Rows begin" in caplog.text
-    (tmp_path / "run").rename(tmp_path / "moved")
-    deliver([moved := Rows()], [3], tmp_path / "moved", start=2)
-    assert moved.opened[0][1] == "the run"
+def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer(tmp_path, caplog):
+    for run, run_id in (("a", None), ("a", "the run"), ("b", None), ("b", "the run")):
+        with Deliveries([writer := Rows()], str(tmp_path), run).open(0, {}):
+            pass
+        assert writer.opened[0][1] == run_id
+    assert caplog.text.count("is of a copied workdir: Rows begin") == 1
 
 
 def test_a_writer_that_does_not_open_holds_up_no_run_and_gets_its_rows_once_it_has(tmp_path, caplog, monkeypatch):
