@@ -174,13 +174,25 @@ def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_c
         if isinstance(optimizer._learning_rate, _Schedule):
             optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer)
         changes += [schedule.resolve(units) for schedule in _run_schedules(optimizer._learning_rate)]
-        settings = {name: value for name, value in optimizer.get_config().items() if name != "learning_rate"}
-        traced = [optimizer._learning_rate, repr(settings)]
+        traced = [optimizer._learning_rate, _settings(optimizer)]
         before = vars(optimizer).setdefault("_traced_by_distloop", traced)
         changes.append(before[0] is not traced[0] or before[1] != traced[1])
         vars(optimizer)["_traced_by_distloop"] = traced
     if any(changes):
         on_change()
+
+
+def _settings(optimizer: keras.optimizers.Optimizer) -> str:
+    """Returns what an optimizer's config says, but its learning rate: a schedule may have no config."""
+    attributes = vars(optimizer)
+    learning_rate = attributes["_learning_rate"]
+    attributes["_learning_rate"] = None
+    try:
+        return repr({**optimizer.get_config(), "learning_rate": None})
+    except NotImplementedError:
+        return ""
+    finally:
+        attributes["_learning_rate"] = learning_rate
 
 
 def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
