@@ -14,7 +14,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from absl import flags
@@ -305,17 +305,11 @@ class Config:
         Raises:
             ValueError: if a name is not a field, a value is not allowed, or values contradict each other.
         """
-        check_names(overrides)
-        defined: dict[str, Any] = {name: flags.FLAGS[name] for name in fields() if name in flags.FLAGS}
-        values = {name: flag.value for name, flag in defined.items()}
-        given = {name: flag for name, flag in defined.items() if flag.present or not flag.using_default_value}
-        layers = [{n: flag.value for n, flag in given.items() if bool(flag.present) is p} for p in (False, True)]
-        for later in (*layers, overrides):  # --config and the program set flags that are not present
-            for group in (_LENGTHS, _BATCH_SIZES):
-                if any(later.get(name) for name in group):
-                    values.update({name: fields()[name].default for name in group})
-            values.update(later)
-        return cls(**values)
+        defined = [flags.FLAGS[name] for name in fields() if name in flags.FLAGS]
+        given = [flag for flag in defined if not flag.using_default_value]
+        present = [flag for flag in defined if flag.present]  # --config and the program set flags that are not present
+        layers = [{flag.name: flag.value for flag in layer} for layer in (defined, given, present)]
+        return cls(**_merged([*layers, overrides]))
 
 
 def _describe_fields() -> str:
@@ -338,6 +332,17 @@ def check_names(names: Collection[str]) -> None:
             close = " or ".join(difflib.get_close_matches(name, fields()))
             hint = f"did you mean {close}?" if close else f"give one of {', '.join(fields())}."
             raise ValueError(f"{name!r} is no setting of distloop: {hint}")
+
+
+def _merged(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns settings of which later ones take precedence, and unset others of the same group."""
+    values: dict[str, Any] = {}
+    for later in layers:
+        for group in (_LENGTHS, _BATCH_SIZES):
+            if any(later.get(name) for name in group):
+                values.update({name: fields()[name].default for name in group})
+        values.update(later)
+    return values
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:

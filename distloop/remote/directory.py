@@ -93,11 +93,11 @@ class RemoteDirectory:
                 return {}
 
         start = len(self._path(below)) + 1
-        found = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list").items()}
-        names = [name for name in found if name and not name.endswith("/")]  # others are folders' own
+        names = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list").items()}
+        names = {name: size for name, size in names.items() if name and not name.endswith("/")}  # not folders' own
         folders = {name[:i] for name in names for i, letter in enumerate(name) if letter == "/"}
-        files = {name: found[name] for name in names if name not in folders and is_path(name)}
-        if refused := sorted({*names} - {*files} - self._refused):
+        files = {name: size for name, size in names.items() if name not in folders and is_path(name)}
+        if refused := sorted(names.keys() - files.keys() - self._refused):
             self._refused.update(refused)
             log.warning(
                 "%s holds keys that no file of a directory can have, which are left alone: %s",
@@ -279,8 +279,8 @@ class RemoteDirectory:
         silent_secs = _SILENT_SECS + min(size, _PART_BYTES) / _LEAST_BYTES_PER_SEC
         for pause in (*_PAUSES_SECS, None):
             try:
-                result = self._attempt(request, silent_secs)
-                self.answered_at = time.monotonic()
+                result = _call_in_thread(request, silent_secs, self._hear)
+                self._hear()
                 return result
             except Exception as error:  # the packages raise errors of many kinds
                 is_final = _is_final(error)
@@ -289,36 +289,50 @@ class RemoteDirectory:
             time.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError
 
-    def _attempt(self, request: Callable[[Any], _T], silent_secs: float) -> _T:
-        """Calls a request in a thread of its own, which is left behind if nothing is heard from it."""
-        from fsspec.callbacks import Callback
+    def _hear(self) -> None:
+        self.answered_at = time.monotonic()
 
-        progress_at, is_given_up = time.monotonic(), False
-        outcome: list[Any] = []
 
-        def note(*_: Any, **__: Any) -> None:
-            nonlocal progress_at
-            if is_given_up:
-                raise TimeoutError("the request was given up")
-            progress_at = self.answered_at = time.monotonic()
+def _call_in_thread(request: Callable[[Any], _T], silent_secs: float, hear: Callable[[], None]) -> _T:
+    """Calls a request in a thread of its own, which is left behind if nothing is heard from it.
 
-        def call() -> None:
-            try:
-                outcome.extend([request(Callback(hooks={"progress": note})), None])
-            except BaseException as error:  # raised again by whoever waits
-                outcome.extend([None, error])
+    Args:
+        request: as for `RemoteDirectory._try`.
+        silent_secs: without progress, after which it is given up.
+        hear: is called when it shows progress.
 
-        thread = threading.Thread(target=call, name="distloop-request", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            if (left := progress_at + silent_secs - time.monotonic()) <= 0:
-                is_given_up = True
-                raise TimeoutError(f"no answer for {silent_secs:.0f} seconds")
-            thread.join(left)
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
+    Raises:
+        TimeoutError: if it is given up.
+    """
+    from fsspec.callbacks import Callback
+
+    progress_at, is_given_up = time.monotonic(), False
+    outcome: list[Any] = []
+
+    def note(*_: Any, **__: Any) -> None:
+        nonlocal progress_at
+        if is_given_up:
+            raise TimeoutError("the request was given up")
+        progress_at = time.monotonic()
+        hear()
+
+    def call() -> None:
+        try:
+            outcome.extend([request(Callback(hooks={"progress": note})), None])
+        except BaseException as error:  # raised again by whoever waits
+            outcome.extend([None, error])
+
+    thread = threading.Thread(target=call, name="distloop-request", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if (left := progress_at + silent_secs - time.monotonic()) <= 0:
+            is_given_up = True
+            raise TimeoutError(f"no answer for {silent_secs:.0f} seconds")
+        thread.join(left)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
 def is_path(key: str) -> bool:

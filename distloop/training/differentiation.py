@@ -100,8 +100,7 @@ class Differentiation:
         for layer in layers:
             layer._clear_losses()  # private: a layer that this loss does not call would keep those of another one
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            for tensor in (*tensors, *gathered):
-                tape.watch(tensor)
+            tape.watch([*tensors, *gathered])
             with gathering.shard(row_weights, self._microbatches), self.reads.recorded(rows) as returned:
                 outputs = self._update.loss_fn(rows, training)
                 returned.append(outputs)
@@ -155,8 +154,7 @@ class Differentiation:
         exchange = gathering.current_exchange()
         assert exchange is not None, "only virtual replicas exchange rows"
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            for tensor in tensors:
-                tape.watch(tensor)
+            tape.watch(tensors)
             with gathering.shard(row_weights, self._microbatches):
                 self._update.loss_fn(rows, True)
             given = [own for own in exchange.given if own.dtype.is_floating]

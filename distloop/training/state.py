@@ -193,9 +193,8 @@ class TrainState(tf.Module):
                     f"Layers {unbuilt[:3]} of the model are not built and nothing calls them, so their variables "
                     "are unknown: call them, or build them in model_fn."
                 )
-            in_model = {id(tensorflow_variable(v)) for v in named_variables(self.spec.model).values()}
-            outside = [variable.name for i, variable in self.created.items() if i not in known | in_model]
-            if outside:
+            in_model = set(map(id, self.model_variables()))
+            if outside := [variable.name for i, variable in self.created.items() if i not in known | in_model]:
                 raise ValueError(explain_new_variable(outside[0]))
             self._finish()
 
@@ -284,11 +283,9 @@ class TrainState(tf.Module):
         averages = self.average.stored if self.average is not None else ()
         return [*self.variables_of_update[update.name], *self.plain_optimizers[update.name].variables, *averages]
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Enters a scope in which the model has the averaged weights, if there are any."""
-        with self.average.applied() if self.average is not None else contextlib.nullcontext():
-            yield
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a scope in which the model has the averaged weights, if there are any."""
+        return self.average.applied() if self.average is not None else contextlib.nullcontext()
 
     def model_variables(self) -> list[Any]:
         """Returns the TensorFlow variables of the model."""
