@@ -238,6 +238,21 @@ def start_time(process: int) -> float:
     return start if start <= time.time() else 0.0  # a container may have another uptime than its processes
 
 
+def start_ticks(process: int) -> str | None:
+    """Returns when a process was started, in ticks since the boot; empty: unknown; None: there is no such process."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return None
+    except (OSError, OverflowError):
+        pass  # another user's
+    try:
+        fields = process_fields(process)
+    except OSError:
+        return ""
+    return None if fields[0] in ("Z", "X") else fields[19]  # a zombie has ended
+
+
 def process_fields(process: int) -> list[str]:
     """Returns the fields of `/proc/<process>/stat` that follow the name: its state, ..., and at 19 its start, in ticks.
 

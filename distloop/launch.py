@@ -53,7 +53,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], float | None, int, str]] = {
     "grace_secs": (float, 10.0, 0, "seconds from SIGTERM to SIGKILL for workers that are stopped (default: 10)"),
     "wait_secs": (float, 600.0, 0, "with MIN:MAX, seconds to wait for MIN workers before the end (default: 600)"),
     "host_index": (int, None, 0, "of this machine in --hosts, from 0 (default: Kubernetes' JOB_COMPLETION_INDEX)"),
-    "parent": (int, None, 1, "number of the process that starts the launcher, which then ends when that one does"),
+    "parent": (int, None, 1, "number of the process that calls the launcher, which then ends when that one does"),
     "port": (int, None, 1, f"of the first worker on each of --hosts, the next ones follow (default: {FIRST_PORT})"),
 }
 

@@ -287,7 +287,7 @@ def test_a_port_that_is_taken_is_refused_before_the_start(kind, port, capsys):
         ("--workers", "--workers: expected one argument"),
         ("--devices_per_worker=0 PROGRAM", "devices_per_worker=0 is not allowed: give 1 or more, or leave it out"),
         ("--max_restarts=-1 PROGRAM", "max_restarts=-1 is not allowed: give 0 or more"),
-        ("--parent=1 PROGRAM", "parent=1 is not the process that started this one: give its number, or leave it out"),
+        ("--parent=99999999 PROGRAM", "parent=99999999 is no process of this machine: give the caller's number, or"),
         ("--grace_secs=nan PROGRAM", "grace_secs=nan is not allowed: give 0 or more"),
         ("--work=2 PROGRAM", "--work=2 is no flag of the launcher: give its own flags (--help lists them) before"),
         ("--steps 5 PROGRAM", "--steps is no flag of the launcher"),

@@ -4,7 +4,7 @@
     register(child)
     wait([file], secs=1.0)
     reap()                  # after SIGCHLD; child.returncode stays
-    end_with(parent)        # in a child: it ends when its parent does
+    end_with(parent)        # it ends when that process does
 
 It does not know what they do.
 """
@@ -22,24 +22,35 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distloop.atomic_files import start_ticks
+
 _LOOK_SECS = 0.5
 _SET_DEATH_SIGNAL = 1  # of prctl(2)
 _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # not looked up after a fork
 
 
 def end_with(parent: int, grace_secs: float = 5.0) -> None:
-    """Sends this process SIGTERM when its parent has ended, however that ended, and SIGKILL after `grace_secs`.
+    """Sends this process SIGTERM when its caller has ended, however that ended, and SIGKILL after `grace_secs`.
 
-    A thread looks, so that it holds on every system, and also for a parent whose thread has ended before itself.
+    A thread looks, so that it holds on every system, and also for a parent whose thread has ended before itself. There
+    may be others between the two, such as a shell or a fork server, and they may end before.
+
+    Args:
+        parent: the number of the caller.
+        grace_secs: from SIGTERM to SIGKILL.
 
     Raises:
-        ValueError: if this process is not a child of that one.
+        ValueError: if there is no such process.
     """
-    if os.getppid() != parent:
-        raise ValueError(f"parent={parent} is not the process that started this one: give its number, or leave it out.")
+    is_child, start = os.getppid() == parent, start_ticks(parent)
+    if start is None:
+        raise ValueError(f"parent={parent} is no process of this machine: give the caller's number, or leave it out.")
+
+    def is_there() -> bool:
+        return os.getppid() == parent if is_child else start_ticks(parent) == start
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while is_there():
             time.sleep(_LOOK_SECS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_secs)

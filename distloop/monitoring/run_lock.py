@@ -27,7 +27,7 @@ import time
 import uuid
 from typing import Any, NamedTuple
 
-from distloop.atomic_files import process_fields
+from distloop.atomic_files import start_ticks
 from distloop.distributed.notes import find_membership
 from distloop.monitoring import run_identity
 from distloop.monitoring.console import say
@@ -217,7 +217,7 @@ def is_held(workdir: str) -> bool:
         holder = _read(os.path.join(workdir, "run.lock"))
     except OSError:
         return False
-    return holder is not None and holder.machine == _machine() and _start(holder.process) == holder.start
+    return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
 
 
 def _look(path: str, beside: str, own: Holder) -> Look | None:
@@ -243,7 +243,7 @@ def this_process(workdir: str = "") -> Holder:
         workdir: the locked directory, made if it is missing; empty: it is in a bucket.
     """
     number, membership = os.getpid(), find_membership()
-    holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, _start(number) or "", time.time())
+    holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, start_ticks(number) or "", time.time())
     with contextlib.suppress(OSError):
         os.makedirs(workdir, exist_ok=True)
         holder = holder._replace(place=run_identity.place(workdir))
@@ -269,7 +269,7 @@ def is_alive(own: Holder, first: Look, look: Look, stale_secs: float | None = No
             return False  # the file was copied with its directory
         if holder.process == own.process:
             return holder.token in held  # else of a process with the same number, or of this one before `exec`
-        start = _start(holder.process)
+        start = start_ticks(holder.process)
         if start is None or start and holder.start:
             return start == holder.start
     if look[:2] != first[:2]:
@@ -290,21 +290,6 @@ def _machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _start(process: int) -> str | None:
-    """Returns when a process was started, in ticks since the boot; empty: unknown; None: there is no such process."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return None
-    except (OSError, OverflowError):
-        pass  # another user's
-    try:
-        fields = process_fields(process)
-    except OSError:
-        return ""
-    return None if fields[0] in ("Z", "X") else fields[19]  # a zombie has ended
 
 
 def _create(path: str, holder: Holder) -> bool:

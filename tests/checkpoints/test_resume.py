@@ -228,7 +228,7 @@ def other_process(workdir):
     """Writes the lock of a process that is alive, as this one's parent is."""
     with RunLock(str(workdir)):
         lock = json.loads((workdir / "run.lock").read_text())
-    lock |= {"token": "another", "process": os.getppid(), "start": run_lock._start(os.getppid())}
+    lock |= {"token": "another", "process": os.getppid(), "start": run_lock.start_ticks(os.getppid())}
     (workdir / "run.lock").write_text(json.dumps(lock))
 
 

@@ -3,6 +3,9 @@
 import fcntl
 import os
 import resource
+import select
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -36,6 +39,31 @@ def test_descriptors_above_1023_are_waited_for():
         os.close(descriptor)
 
 
-def test_a_process_that_ends_with_its_parent_refuses_another_parent():
-    with pytest.raises(ValueError, match=r"parent=1 is not the process that started this one: give its number"):
-        children.end_with(1)
+def test_a_process_that_ends_with_another_refuses_a_number_of_none():
+    with pytest.raises(ValueError, match=r"parent=99999999 is no process of this machine: give the caller's number"):
+        children.end_with(99999999)
+
+
+_ENDS_WITH = """
+import sys, time
+from distloop.launcher import children
+children.end_with(int(sys.argv[1]), 0.0)
+print("watches", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("between", ["", "(%s) & wait $!", "(%s) & read line"])
+def test_a_process_ends_with_its_caller_whatever_is_between(between):
+    caller = subprocess.Popen(["sleep", "60"])
+    command = shlex.join([sys.executable, "-c", _ENDS_WITH, str(caller.pid)])
+    shell = ["sh", "-c", between % command if between else command]
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert select.select([started.stdout], [], [], 10.0)[0], "it has not begun"
+        assert started.stdout.readline() == "watches\n"
+        started.stdin.close()  # the last shell ends before its caller
+        assert not select.select([started.stdout], [], [], 1.0)[0]  # its child goes on
+        caller.kill()  # and stays as a zombie
+        assert started.stdout.read() == ""  # the child has ended
+    caller.wait()

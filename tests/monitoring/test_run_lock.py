@@ -25,7 +25,7 @@ def write_lock(workdir, age=0.0, **fields):
         "host": run_lock.socket.gethostname(),
         "machine": run_lock._machine(),
         "process": parent,
-        "start": run_lock._start(parent),
+        "start": run_lock.start_ticks(parent),
         "since": time.time() - 100,
     }
     os.makedirs(workdir, exist_ok=True)
@@ -147,7 +147,7 @@ def ended_process():
     [
         lambda: {"process": ended_process()},
         lambda: {"start": "1"},  # the number belongs to another process now
-        lambda: {"process": os.getpid(), "start": run_lock._start(os.getpid())},  # of a program before `exec`
+        lambda: {"process": os.getpid(), "start": run_lock.start_ticks(os.getpid())},  # of a program before `exec`
         lambda: {"process": os.getpid(), "start": "1"},  # in a container, every program may have the same number
     ],
 )
@@ -163,7 +163,7 @@ def test_a_zombie_has_ended(tmp_path, no_sleep):
     child = os.fork()
     if not child:
         signal.pause()
-    start = run_lock._start(child)
+    start = run_lock.start_ticks(child)
     os.kill(child, signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     write_lock(tmp_path, process=child, start=start)

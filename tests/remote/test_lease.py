@@ -30,7 +30,7 @@ def write(directory, beats=0, **fields):
 
 def test_a_second_process_is_refused_in_a_sentence_that_names_the_first(directory):
     here = {"host": run_lock.socket.gethostname(), "machine": run_lock._machine(), "process": os.getppid()}
-    write(directory, **here, start=run_lock._start(os.getppid()))
+    write(directory, **here, start=run_lock.start_ticks(os.getppid()))
     with pytest.raises(ValueError, match=f"run' is being written to by process {os.getppid()} on .*: wait until that"):
         Lease(directory).take()
 
