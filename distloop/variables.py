@@ -216,7 +216,7 @@ def summarize(model: Any) -> str:
         plain = tensorflow_variable(variable)
         count = int(tf.TensorShape(plain.shape).num_elements() or 0)
         shape = " x ".join(map(str, plain.shape)) or "scalar"
-        is_trained = variable.trainable and not getattr(variable, _IS_LEFT_OUT, False)
+        is_trained = variable.trainable and not is_left_out(variable)
         rows.append((path, shape, plain.dtype.name, "yes" if is_trained else "no", f"{count:,}"))
         total += count
         trainable += count if is_trained else 0
@@ -227,7 +227,7 @@ def summarize(model: Any) -> str:
 
 
 def mark_frozen(variables: Iterable[Any], trained: Container[int]) -> list[Any]:
-    """Returns the variables that no update of a run trains, and notes that at each, for `summarize`.
+    """Returns the variables that no update of a run trains, and notes that at each.
 
     Args:
         variables: of the model.
@@ -237,6 +237,11 @@ def mark_frozen(variables: Iterable[Any], trained: Container[int]) -> list[Any]:
     for variable in listed:
         setattr(variable, _IS_LEFT_OUT, id(variable) not in trained)
     return [variable for variable in listed if id(variable) not in trained]
+
+
+def is_left_out(variable: Any) -> bool:
+    """Returns whether no update of the run trains a variable, as `mark_frozen` has noted."""
+    return bool(getattr(variable, _IS_LEFT_OUT, False))
 
 
 def digest(model: Any) -> str:

@@ -77,6 +77,9 @@ class RunStates:
                 "The checkpoint holds the state of %s, which is no action of this run: it is kept for a later start.",
                 ", ".join(map(repr, sorted(absent))),
             )
+        for action in named.values():
+            if (take_over := getattr(action, "take_over", None)) is not None:
+                take_over(absent)
         self._states, self._actions = absent, named
         if is_written:
             check(named)

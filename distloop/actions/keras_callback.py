@@ -52,12 +52,14 @@ class FromCallback(Action):
             self.required_metric = callback.monitor
         self._settings = self._attributes()  # and the counters at the start
         self._model: _Model | None = None
-        self._restored: Mapping[str, Any] | None = None  # by the first `on_start`
+        self._restored: Mapping[str, Any] | None = None  # a state that no epoch has followed yet
         self._epochs = 0  # that have ended, if they are no number of steps
 
     def on_start(self, report: Report) -> None:
         """Calls `on_train_begin`; the callback's attributes go on from the checkpoint, or from the `fit` before."""
         before = None if self._model is None else self._attributes()
+        if before is not None and self._restored is not None:  # what on_train_begin makes is another run's
+            before = {n: v for n, v in before.items() if n in self._settings or n in self._restored}
         self._model = _Model(report.state)
         self._callback.set_model(self._model)
         self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
@@ -74,6 +76,7 @@ class FromCallback(Action):
             StopTraining: if the callback set `model.stop_training`.
         """
         assert self._model is not None
+        self._restored = None
         self._callback.on_epoch_end(self._epoch(report), _logs(report))
         if self._model.stop_training:
             raise StopTraining(f"the callback {type(self._callback).__name__} set stop_training")

@@ -132,9 +132,8 @@ class SaveBest(Action):
         value = report.metrics.get(self.metric)
         self._is_best = False
         if value is not None and not math.isnan(value) and all(step != report.step for _, step in self.best):
-            ranked = sorted([*self.best, (value, report.step)], key=lambda pair: pair[0], reverse=self.mode == "max")
-            self._is_best = (value, report.step) in ranked[: self.keep]
-            self.best = ranked[: self.keep]
+            self.best = self._ranked({step: known for known, step in [*self.best, (value, report.step)]})
+            self._is_best = (value, report.step) in self.best
         if self._saves is not None:
             self._saves.keep(self.metric, [step for _, step in self.best], keeper=self)
 
@@ -150,6 +149,21 @@ class SaveBest(Action):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
         self.best = [(value, step) for value, step in state["best"]]
+
+    def take_over(self, states: Mapping[str, Any]) -> None:
+        """Counts the best that another action has kept of the same metric, which is none of this run any more.
+
+        Args:
+            states: of such actions, by name.
+        """
+        others = [states.get(f"SaveBest({self.metric})"), states.get(f"StopEarly({self.metric})", {}).get("saved")]
+        pairs = [(value, step) for state in others if state for value, step in state["best"]]
+        self.best = self._ranked({step: value for value, step in [*pairs, *self.best]})
+
+    def _ranked(self, values: Mapping[int, float]) -> list[tuple[float, int]]:
+        """Returns the best of some values, given by step; of equal ones the earlier."""
+        pairs = [(values[step], step) for step in sorted(values)]
+        return sorted(pairs, key=lambda pair: pair[0], reverse=self.mode == "max")[: self.keep]
 
 
 def choose_mode(action_name: str, metric: str, mode: str) -> str:
@@ -220,7 +234,7 @@ def _is_among(metric: str, names: Collection[str], action: Action) -> bool:
     about_the_run = {name for group, named in tags.GROUPS.items() if group != tags.METRICS for name in named}
     if metric in names or metric == "regularization" or about_the_run & {metric, first, metric.rpartition("/")[2]}:
         return True
-    return bool(rest) and any(metric.startswith(f"{name}/") for name in names)  # as of F1Score
+    return bool(rest) and any(metric.startswith(f"{name}/") for name in names if name != "loss")  # as of F1Score
 
 
 def _may_report(action: Action) -> bool:
@@ -240,7 +254,7 @@ def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], ex
     Raises:
         ValueError: if it got more, or the metric is no name.
     """
-    if others or not isinstance(metric, str):
+    if others or not isinstance(metric, str) or not metric:
         given = ", ".join(repr(value) for value in (metric, *others))
         raise ValueError(
             f"{action_name} was given {given}; it takes the metric's name, and the rest by name: "

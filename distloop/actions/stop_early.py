@@ -76,6 +76,11 @@ class StopEarly(Action):
         if self._save_best is not None and "saved" in state:
             self._save_best.set_state(state["saved"])
 
+    def take_over(self, states: Mapping[str, Any]) -> None:
+        """Counts what another action has kept, as `SaveBest.take_over`."""
+        if self._save_best is not None:
+            self._save_best.take_over(states)
+
     def __call__(self, report: Report) -> None:
         """Compares the metric with the best so far.
 

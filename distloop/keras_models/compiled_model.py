@@ -6,6 +6,9 @@ It does not know how losses and metrics are computed.
 """
 
 import contextlib
+import functools
+import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +17,12 @@ import keras
 from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
 from distloop.keras_models.supervised import supervised
+from distloop.log import log
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.training.spec import ModelSpec, refuse_tf_keras
 from distloop.training.state import TrainState
+
+_returned: "weakref.WeakKeyDictionary[TrainState, int]" = weakref.WeakKeyDictionary()  # checksums of what models got
 
 
 def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], ModelSpec]:
@@ -64,7 +70,17 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
 @contextlib.contextmanager
 def weights_returned(state: TrainState) -> Iterator[None]:
-    """Gives the model that `from_keras` was given what was trained, on exit, after an error too: see `from_keras`."""
+    """Gives the model that `from_keras` was given what was trained, on exit, after an error too: see `from_keras`.
+
+    A warning tells of weights of that model that others have changed since, which are lost then.
+    """
+    model = state.spec.original
+    if model is not None and _returned.get(state, checksum := _checksum(model)) != checksum:
+        log.warning(
+            "The weights of the model %r have changed since the Trainer has set them: it goes on from its own, and "
+            "sets them again at the end; to go on from the model's, make a Trainer(from_keras(model)).",
+            model.name,
+        )
     try:
         yield
     except BaseException:
@@ -84,6 +100,11 @@ def _return(state: TrainState, *, is_whole: bool) -> None:
     averages = {id(v): a for v, a in state.average.pairs if is_at_hand(a)} if state.average is not None else {}
     return_weights(state.model, model, averages)
     return_slots(state.model, model, {name: v for name, v in state.all_variables().items() if is_at_hand(v)})
+    _returned[state] = _checksum(model)
+
+
+def _checksum(model: keras.Model) -> int:
+    return functools.reduce(lambda sum, weights: zlib.crc32(weights.tobytes(), sum), model.get_weights(), 0)
 
 
 def _spec_of_copy(model: keras.Model) -> ModelSpec:
@@ -105,6 +126,12 @@ def _spec_of(model: keras.Model, compiled: keras.Model, optimizer: keras.optimiz
             "where it begins at 0 and not at the weights, and train to others than distloop: call "
             "model.optimizer.build(model.trainable_variables) after compile, which is right for both."
         )
+    for name, value, field in (
+        ("run_eagerly", compiled.run_eagerly, "eager"),
+        ("jit_compile", settings.get("jit_compile"), "jit_compile"),
+    ):
+        if value is True:
+            log.warning("%s=True of compile is left to the Config: set Config(%s=True) for it.", name, field)
     return supervised(
         model,
         settings["loss"],

@@ -118,7 +118,11 @@ def read_arguments(
         ValueError: if an argument is unknown or not possible with this data.
     """
     if not isinstance(evals or {}, Mapping):
-        raise ValueError(f"evals={evals!r} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}.")
+        raise ValueError(
+            f"evals={evals!r:.100} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
+        )
+    if unnamed := [name for name in evals or () if not isinstance(name, str) or not name]:
+        raise ValueError(f"evals has the name {unnamed[0]!r}; give each dataset a text: evals={{'test': dataset}}.")
     for name in arguments:
         if name not in KerasArguments.__annotations__:
             raise ValueError(f"fit was given {name}=..., which is no argument of fit: {_hint(name)}")

@@ -124,10 +124,11 @@ def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
     if not needs_targets and not isinstance(batch, (tuple, list)):
         batch = (batch,)
     if not isinstance(batch, (tuple, list)) or not 2 - (not needs_targets) <= len(batch) <= 3:
-        length = f" and length {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else ""
+        length = f" of length {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else ""
+        given = "features without labels were" if tf.is_tensor(batch) else f"a {type(batch).__name__}{length} was"
         raise ValueError(
-            f"A batch of type {type(batch).__name__}{length} was given; supervised training takes (x, y) or "
-            "(x, y, sample_weight): map the dataset to such tuples."
+            f"In a batch {given} given; Keras's losses take (x, y) or (x, y, sample_weight): give labels, too, as in "
+            "fit(x, y), or map the dataset to such tuples."
         )
     for role, part in zip(("x", "y", "sample_weight"), batch, strict=False):
         if any(tensor is not None and tensor.shape.rank is None for tensor in tf.nest.flatten(part)):

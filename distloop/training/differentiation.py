@@ -20,7 +20,7 @@ from distloop.training.metric_state import KerasMetrics, Rows, check_arguments, 
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.unread_entries import Reads
-from distloop.variables import tensorflow_variable
+from distloop.variables import is_left_out, tensorflow_variable
 
 REGULARIZATION = "regularization"  # the name of the tally of the losses that layers carry
 # Of the regularization on a shard whose loss has none: it counts where the whole batch has none, and elsewhere is less
@@ -251,7 +251,7 @@ def _sum_losses(layers: Sequence[Any], placement: Placement) -> tuple[tf.Tensor 
     for layer in layers:
         with placement.layer_scope(layer):
             parts = [part for part in layer._flatten_layers() if id(part) not in counted]
-            weights = [v for v in layer.trainable_weights if id(v) not in counted]
+            weights = [v for v in layer.trainable_weights if id(v) not in counted and not is_left_out(v)]
             for part in parts:
                 added = part._get_own_losses()  # private: `losses` of a layer are also those of its parts
                 losses += added

@@ -166,6 +166,10 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: b
             raise ValueError(
                 f"loss_fn returned a value under the name {name!r}, which distloop itself reports: rename it."
             )
+        if value is None or isinstance(value, str):
+            raise ValueError(
+                f'loss_fn returned {value!r} under "{name}"; distloop needs values per example, [B]: leave it out.'
+            )
         if isinstance(value, (tuple, list)) and not isinstance(value, Weighted) and name not in keras_metrics:
             raise ValueError(
                 f'loss_fn returned a tuple under "{name}", but ModelSpec(metrics=...) holds {sorted(keras_metrics)}; '

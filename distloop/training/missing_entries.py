@@ -26,7 +26,10 @@ _VALUE_OF_TENSOR = re.compile(
     r"must be real number, not SymbolicTensor|'SymbolicTensor' object has no attribute '(numpy|item|tolist)'|"
     r"Cannot convert a symbolic tf.Tensor"
 )
-_SHAPES = re.compile(r"target\.shape=\(([^)]*)\), output\.shape=\(([^)]*)\)")
+_SHAPES = re.compile(r"(?:target|labels)\.shape=\(([^)]*)\).*(?:output|logits)\.shape=\(([^)]*)\)")
+_OF_INPUTS = re.compile(  # what Keras prints in bold, in a text of several lines
+    r"\x1b\[1m((?:Input |Invalid input shape|The structure of `inputs`|Layer .* expected).*?)\.?\x1b\[0m", re.DOTALL
+)
 
 
 def explaining_mistakes(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +58,11 @@ def _sentences(error: Exception, batch: Any) -> Iterator[str]:
     text = str(error)
     yield from _of_entries(error, text, batch, where, is_users(entries[-1]))
     yield from _of_losses(text, entries[-1].tb_frame.f_code.co_name, where)
+    if isinstance(error, ValueError) and (said := _OF_INPUTS.search(text)):
+        yield (
+            f"A layer cannot take what it is called with{where}: {' '.join(said[1].split())}; the batch has or is "
+            f"{_describe(batch)}: give entries of the shape and the structure that the model is made for."
+        )
     if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) and "bool" in text:
         yield (
             f"A tensor decided an `if`, `while`, `and`, `or` or `not` of Python{where}; {_COMPILED}: use "
@@ -113,7 +121,7 @@ def _of_entries(error: Exception, text: str, batch: Any, where: str, is_at_line:
 
 def _of_losses(text: str, function: str, where: str) -> Iterator[str]:
     """Yields a sentence about labels of another form than a cross entropy takes."""
-    if "crossentropy" not in function or not (shapes := _SHAPES.search(text)):
+    if not re.search("cross_?entropy", function) or not (shapes := _SHAPES.search(text)):
         return
     labels, outputs = (f"[{shape.rstrip(',').replace('None', 'B', 1)}]" for shape in shapes.groups())
     other = {
@@ -122,7 +130,8 @@ def _of_losses(text: str, function: str, where: str) -> Iterator[str]:
         "categorical_crossentropy": "takes labels that are one-hot or probabilities, of the shape of the outputs: use "
         "sparse_categorical_crossentropy, which takes the number of each class, or give keras.ops.one_hot(labels, C)",
     }
-    advice = other.get(function, "takes labels of the shape of the outputs: give both the same shape")
+    kind = "sparse_categorical_crossentropy" if function.startswith("sparse_softmax_cross_entropy") else function
+    advice = other.get(kind, "takes labels of the shape of the outputs: give both the same shape")
     yield f"{function} got labels of shape {labels} for outputs of shape {outputs}{where}; it {advice}."
 
 

@@ -201,3 +201,21 @@ def test_one_callback_of_two_runs_begins_anew_and_of_one_run_goes_on():
             trainer.fit(data(), steps=steps, actions=[distloop.from_callback(losses, every=2)])
             counts.append(len(losses.losses))
     assert counts == [2, 4, 2, 4]
+
+
+@pytest.mark.slow
+def test_what_on_train_begin_makes_is_made_anew_in_another_run_and_goes_on_in_the_same():
+    class Listing(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.epochs = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.epochs.append(epoch)
+
+    listing, seen = Listing(), []
+    for _ in range(2):
+        trainer = distloop.Trainer(classifier(), on(1))
+        for steps in (4, 8):
+            trainer.fit(data(), steps=steps, actions=[distloop.from_callback(listing, every=2)])
+            seen.append(listing.epochs)
+    assert seen == 2 * [[0, 1], [0, 1, 2, 3]]

@@ -35,6 +35,7 @@ def fit(rows, *actions, evals=None, steps=4, model_fn=None, **settings):
             lambda: distloop.Export(lambda path: None, "unused", metric="vall/loss", suffix=".keras"),
             "did you mean 'val/loss'?",
         ),
+        (lambda: distloop.StopEarly("loss/val"), "waits for the metric 'loss/val', which nothing reports"),
         (lambda: distloop.StopEarly("perplexity"), "give one of accuracy, gradient_norm, loss, "),
         (lambda: distloop.from_callback(keras.callbacks.ReduceLROnPlateau("valid_loss"), every=2), "'val/loss'"),
     ],

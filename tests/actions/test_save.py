@@ -5,6 +5,7 @@ import math
 import pytest
 
 from distloop.actions.action import Report, Saves, run
+from distloop.actions.action_state import RunStates
 from distloop.actions.save import Save, SaveBest, SaveCosts
 from distloop.actions.stop_early import StopEarly
 
@@ -81,6 +82,24 @@ def test_stop_early_keeps_the_best_beside_those_of_save_best():
     again = StopEarly("score", mode="min", restore_best=True)
     again.set_state(stop.get_state())
     assert again.get_state() == stop.get_state()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_best_of_a_metric_is_known_to_whatever_action_keeps_it_next(keep):
+    def stop():
+        return StopEarly("score", mode="min", patience=9, restore_best=True)
+
+    def best():
+        return SaveBest("score", mode="min", keep=keep)
+
+    for first, second in ((stop, best), (best, stop)):
+        states, found = RunStates(), None
+        for make, step, score in ((first, 2, 0.3), (second, 4, 0.5), (first, 6, 0.4)):
+            action = make()
+            states.attach([action], None if found is None else states.read())
+            action(Report(step, 1000, {"score": score}, None))
+            found = getattr(action, "_save_best", action).best
+            assert found[0] == (0.3, 2)
 
 
 def test_its_state_goes_through_a_checkpoint():

@@ -294,3 +294,23 @@ def test_settings_of_a_compiled_optimizer_that_belong_to_distloop_are_refused():
     model = compiled(net(), optimizer=keras.optimizers.SGD(clipnorm=1.0))
     with pytest.raises(ValueError, match="has clipnorm=1.0"):
         distloop.Trainer(distloop.from_keras(model), on(1))
+
+
+def test_weights_that_others_have_changed_between_two_fits_are_told_of(caplog):
+    model = compiled(net())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    for steps in (2, 4):
+        trainer.fit(batches(X, Y), steps=steps)
+    assert "have changed" not in caplog.text
+    model.fit(batches(X, Y), epochs=1, verbose=0)
+    trainer.fit(batches(X, Y), steps=6)
+    assert "have changed since the Trainer has set them: it goes on from its own" in caplog.text
+
+
+def test_settings_of_compile_that_the_config_has_are_told_of(caplog):
+    for setting, field in (("run_eagerly", "eager"), ("jit_compile", "jit_compile")):
+        model = net()
+        model.compile("sgd", "mse", **{setting: True})
+        caplog.clear()
+        distloop.Trainer(distloop.from_keras(model), on(1))
+        assert caplog.messages == [f"{setting}=True of compile is left to the Config: set Config({field}=True) for it."]

@@ -77,3 +77,25 @@ def test_networks_of_several_updates_keep_each_others_statistics_moving():
         for name, net in trainer.model.items()
     }
     assert moved == {"one": True, "two": False}
+
+
+def test_regularizers_of_what_a_regular_expression_leaves_out_are_not_counted():
+    reported = {}
+    for trainable, is_frozen in ((None, True), ("head", False)):
+
+        def model_fn(trainable=trainable, is_frozen=is_frozen):
+            keras.utils.set_random_seed(3)
+            layers = [
+                keras.layers.Dense(n, name=name, kernel_regularizer="l2") for n, name in ((8, "body"), (2, "head"))
+            ]
+            model = keras.Sequential([keras.Input((6,)), *layers])
+            model.layers[0].trainable = not is_frozen
+
+            def loss_fn(batch, training):
+                return {"loss": keras.losses.mean_squared_error(batch[1], model(batch[0], training=training))}
+
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.05), loss_fn, trainable=trainable)
+
+        result = distloop.Trainer(model_fn, on(1)).fit(batches(X, Y), steps=2)
+        reported[trainable] = result["regularization"]
+    assert reported["head"] == reported[None]

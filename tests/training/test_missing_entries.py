@@ -131,3 +131,29 @@ def test_errors_about_something_else_stay():
         train({"image": ROWS}, lambda batch: {}["image"])
     with pytest.raises(TypeError):
         train((ROWS, ROWS), lambda batch: batch[0] + object())
+
+
+def test_a_shape_that_a_layer_cannot_take_is_one_sentence_in_fit_and_predict():
+    words = ("A layer cannot take what it is called with", "expected axis -1 of input shape to have value 2", "[B, 3]")
+    wide = np.zeros((4, 3), np.float32)
+    refused(lambda: train(wide, lambda batch: batch), *words)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    for fails in (lambda: trainer.predict(wide), lambda: trainer.fit(wide, wide[:, 0], steps=1, batch_size=4)):
+        refused(fails, *words[:2])
+    refused(lambda: trainer.predict({"image": ROWS}), "The structure of `inputs` doesn't match", "'image'")
+
+
+def test_labels_of_another_form_are_said_for_tensorflows_cross_entropy_too():
+    def loss(batch):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.one_hot([0, 1, 0, 1], 2), batch)[:, None]
+
+    refused(lambda: train(ROWS, loss), "got labels of shape [4, 2]", "takes the number of each class, [B]")
+
+
+def test_features_without_labels_are_said():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    refused(lambda: trainer.evaluate(ROWS), "features without labels were given", "give labels, too, as in fit(x, y)")
