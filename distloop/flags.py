@@ -29,6 +29,7 @@ _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of setti
 
 _HELP_WIDTH = 80
 _SECRET = "is_secret"  # an attribute of absl's flag
+_SECRET_LETTERS = 8  # of values that are hidden in other arguments, too
 
 Flag = TypeVar("Flag", bound=flags.FlagHolder[Any] | flags.Flag[Any])
 
@@ -117,7 +118,7 @@ def secret_flag(flag: Flag) -> Flag:
 
 def shown_settings(config: Config) -> dict[str, Any]:
     """Returns all settings by name, as files may hold them: `***` for secret ones."""
-    return {name: HIDDEN if _is_secret(name) else value for name, value in dataclasses.asdict(config).items()}
+    return {name: HIDDEN if _is_secret(name) else _shown(value) for name, value in dataclasses.asdict(config).items()}
 
 
 def run_settings(config: Config) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def shown_arguments(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         name, sign, _ = argument.partition("=")
         is_secret = argument.startswith("-") and _is_secret(name.lstrip("-"))
-        text = f"{name}={HIDDEN}" if is_secret and sign else HIDDEN if is_value else without_credentials(argument)
+        text = f"{name}={HIDDEN}" if is_secret and sign else HIDDEN if is_value else _without_secrets(argument)
         is_value = is_secret and not sign and flags.FLAGS[name.lstrip("-")].flag_type() != "bool"
         shown.append(text)
     return shown
@@ -209,7 +210,7 @@ def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
         own.setdefault(name, []).append(value)
     values |= {name: ", ".join(parts) for name, parts in own.items()}
     hidden = set() if with_secrets else secret_names()
-    return {name: HIDDEN if name in hidden else value for name, value in values.items()}
+    return {name: HIDDEN if name in hidden else without_credentials(value) for name, value in values.items()}
 
 
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:
@@ -228,8 +229,17 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
         name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
         if name is not None and name not in settings:
             value = HIDDEN if _is_secret(name) else flags.FLAGS[name].value
-            values[name] = value if isinstance(value, bool | int | float) else without_credentials(str(value))
+            values[name] = value if isinstance(value, bool | int | float) else _without_secrets(str(value))
     return values
+
+
+def _without_secrets(text: str) -> str:
+    """Returns a text with `***` in place of values of secret flags, of 8 letters or more, and of keys of URLs."""
+    for name in filter(_is_secret, flags.FLAGS):
+        value = flags.FLAGS[name].value
+        for part in value if isinstance(value, list) else [value]:
+            text = text.replace(part, HIDDEN) if isinstance(part, str) and len(part) >= _SECRET_LETTERS else text
+    return without_credentials(text)
 
 
 def _is_secret(name: str) -> bool:
@@ -302,12 +312,13 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
     is_parsed = flags.FLAGS.is_parsed()
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
     hidden = set() if with_secrets else {name for name in flags.FLAGS if _is_secret(name)}
-    lines = [line for name, value in values.items() for line in _lines(name, f"--{name}={value}", hidden)]
+    shown = without_credentials if with_secrets else _without_secrets
+    lines = [line for name, value in values.items() for line in _lines(name, shown(f"--{name}={value}"), hidden)]
     if not is_parsed:
         return lines
     for flag in _own_flags(config):
         text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
-        lines += _lines(flag.name, without_credentials(text), hidden)
+        lines += _lines(flag.name, shown(text), hidden)
     return lines
 
 
@@ -343,7 +354,7 @@ def _shown(value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(entry) for entry in value]
     value = value.name if isinstance(value, enum.Enum) else value
-    return without_credentials(value) if isinstance(value, str) else value
+    return _without_secrets(value) if isinstance(value, str) else value
 
 
 def _lines(name: str, text: str, hidden: Collection[str]) -> list[str]:

@@ -13,9 +13,11 @@ import os
 import re
 from typing import Any
 
-_PASSWORD = re.compile(r"(://[^/?#@:\s]*):[^/?#\s]*@")  # of "scheme://user:password@host"
+_PASSWORD = re.compile(r"(://[^/?#:\s]*):[^/?#\s]*@")  # of "scheme://user:password@host"
+_TOKEN = re.compile(r"(https?://)(?!\*\*\*@)[^/?#@:\s]+@", re.IGNORECASE)  # in place of a user, whose name it may be
+_UNENCODED = re.compile(r"://[^/?#:]*:(?![:\d])[^@]*@")  # of a password that ends what is the host
 _KEY = re.compile(  # a value of a query, such as ?token=...
-    r"""([?&][^=&#\s]*(?:token|key|secret|sig|password|passwd|credential|auth)[^=&#\s]*=)[^&#\s"']+""", re.IGNORECASE
+    r"""([?&;#][^=&;#\s]*(?:token|key|secret|sig|pass|pwd|credential|auth|jwt)[^=&;#\s]*=)[^&;#\s"']+""", re.IGNORECASE
 )
 _with_password: dict[str, str] = {}  # by "scheme://user@host", in this process
 
@@ -31,26 +33,50 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a text whose URLs have no password, and `***` for keys and tokens in a query."""
-    return _KEY.sub(r"\1***", _PASSWORD.sub(r"\1@", text))
+    """Returns a text whose URLs have no password, and `***` for keys and tokens."""
+    for shown, full in tuple(_with_password.items()):
+        text = text.replace(full, shown)
+    return _KEY.sub(r"\1***", _TOKEN.sub(r"\1***@", _PASSWORD.sub(r"\1@", text)))
 
 
 def keep_password(url: str) -> str:
-    """Returns a URL without its password, which `file_system` puts back in this process."""
-    shown = _PASSWORD.sub(r"\1@", url, count=1)
-    if shown != url:
-        _with_password[_start(shown)] = _start(url)
-    return shown
+    """Returns a URL without its password, which `file_system` puts back in this process.
+
+    Raises:
+        ValueError: if it has a password that ends before its `@`.
+    """
+    start = _start(url)
+    shown = _TOKEN.sub(r"\1***@", re.sub(r"(://[^:/]*):[^/]*@$", r"\1@", start[: start.rfind("@") + 1]))
+    shown += start[start.rfind("@") + 1 :]
+    if shown != start:
+        _with_password[shown] = start
+    elif _UNENCODED.search(url):
+        raise ValueError(
+            f"A URL that begins with {url.partition('://')[0]}:// has a password with a '/', '?' or '#', where the "
+            "host ends: write these as %2F, %3F and %23."
+        )
+    return shown + url[len(start) :]
 
 
 def expand(path: str | os.PathLike[str]) -> str:
-    """Returns a path that a user gave, with the home directory in place of `~`; of a URL, without its password."""
-    return keep_password(os.path.expanduser(os.fspath(path)))
+    """Returns a path that a user gave, with the home directory in place of `~`; of a URL, without its password.
+
+    Raises:
+        ValueError: if it is a URL with a key or token.
+    """
+    path = keep_password(os.path.expanduser(os.fspath(path)))
+    if is_url(path) and "?" in path and _KEY.search(path):
+        raise ValueError(
+            f"The URL {without_credentials(path)!r} has a key in its query, which files of the run would hold: give "
+            "the credentials in the way of its package."
+        )
+    return path
 
 
 def _start(url: str) -> str:
-    """Returns the scheme and host of a URL, as in `sftp://me@host`."""
-    return "/".join(url.split("/", 3)[:3])
+    """Returns the scheme and host of a URL, as in `sftp://me@host`; in front of it the URLs that it is within."""
+    begin = url.rfind("://") + 3
+    return url[:begin] + re.split("[/?#]", url[begin:], maxsplit=1)[0] if begin > 2 else url
 
 
 def file_system(url: str, extra: str = "records", **options: Any) -> Any:

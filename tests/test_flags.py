@@ -327,8 +327,27 @@ def test_a_secret_is_compared_and_written_nowhere(arguments, fresh_flags, tmp_pa
 def test_a_command_line_is_shown_without_secret_values(fresh_flags):
     flags.secret_flag(absl_flags.DEFINE_string("token", None, "Of a host."))
     flags.secret_flag(absl_flags.DEFINE_bool("is_hidden", False, "A switch."))
-    given = ["--token=hf_1", "-token", "hf_2", "--data=ftp://me:pw@host/x", "--is_hidden", "--token_count=3", "token"]
-    shown = ["--token=***", "-token", "***", "--data=ftp://me@host/x", "--is_hidden", "--token_count=3", "token"]
+    fresh_flags["token"].value = "hf_12345"
+    given = [
+        "--name=run-hf_12345",
+        "--token=hf_1",
+        "-token",
+        "hf_2",
+        "--data=ftp://me:pw@host/x",
+        "--is_hidden",
+        "--token_count=3",
+        "token",
+    ]
+    shown = [
+        "--name=run-***",
+        "--token=***",
+        "-token",
+        "***",
+        "--data=ftp://me@host/x",
+        "--is_hidden",
+        "--token_count=3",
+        "token",
+    ]
     assert flags.shown_arguments(given) == shown
 
 
@@ -346,7 +365,7 @@ def test_passwords_of_urls_in_flags_are_written_nowhere(fresh_flags, tmp_path):
         str(flags.hyperparameters(given)),
     ]
     assert not any("pa55word" in text for text in shown)
-    assert "--workdir=sftp://me@host/run\n" in shown[1] and "--source=https://me@host/x?sig=***\n" in shown[1]
+    assert "--workdir=sftp://me@host/run\n" in shown[1] and "--source=https://***@host/x?sig=***\n" in shown[1]
     assert json.loads(shown[0])["mirrors"] == ["ftp://a@b", "ftp://c@d"]
 
 

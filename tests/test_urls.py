@@ -43,6 +43,12 @@ def test_what_is_missing_for_a_url_is_named(url, missing, words, monkeypatch):
         ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
         ("https://host/run?name=a&X-Amz-Signature=ab/c&sv=1", "https://host/run?name=a&X-Amz-Signature=***&sv=1"),
         ("https://host/run?access_token=abc", "https://host/run?access_token=***"),
+        ("https://host/run?a=1;pwd=abc#id_token=abc", "https://host/run?a=1;pwd=***#id_token=***"),
+        ("sftp://me@domain:pa55@host/run", "sftp://me@domain@host/run"),
+        ("sftp://me:pa55@[::1]:22/a@b", "sftp://me@[::1]:22/a@b"),
+        ("https://ghp_abc@host/run", "https://***@host/run"),
+        ("abfs://container@account/a", "abfs://container@account/a"),
+        ("zip://a.zip::https://me:pa55@host/a@b", "zip://a.zip::https://***@host/a@b"),
     ],
 )
 def test_a_url_is_shown_without_its_password_and_keys(url, shown):
@@ -76,3 +82,23 @@ def test_an_error_of_a_file_system_holds_no_password(monkeypatch):
         ValueError, match=r"^The URL 'sftp://me@host/run' cannot be opened: no route to sftp://me@host/run$"
     ):
         urls.file_system("sftp://me:pa55word@host/run")
+
+
+def test_a_password_with_a_space_is_in_no_message_once_it_is_known():
+    assert urls.keep_password("sftp://me:pass word@host/run") == "sftp://me@host/run"
+    assert urls.without_credentials("no route to sftp://me:pass word@host/a") == "no route to sftp://me@host/a"
+
+
+@pytest.mark.parametrize(
+    "url, words",
+    [
+        ("sftp://me:pa/ss@host/run", "begins with sftp:// has a password with a '/', '\\?' or '#', where"),
+        ("https://me:pa?ss@host/run", "write these as %2F, %3F and %23"),
+        ("s3://bucket/run?X-Amz-Signature=abc", r"'s3://bucket/run\?X-Amz-Signature=\*\*\*' has a key in its query"),
+    ],
+)
+@pytest.mark.parametrize("name", ["workdir", "init_from"])
+def test_a_url_whose_password_cannot_be_taken_out_is_refused_without_it(name, url, words):
+    with pytest.raises(ValueError, match=words) as refused:
+        Config(**{name: url})
+    assert "ss@" not in str(refused.value) and "abc" not in str(refused.value)

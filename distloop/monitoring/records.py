@@ -11,7 +11,7 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from distloop import urls
 from distloop.log import log
@@ -89,7 +89,7 @@ def read_json(
         warn: takes the warning.
     """
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             return parse_json(file.read(), read)
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -144,8 +144,13 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     Raises:
         OSError: if it cannot be read.
     """
-    with open(path, "rb") as file:
+    with _open(path) as file:
         return _parse_rows(file.read())
+
+
+def _open(path: str) -> BinaryIO:
+    """Opens a file to read it; of a FIFO, which has no content, without waiting for who writes."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def _parse_rows(content: bytes) -> list[dict[str, Any]]:
@@ -191,7 +196,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 def is_count(value: Any) -> bool:
     """Returns whether a value is an integer that may be a step."""
-    return type(value) is int and abs(value) < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 def show_number(value: float) -> str:

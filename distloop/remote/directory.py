@@ -31,6 +31,7 @@ _PAUSES_SECS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # before a request is tried 
 _SILENT_SECS = 60.0  # after which a request that shows no progress counts as hanging
 _PART_BYTES, _LEAST_BYTES_PER_SEC = 2**27, 2**18  # of what packages send at once; they show no progress within it
 _LEFTOVER = re.compile(r".+\.[0-9a-f]{8}\.tmp")
+_MOST_LETTERS = 1024  # of a key; S3 and Google Cloud Storage have none that is longer
 _T = TypeVar("_T")
 
 
@@ -341,7 +342,8 @@ def is_path(key: str) -> bool:
         names = os.fsencode(key).split(b"/")
     except UnicodeEncodeError:
         return False
-    return all(name not in (b"", b".", b"..") and b"\0" not in name and len(name) <= 255 for name in names)
+    is_short = len(key) <= _MOST_LETTERS  # a path of Linux has 4,096 bytes, with the directory's
+    return is_short and all(n not in (b"", b".", b"..") and b"\0" not in n and len(n) <= 255 for n in names)
 
 
 def local_path(root: str, key: str) -> str:
@@ -352,11 +354,14 @@ def local_path(root: str, key: str) -> str:
         key: of the file.
 
     Raises:
-        RemoteError: if that would be elsewhere.
+        RemoteError: if that would be elsewhere, through a link too.
     """
     if not is_path(key):
         raise RemoteError(f"no file of a directory can have the key {key!r}", is_final=True)
-    return os.path.join(root, key)
+    path, real = os.path.join(root, key), os.path.realpath(root)
+    if os.path.commonpath([os.path.realpath(os.path.dirname(path)), real]) != real:
+        raise RemoteError(f"a link leads from {os.path.dirname(path)!r} out of {root!r}: remove it", is_final=True)
+    return path
 
 
 def _until_whole(what: str, act: Callable[[], int], size: int) -> None:

@@ -93,7 +93,7 @@ def fetch_checkpoint(
         path: of the checkpoint in it.
     """
     names = [name for name in files if name.startswith(f"{unit}/")]
-    target = os.path.join(root, path)
+    target = local_path(root, path)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with replacing(target) as temporary:
         for name in names:
@@ -118,7 +118,9 @@ def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         path = path.rstrip("/")
-        folder, name = path.rsplit("/", 1)
+        folder, _, name = path.rpartition("/")
+        if not folder:
+            raise RemoteError("it names no directory", is_final=True)
         copied = local_path(root, name)
         if path.endswith(_FILES):
             _fetch_named(RemoteDirectory(folder), [name], root)
@@ -181,7 +183,7 @@ def _fetch_named(directory: RemoteDirectory, names: Iterable[str], root: str) ->
         if (data := directory.read(name)) is not None:
             path = local_path(root, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "wb") as file:
+            with replacing(path) as temporary, open(temporary, "wb") as file:  # in place of a link
                 file.write(data)
 
 

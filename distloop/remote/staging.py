@@ -20,7 +20,7 @@ from distloop.atomic_files import is_private, replacing
 from distloop.monitoring.console import say
 from distloop.monitoring.records import parse_json
 from distloop.remote import tree
-from distloop.remote.directory import RemoteDirectory
+from distloop.remote.directory import RemoteDirectory, is_path
 from distloop.remote.fetching import fetch_workdir
 from distloop.remote.tree import Unit
 
@@ -146,5 +146,5 @@ def _digests(root: str) -> list[str]:
 
 
 def _as_state(value: Any) -> State:
-    stamps = {str(path): [*stamp] for path, stamp in value["uploaded"].items() if stamp}
+    stamps = {path: [*stamp] for path, stamp in value["uploaded"].items() if stamp and (not path or is_path(path))}
     return State(stamps, [str(manifest) for manifest in value["manifests"]])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_half_a_row_is_left_out_at_the_end_and_inside(tmp_path, torn):
     assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '"step"', "{}", '{"step": null}', '{"loss": 1.0}'])
+@pytest.mark.parametrize("line", ["[]", "3", '"step"', "{}", '{"step": null}', '{"step": -1}', '{"loss": 1.0}'])
 def test_a_line_without_a_step_is_no_row(line):
     assert records.parse_row(line.encode()) is None
 
@@ -128,6 +129,13 @@ def test_a_file_that_is_not_there_is_no_reason_to_warn(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "none.json", tmp_path / "file" / "none.json"):
         assert records.read_json(str(path), instead="", warn=pytest.fail) is None
+
+
+def test_a_fifo_in_place_of_a_file_is_named_and_waited_for_by_nobody(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    warnings = []
+    assert records.read_json(str(tmp_path / "config.json"), instead="it is unknown", warn=warnings.append) is None
+    assert "config.json' cannot be read" in warnings[0] and records.read_rows(str(tmp_path / "config.json")) == []
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

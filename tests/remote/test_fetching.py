@@ -13,7 +13,7 @@ from distloop import report
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints
 from distloop.remote.directory import RemoteDirectory, RemoteError, is_path
-from distloop.remote.fetching import fetch_reports, fetch_workdir, local_copy
+from distloop.remote.fetching import fetch_checkpoints, fetch_reports, fetch_workdir, local_copy
 
 
 @pytest.fixture
@@ -180,3 +180,30 @@ def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(tmp_path, url):
     Keys.store[f"{path}/metrics.jsonl"] = b'{"step": 3}\n'
     one, other = (fetch_reports(url, str(tmp_path / "reports")) for url in (url, f"keys://{path}"))
     assert one != other and pathlib.Path(other, "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
+
+
+def test_a_key_too_deep_for_a_disk_is_left_alone_and_the_others_come(tmp_path):
+    for key in ("d/" * 1500 + "file", "/".join(["d" * 200] * 6), "notes.txt"):
+        fsspec.filesystem("memory").pipe_file(f"/deep/{key}", b"text")
+    assert fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path)) == ["notes.txt"]
+
+
+def test_nothing_is_written_through_a_link_that_leads_out_of_the_directory(tmp_path, url):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    for directory in (outside, root / "checkpoints"):
+        directory.mkdir(parents=True)
+    (outside / "best.json").write_text("mine")
+    (root / "checkpoints/best.json").symlink_to(outside / "best.json")
+    fetch_checkpoints(RemoteDirectory(url), str(root), None)
+    assert (outside / "best.json").read_text() == "mine" and (root / "checkpoints/10").is_dir()
+    shutil.rmtree(root / "checkpoints")
+    (root / "checkpoints").symlink_to(outside)
+    with pytest.raises(RemoteError, match="a link leads from .* out of"):
+        fetch_checkpoints(RemoteDirectory(url), str(root), {10})
+    assert [path.name for path in outside.iterdir()] == ["best.json"]
+
+
+@pytest.mark.parametrize("path", ["memory://", "memory:///"])
+def test_a_url_of_nothing_is_refused(path):
+    with pytest.raises(RemoteError, match="it names no directory"), local_copy(path):
+        pass

@@ -1,5 +1,6 @@
 """The staging directory against the bucket: the newest goes on, and nothing that was not uploaded is deleted."""
 
+import json
 import os
 import shutil
 
@@ -150,6 +151,16 @@ def test_a_bucket_that_was_put_back_to_what_it_was_takes_nothing_from_the_disk(u
     shutil.rmtree(tmp_path / "bucket")
     os.rename(tmp_path / "backup", tmp_path / "bucket")
     assert read(url) == run(url) == [6, 8, 10]
+
+
+def test_a_state_of_a_staging_directory_that_names_files_of_others_deletes_none(url, tmp_path):
+    run(url, 2)
+    (tmp_path / "bucket/mine").write_text("precious")
+    state = {"uploaded": {"../mine": [8, 1]}, "manifests": []}
+    with open(os.path.join(root_of(url), ".uploaded.json"), "w") as file:
+        json.dump(state, file)
+    run(url, 4)
+    assert (tmp_path / "bucket/mine").read_text() == "precious"
 
 
 @pytest.mark.parametrize("state", ["", "[[", '{"uploaded": {"metrics.jsonl": 7}, "manifests": null}', "[" * 10**5])
