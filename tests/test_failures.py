@@ -107,8 +107,8 @@ PROGRAM = """
 # Lines that TensorFlow prints at any TF_CPP_MIN_LOG_LEVEL, and those of distloop without a failure.
 NOISE = re.compile(
     r"WARNING: All log|[IWE]\d{4} |To enable the foll|step \d|eight steps|"
-    r"distloop: (warning|error|devices|precision|parameters|entries|(global )?batch|workdir|tensorboard|loss|accuracy|"
-    r"time|step|Finished|Skipping|worker . of 2 r|\d+ % of the time)"
+    r"distloop: (warning|error|devices|precision|parameters|entries|(global )?batch|averaged weights|workdir|"
+    r"\S+ -m tensorboard|tensorboard|loss|accuracy|time|step|Finished|Skipping|worker . of 2 r|\d+ % of the time)"
 )
 
 
