@@ -75,6 +75,14 @@ def cause(error: Exception) -> str:
     return f"{sentence.rstrip(' :,')} ..."
 
 
+def cannot_be_written(workdir: str, error: OSError) -> ValueError:
+    """Returns the error that a file of a workdir cannot be written."""
+    return ValueError(
+        f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is in the way, "
+        "or give another directory."
+    )
+
+
 def first_line(error: Exception) -> str:
     """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)

@@ -40,6 +40,7 @@ from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.distributed.strategies import has_gpus
 from distloop.durations import Units
+from distloop.errors import cannot_be_written
 from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
 from distloop.monitoring import notebook, run_starts
@@ -150,13 +151,16 @@ class Fit:
                 yield
             except Interrupted as interrupted:
                 if saves := has_workdir and interrupted.has_trained:
-                    self.checkpoints.save()
-                    self.checkpoints.wait()
+                    self.checkpoints.save_and_wait()
                 saved = ", checkpoint saved" if saves else ""
                 if self._is_chief:  # with console=quiet, too
                     say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
                 if not stays:
                     raise SystemExit(EXIT_CODE) from None
+            except Exception:
+                if has_workdir and self._loop.open_boundary is not None:  # an evaluation failed
+                    self.checkpoints.save_and_wait()
+                raise
 
     def result(self) -> History:
         """Returns the last numbers, and all rows of this call."""
@@ -293,7 +297,7 @@ class Fit:
                 if rows.renamed:
                     self._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
             except OSError as error:
-                raise _cannot_be_written(workdir, error) from error
+                raise cannot_be_written(workdir, error) from error
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
             left = max(0.0, run.secs - self._loop.secs)
@@ -324,13 +328,6 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
     """Checks what `fit` was given as actions and writers, as `check_actions` and `check_writers`."""
     check_actions(actions)
     check_writers(writers)
-
-
-def _cannot_be_written(workdir: str, error: OSError) -> ValueError:
-    return ValueError(
-        f"{error.filename!r} in workdir={workdir!r} cannot be written ({error.strerror}): remove what is in the way, "
-        "or give another directory."
-    )
 
 
 def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_before: Mapping[str, float]) -> None:

@@ -239,6 +239,11 @@ class RunCheckpoints:
         values = self._saved_state.snapshot(**needs)
         return int(self._state.step), values, notes | _circumstances(self._state, self._config)
 
+    def save_and_wait(self) -> None:
+        """Saves the run as it is, and waits until that has ended."""
+        self.save()
+        self.wait()
+
     def wait(self) -> None:
         """Waits until the last save has ended.
 

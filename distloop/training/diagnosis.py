@@ -177,8 +177,8 @@ def guess_cause(step: int, report: UpdateReport) -> Cause:
         return Cause(
             "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0, "
             "or the data holds an infinite number",
-            "look at the data, keep what these get away from 0, as in sqrt(x + 1e-7), or skip such steps with "
-            "on_nonfinite=skip",
+            "keep what they get away from 0, as in sqrt(x + 1e-7), take infinite numbers out of the data, or skip such "
+            "steps with on_nonfinite=skip",
         )
     if report.is_loss_finite:
         return Cause("every gradient is finite, but not the norm of all, so the loss or its weights are huge")

@@ -60,7 +60,8 @@ class TrainLoop:
         log_every: the window of the reported means, a duration; 0: the whole run.
         require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
         say: prints a line about the run.
-        open_boundary: of this step, whose actions were interrupted: `train` calls all of them; None: there is none.
+        open_boundary: of this step, whose actions were interrupted, or an evaluation failed: `train` calls all of them;
+            None: there is none.
     """
 
     def __init__(
@@ -263,7 +264,10 @@ class TrainLoop:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
         try:
             self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
-        except Interrupted:
+        except Exception as error:
+            has_failed = self._is_alone and any(getattr(action, "has_failed", False) for action in actions)
+            if not isinstance(error, Interrupted) and not has_failed:
+                raise
             due, is_last = [*self._plan.due_secs], int(self._state.step) == report.step  # else later steps are done
             self.open_boundary = {"metrics": report.metrics, "time": report.time, "due_secs": due} if is_last else None
             raise

@@ -59,8 +59,9 @@ def _sentences(error: Exception, batch: Any) -> Iterator[str]:
     yield from _of_entries(error, text, batch, where, is_users(entries[-1]))
     yield from _of_losses(text, entries[-1].tb_frame.f_code.co_name, where)
     if isinstance(error, ValueError) and (said := _OF_INPUTS.search(text)):
+        said_by_keras = " ".join(re.sub(r"\.\s", ", ", said[1]).split())
         yield (
-            f"A layer cannot take what it is called with{where}: {' '.join(said[1].split())}; the batch has or is "
+            f"A layer cannot take what it is called with{where}: {said_by_keras}; the batch has or is "
             f"{_describe(batch)}: give entries of the shape and the structure that the model is made for."
         )
     if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) and "bool" in text:

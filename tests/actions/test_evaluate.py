@@ -1,11 +1,14 @@
 """Evaluations as actions."""
 
+import keras
+import numpy as np
 import pytest
 
 import distloop
 from distloop.actions import action_state
 from distloop.actions.action import Report
 from distloop.actions.evaluate import Evaluate
+from tests.problems import on
 
 
 def test_evaluate_reports_under_its_name():
@@ -46,3 +49,20 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
 def test_an_evaluation_refuses_what_it_cannot_use(wrong, message):
     with pytest.raises(ValueError, match=f"Evaluation was given {message}"):
         distloop.Evaluation([], **wrong)
+
+
+@pytest.mark.slow
+def test_what_was_trained_is_saved_when_an_evaluation_fails_and_the_next_start_begins_with_it(tmp_path):
+    x, y = np.zeros((16, 4), np.float32), np.arange(16) % 3
+
+    def trainer():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return distloop.Trainer(distloop.from_keras(model), on(1, workdir=str(tmp_path), batch_size=8))
+
+    with pytest.raises(ValueError, match="the label 9"):
+        trainer().fit(x, y, steps=4, evals={"test": (x, np.full(16, 9))})
+    again = trainer()
+    again.fit(x, y, steps=4, evals={"test": (x, y)})
+    assert again.step == 4
+    assert [(row["step"], "test/loss" in row) for row in distloop.read_metrics(str(tmp_path))] == [(4, True)]
