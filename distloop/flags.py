@@ -210,7 +210,8 @@ def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
         own.setdefault(name, []).append(value)
     values |= {name: ", ".join(parts) for name, parts in own.items()}
     hidden = set() if with_secrets else secret_names()
-    return {name: HIDDEN if name in hidden else without_credentials(value) for name, value in values.items()}
+    show = without_credentials if with_secrets else _without_secrets
+    return {name: HIDDEN if name in hidden else show(value) for name, value in values.items()}
 
 
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:

@@ -349,6 +349,11 @@ def test_a_command_line_is_shown_without_secret_values(fresh_flags):
         "token",
     ]
     assert flags.shown_arguments(given) == shown
+    flags.define_flags()
+    absl_flags.DEFINE_string("name", "", "Of a run.")
+    config = parse(fresh_flags, "--name=run-hf_12345", "--token=hf_12345")
+    texts = [flags.as_json(config), str(flags.facts(config)), str(flags.hyperparameters(config))]
+    assert not any("hf_12345" in text for text in texts)
 
 
 def test_passwords_of_urls_in_flags_are_written_nowhere(fresh_flags, tmp_path):

@@ -5,6 +5,7 @@ It writes `evaluations/<name>.jsonl` and `<name>/` for TensorBoard beside the ru
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Mapping
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ import tensorflow as tf
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.config import Config
 from distloop.distributed import workers
+from distloop.durations import finite_number, shown
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import read_steps
 from distloop.monitoring.run_lock import RunLock
@@ -68,8 +70,12 @@ def evaluate_checkpoints(
         Step -> name -> number, of the checkpoints that were evaluated now.
 
     Raises:
-        ValueError: if another process evaluates under this name.
+        ValueError: if another process evaluates under this name, or a time is no number of seconds.
     """
+    for setting, secs in {"poll_secs": poll_secs, "timeout_secs": timeout_secs}.items():
+        number = finite_number(secs)
+        if number is None or not 0 <= number <= threading.TIMEOUT_MAX:
+            raise ValueError(f"evaluate_checkpoints was given {setting}={shown(secs)}: give seconds, 0 or more.")
     path = os.path.join(workdir, "evaluations", f"{name}.jsonl")
     measured: dict[int, dict[str, float]] = {}
     lock = RunLock(os.path.dirname(path), f"run.lock.{os.path.basename(name)}")

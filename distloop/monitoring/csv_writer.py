@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distloop.atomic_files import make_directory, replacing
+from distloop.monitoring.json_writer import lines_from_end
 
 
 class CsvWriter:
@@ -43,9 +44,7 @@ class CsvWriter:
         if run_id != self._path and os.path.exists(self._path):
             renamed = next(path for i in itertools.count(1) if not os.path.exists(path := f"{self._path}.{i}"))
             os.replace(self._path, renamed)
-        rows = self._read()
-        self._columns = list(rows[0]) if rows else ["step", "time"]
-        self.last_step = int(rows[-1]["step"]) if rows else -1
+        self._columns, self.last_step = self._ends()
         return self._path
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
@@ -63,15 +62,27 @@ class CsvWriter:
     def close(self) -> None:
         """Does nothing: each row is in the file already."""
 
+    def _ends(self) -> tuple[list[str], int]:
+        """Returns the columns of the file and the step of its last row; half a row, of a full disk, is cut off."""
+        if not os.path.exists(self._path):
+            return ["step", "time"], -1
+        for last in lines_from_end(self._path):
+            if last.endswith(b"\n"):
+                break
+            os.truncate(self._path, os.path.getsize(self._path) - len(last))
+        else:
+            return ["step", "time"], -1
+        with open(self._path, newline="", encoding="utf-8") as file:
+            columns = next(csv.reader(file))
+        step = last.partition(b",")[0]
+        return columns, int(step) if step.isdigit() else -1
+
     def _read(self) -> list[dict[str, str]]:
-        """Returns the rows of the file; half a row, of a disk that was full, is cut off before."""
+        """Returns the rows of the file."""
         if not os.path.exists(self._path):
             return []
-        with open(self._path, "rb+") as file:
-            content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            file.truncate(len(whole))
-        return list(csv.DictReader(io.StringIO(whole.decode(), newline="")))
+        with open(self._path, newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
 
 
 def write_table(path: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -119,7 +119,7 @@ class JsonWriter:
 def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
     """Returns the rows of a file whose step is larger than `after`, and `until` at most; reads no more than its end."""
     rows = []
-    for line in _lines_from_end(path) if os.path.isfile(path) else ():
+    for line in lines_from_end(path) if os.path.isfile(path) else ():
         if (row := parse_row(line)) is not None:
             if row["step"] <= after:
                 break
@@ -129,14 +129,14 @@ def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
 
 def last_row(path: str) -> dict[str, Any] | None:
     """Returns the last row of a file; None if there is none."""
-    lines = _lines_from_end(path) if os.path.isfile(path) else iter(())
+    lines = lines_from_end(path) if os.path.isfile(path) else iter(())
     return next((row for row in map(parse_row, lines) if row is not None), None)
 
 
 def _drop_rows(path: str, after: int) -> None:
     """Cuts off the rows after a step, and an incomplete one, at the end of a file; reads no more than its end."""
     size = end = os.path.getsize(path)
-    for line in _lines_from_end(path):
+    for line in lines_from_end(path):
         row = parse_row(line)
         if row is not None and line.endswith(b"\n") and row["step"] <= after:
             break
@@ -145,7 +145,7 @@ def _drop_rows(path: str, after: int) -> None:
         os.truncate(path, end)
 
 
-def _lines_from_end(path: str) -> Iterator[bytes]:
+def lines_from_end(path: str) -> Iterator[bytes]:
     """Yields the lines of a file, the last one first."""
     with open(path, "rb") as file:
         end, length = file.seek(0, os.SEEK_END), _BLOCK_BYTES

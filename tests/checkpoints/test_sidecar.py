@@ -150,3 +150,11 @@ def test_a_run_in_a_bucket_and_several_workers_are_refused(tmp_path, monkeypatch
     monkeypatch.setattr(sidecar.workers, "num_workers", lambda strategy: 2)
     refused(lambda: trainer.evaluate_checkpoints(data), "several workers", "in one process", "without TF_CONFIG")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("secs", [-1, float("nan"), 1e300, True, "5"])
+@pytest.mark.parametrize("setting", ["poll_secs", "timeout_secs"])
+def test_a_time_that_is_no_number_of_seconds_is_refused(setting, secs, tmp_path):
+    given = {"poll_secs": 5.0, "timeout_secs": 0.0, setting: secs}
+    with pytest.raises(ValueError, match=rf"evaluate_checkpoints was given {setting}=.*: give seconds, 0 or more\."):
+        sidecar.evaluate_checkpoints(None, dict, str(tmp_path), "test", **given)

@@ -96,6 +96,27 @@ def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch, capsys):
     assert "the run goes on, and its rows are kept until it takes them" in capsys.readouterr().err
 
 
+def test_opening_a_file_reads_no_rows_but_the_last_and_cuts_off_half_a_row(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"step,time,loss\r\n" + b"".join(b"%d,1.0,0.5\r\n" % i for i in range(20_000)) + b"20000,1.")
+    writer = distloop.CsvWriter(path)
+    monkeypatch.setattr(writer, "_read", None)
+    assert writer.open({}, str(path)) == str(path) and writer.last_step == 19_999
+    writer.write(20_000, {"loss": 0.25}, 2.0)
+    assert path.read_bytes().endswith(b"19999,1.0,0.5\r\n20000,2.0,0.25\r\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"step,ti", b"step,time,loss\r\n"])
+def test_a_file_without_a_row_begins_with_the_first(content, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    writer = distloop.CsvWriter(path)
+    writer.open({}, str(path))
+    assert writer.last_step == -1
+    writer.write(1, {"loss": 0.5}, 2.0)
+    assert read(path) == [{"step": "1", "time": "2.0", "loss": "0.5"}]
+
+
 def test_a_short_write_is_taken_back(tmp_path, monkeypatch):
     class Full:
         def __init__(self, file):
