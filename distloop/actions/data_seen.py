@@ -1,5 +1,7 @@
 """`DataSeen`: the action that reports what a run has read of its data."""
 
+import math
+
 from distloop.actions.action import Action, Report
 from distloop.data.source import Source
 
@@ -18,4 +20,8 @@ class DataSeen(Action):
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the numbers, which follow from the place in the data; nothing is read."""
-        return self._source.seen()
+        source = self._source
+        length = source.steps_per_epoch or source.info.num_batches
+        numbers = {"epochs_seen": source.batches_taken / length} if length and length != math.inf else {}
+        counts = {} if source.feed is None else source.feed.seen(source.batches_taken)
+        return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}

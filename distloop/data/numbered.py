@@ -277,14 +277,14 @@ class NumberedFeed:
         """Returns a dataset that begins at a batch, counted from 0 over all epochs."""
         return self._data.starting_at(first, repeat=self._repeat, share=self.share)
 
-    def convert(self, place: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a saved place in batches of this data.
+    def convert(self, place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a saved place in batches of this data; `facts` are those of `facts_at`.
 
         Raises:
             ValueError: if the place is one in other data, or in another order of it.
         """
         batch_at = getattr(self._data.order, "batch_at", None)
-        return convert_place(place, self.facts_at(place), self._data.describe_change, batch_at)
+        return convert_place(place, facts, self._data.describe_change, batch_at)
 
     def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a place depends on, for JSON."""

@@ -9,10 +9,11 @@ It does not know the place in the data.
 import functools
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import keras
 import tensorflow as tf
+from typing_extensions import Unpack
 
 from distloop.data.arrays import as_dataset
 from distloop.data.feeds import Feed, make_feed
@@ -47,6 +48,23 @@ class WorkerContext(tf.distribute.InputContext):
         return int(global_batch_size // self.num_input_pipelines)
 
 
+class Reading(TypedDict, total=False):
+    """How a user's data is read.
+
+    batch_size: of arrays, the examples in a global batch; by default 1.
+    shuffle_seed: of the order of arrays and of a `PyDataset`'s batches, another one each epoch; None: as they are.
+    map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
+    limit: the most batches in a pass; 0: all.
+    is_cached: whether each pass repeats the batches of the first one.
+    """
+
+    batch_size: int
+    shuffle_seed: int | None
+    map_batch: Callable[..., Any] | None
+    limit: int
+    is_cached: bool
+
+
 class OpenedData(NamedTuple):
     """A user's data, opened by a worker."""
 
@@ -62,26 +80,23 @@ def open_data(
     worker: int,
     *,
     repeat: bool = False,
-    shuffle_seed: int | None = None,
-    map_batch: Callable[..., Any] | None = None,
-    limit: int = 0,
-    is_cached: bool = False,
+    **reading: Unpack[Reading],
 ) -> OpenedData:
-    """Opens a dataset, or batches that Python makes, which a function may make for a worker.
+    """Opens arrays, a dataset, or batches that Python makes, which a function may make for a worker.
 
     Args:
-        data: what the user gave, arrays excepted.
+        data: what the user gave.
         num_workers: of the run.
         worker: the index of this one.
         repeat: whether a feed starts again at the end of the data.
-        shuffle_seed: of the order of a `PyDataset`'s batches; None: by their numbers.
-        map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
-        limit: the most batches in a pass; 0: all.
-        is_cached: whether each pass repeats the batches of the first one.
+        **reading: as `Reading`.
 
     Raises:
-        ValueError: if it is neither, or TensorFlow has split batches that are to be limited.
+        ValueError: if it is none of these, or TensorFlow has split batches that are to be limited.
     """
+    shuffle_seed, map_batch = reading.get("shuffle_seed"), reading.get("map_batch")
+    limit, is_cached = reading.get("limit", 0), reading.get("is_cached", False)
+    data = as_dataset(data, reading.get("batch_size", 1), shuffle_seed)
     takes_context, make = False, None
     if callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
         takes_context = _takes_argument(data)
@@ -127,7 +142,7 @@ def open_batches(data: Any, batch_size: int, *, again: bool = False) -> tf.data.
     Raises:
         ValueError: if the data is of no kind that `fit` takes, TensorFlow has split it, or it can be read only once.
     """
-    opened = open_data(as_dataset(data, batch_size), 1, 0)
+    opened = open_data(data, 1, 0, batch_size=batch_size)
     if isinstance(opened.dataset, tf.distribute.DistributedDataset):
         raise ValueError("The data given is a DistributedDataset, which TensorFlow has split: give the plain dataset.")
     if again and opened.feed is not None:

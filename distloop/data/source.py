@@ -8,20 +8,20 @@ the rows keep their order on any number of replicas. It does not know what a ste
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
+from typing_extensions import Unpack
 
-from distloop.data.arrays import Arrays, as_arrays, as_dataset
+from distloop.data.arrays import Arrays, as_arrays
 from distloop.data.columns import content_of
 from distloop.data.copies import fresh_copy
 from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import iterate
 from distloop.data.numbered import NumberedFeed, Share
-from distloop.data.opening import open_data
+from distloop.data.opening import Reading, open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
@@ -51,12 +51,16 @@ class Source:
 
     Attributes:
         data: the object that the user gave, to recognize it.
+        feed: gives its batches; None: `tf.data` does.
         info: what is known about the data.
         layout: what tracing needs to know about the batches.
         batches_taken: how many batches the iterator has given since the first one.
         is_astray: whether it may have given others, too, as a loop failed; `restore_position` puts it right.
         skipped_batches: the numbers, from 0, of batches to leave out of training.
         asked_for: the arguments of `fit` that it serves, to recognize them.
+        steps_per_epoch: the batches of an epoch that were asked for; None: those of a pass.
+        strategy: whose replicas share out each batch.
+        against_waiting: what to try where steps wait for the data; empty for a `tf.data.Dataset`.
         resume: how a resumed run gets to its place in batches that Python makes; empty for other data.
         seeks: whether it does so without reading the batches before its place.
         depends_on_workers: whether its batches are others with another number of workers.
@@ -72,77 +76,53 @@ class Source:
         virtual_replicas: int = 0,
         repeat: bool = True,
         may_go_back: bool = False,
-        limit: int = 0,
-        is_cached: bool = False,
-        batch_size: int = 1,
-        shuffle_seed: int | None = None,
         steps_per_epoch: int | None = None,
-        map_batch: Callable[..., Any] | None = None,
         asked_for: tuple[Any, ...] = (),
+        **reading: Unpack[Reading],
     ):
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
         Args:
             data: a dataset of global batches; a function that returns one; a function of `WorkerContext` that returns
                 one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
-            strategy: whose replicas share out each batch.
+            strategy: as the attribute.
             microbatches: the parts in which a replica computes its rows.
             virtual_replicas: as `Config.virtual_replicas`.
             repeat: whether finite data starts again at its end.
             may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
-            limit: the most batches in a pass; 0: all.
-            is_cached: whether each pass repeats the batches of the first one.
-            batch_size: of arrays, the examples in a global batch.
-            shuffle_seed: of arrays, the seed of the order, which changes each epoch; None: the order given.
-            steps_per_epoch: the batches of an epoch; None: those of a pass.
-            map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
-            asked_for: the arguments of `fit` that it serves, to recognize them.
+            steps_per_epoch: as the attribute.
+            asked_for: as the attribute.
+            **reading: how it is read.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
-        self.asked_for = asked_for
-        self._strategy, self.batches_taken, self.is_astray = strategy, 0, False
+        self.strategy, self.asked_for, self.steps_per_epoch = strategy, asked_for, steps_per_epoch
+        self.batches_taken, self.is_astray = 0, False
         self.skipped_batches: set[int] = set()
-        self._repeat, self._steps_per_epoch = repeat, steps_per_epoch
-        self._num_workers = workers.num_workers(strategy)
-        self._as_dataset = functools.partial(as_dataset, batch_size=batch_size, shuffle_seed=shuffle_seed)
-        self._open = functools.partial(
-            open_data,
-            num_workers=self._num_workers,
-            worker=workers.worker_index(strategy),
-            repeat=repeat,
-            shuffle_seed=shuffle_seed,
-            map_batch=map_batch,
-            limit=limit,
-            is_cached=is_cached,
-        )
-        self._may_go_back, self._microbatches, self._virtual_replicas = may_go_back, microbatches, virtual_replicas
+        self._num_workers, self._worker = workers.num_workers(strategy), workers.worker_index(strategy)
+        self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
+        self._microbatches, self._virtual_replicas = microbatches, virtual_replicas
         self._read(data)
 
     def _read(self, data: Data) -> None:
         """Opens the data, and finds out what is known about it."""
         self.data = data
-        opened = self._open(self._as_dataset(data))
-        self._dataset, self._feed = opened.dataset, opened.feed
+        opened = open_data(data, self._num_workers, self._worker, repeat=self._repeat, **self._reading)
+        self._dataset, self.feed = opened.dataset, opened.feed
         self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
-        if self._feed is not None:
-            self._feed.oldest_place = lambda: self.batches_taken
+        if self.feed is not None:
+            self.feed.oldest_place = lambda: self.batches_taken
             if self._may_go_back:
-                self._feed.require_restart()
-        is_split = isinstance(self._dataset, tf.distribute.DistributedDataset)
-        self._may_go_back &= not is_split
-        self.depends_on_workers = opened.takes_context or is_split
-        is_sharded = opened.takes_context and self._num_workers > 1
-        rows = None if self._feed is None else self._feed.batch_size
-        facts: dict[str, Any] = {"is_sharded": is_sharded, "batch_size": rows}
-        facts["virtual_replicas"] = self._virtual_replicas
-        self._inspect = functools.partial(inspect, self._dataset, self._strategy, **facts)
+                self.feed.require_restart()
+        self._is_sharded = opened.takes_context and self._num_workers > 1
         self.set_microbatches(self._microbatches)
+        self.depends_on_workers = opened.takes_context or self.layout.is_split
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
-        self._starting_feed = self._feed if starts_anywhere else None
+        self._starting_feed = self.feed if starts_anywhere else None
         self.seeks = self._starting_feed is not None and self._starting_feed.seeks
-        self.resume = "" if self._feed is None else self._feed.resume if starts_anywhere else READ_AGAIN
+        self.resume = "" if self.feed is None else self.feed.resume if starts_anywhere else READ_AGAIN
+        self.against_waiting = "" if self.feed is None else self.feed.against_waiting
 
     def refresh(self, data: Data) -> None:
         """Copies arrays anew if they have changed in place since they were copied; the place in their order stays.
@@ -154,7 +134,7 @@ class Source:
         content = position.pop(CONTENT, None)
         if content is None or (arrays := as_arrays(data)) is None:
             return
-        if not workers.gather(self._strategy, content != content_of(tf.nest.flatten(arrays))).any():
+        if not workers.gather(self.strategy, content != content_of(tf.nest.flatten(arrays))).any():
             return
         log.warning(
             "The arrays given hold other values than at the last call of fit: going on at the same place in their "
@@ -166,74 +146,35 @@ class Source:
     def set_microbatches(self, microbatches: int) -> None:
         """Sets the parts in which a replica computes its rows; the next iterator begins with the first batch."""
         self._microbatches = microbatches
-        self.info = self._inspect(microbatches=microbatches)
+        self.info = inspect(
+            self._dataset,
+            self.strategy,
+            microbatches=microbatches,
+            virtual_replicas=self._virtual_replicas,
+            is_sharded=self._is_sharded,
+            batch_size=None if self.feed is None else self.feed.batch_size,
+        )
         self.layout = self.info.layout
         self._iterator: Any = None
         self.behind = Behind(None, 0)
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
-        if isinstance(self._feed, NumberedFeed) and self._num_workers > 1 and not self.layout.is_sharded:
-            self._feed.read_share(Share(workers.worker_index(self._strategy), self._num_workers, self.info.min_rows))
-
-    @property
-    def against_waiting(self) -> str:
-        """What to try where steps wait for the data; empty for a `tf.data.Dataset`."""
-        return "" if self._feed is None else self._feed.against_waiting
+        if isinstance(self.feed, NumberedFeed) and self._num_workers > 1 and not self.layout.is_sharded:
+            self.feed.read_share(Share(self._worker, self._num_workers, self.info.min_rows))
 
     @property
     def reads_own_rows(self) -> bool:
         """Whether this worker reads the rows of its own replicas alone."""
-        return isinstance(self._feed, NumberedFeed) and self._feed.share is not None
+        return isinstance(self.feed, NumberedFeed) and self.feed.share is not None
 
-    def seen(self) -> dict[str, float]:
-        """Returns the epochs up to the place, if their length is known, and a mixture's examples of each source."""
-        length = self._steps_per_epoch or self.info.num_batches
-        numbers = {"epochs_seen": self.batches_taken / length} if length and length != math.inf else {}
-        counts = self._feed.seen(self.batches_taken) if self._feed is not None else {}
-        return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
-
-    def batches_per_epoch(self) -> int:
-        """Returns the number of batches in one pass; reads a `tf.data` dataset of unknown length once.
-
-        Raises:
-            ValueError: if the data is endless or empty.
-        """
-        if self._steps_per_epoch is not None:
-            return self._steps_per_epoch
-        num_batches = self.info.num_batches
-        if num_batches is None and not self.layout.is_split and self._feed is None:  # a generator may never end
-            num_batches = self._count_batches()
-            if not num_batches:
-                raise ValueError(EMPTY_DATASET)
-        if num_batches is None or self.info.is_endless:
-            raise ValueError(
-                "epochs were given, but the dataset is endless or of unknown length, so an epoch has no end: "
-                "give steps instead, or steps_per_epoch."
-            )
-        return int(num_batches)
-
-    def examples_per_step(self) -> int:
-        """Returns the number of examples in a whole batch, over all workers; all of them call it.
-
-        Raises:
-            ValueError: if it is not known before the data is read.
-        """
-        size = self.info.batch_size or 0
-        sizes = workers.gather(self._strategy, float(size)) if self.layout.is_sharded else [size]
-        if not all(sizes):
-            raise ValueError(
-                "A duration in examples was given, but the dataset's batch size is not known before it is read: call "
-                ".batch(batch_size) on the dataset last, or give steps."
-            )
-        return int(sum(sizes))
-
-    def require_restart(self) -> None:
-        """Raises a ValueError if the data can be read only once."""
-        if self._feed is not None:
-            self._feed.require_restart()
+    def count_batches(self) -> float | None:
+        """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""
+        if self.info.num_batches is not None or self.layout.is_split or self.feed is not None:
+            return self.info.num_batches  # a generator of unknown length may never end
+        return self._count_batches()
 
     def require_batch(self) -> None:
         """Raises a ValueError if a dataset of unknown length has no batch, where a look at it changes nothing."""
-        if self.info.num_batches is None and self._feed is None and can_be_looked_at(self._dataset):
+        if self.info.num_batches is None and self.feed is None and can_be_looked_at(self._dataset):
             if not any(True for _ in fresh_copy(self._dataset).take(1)):
                 raise ValueError(EMPTY_DATASET)
 
@@ -243,8 +184,8 @@ class Source:
         Raises:
             ValueError: if the data is empty.
         """
-        if self._feed is not None:
-            return self._feed.first_rows()
+        if self.feed is not None:
+            return self.feed.first_rows()
         for rows in self._dataset:
             return tf.nest.map_structure(lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, rows)
         raise ValueError(EMPTY_DATASET)
@@ -253,7 +194,7 @@ class Source:
         """Returns the iterator, at the place where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
-        elif self.is_astray and (self._feed is None or self.seeks or not self._feed.goes_on):  # since another `fit`
+        elif self.is_astray and (self.feed is None or self.seeks or not self.feed.goes_on):  # since another `fit`
             self.restore_position(self.save_position())
         self.behind.skip()
         return self._iterator
@@ -267,9 +208,8 @@ class Source:
 
     def _pipeline_from_start(self) -> tf.data.Dataset:
         """Returns the pipeline from the first batch on; tracing it takes longer than a short pass."""
-        with tf.device(HOST):
-            if self._whole_pipeline is None or self._may_go_back:
-                self._whole_pipeline = self._pipeline(self._dataset_at()[0])
+        if self._whole_pipeline is None or self._may_go_back:
+            self._whole_pipeline, _ = self._pipeline_at()
         return self._whole_pipeline
 
     def iterator_spec(self) -> Any:
@@ -302,18 +242,16 @@ class Source:
         position: dict[str, Any] = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
         position |= self._facts(position)
         # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
-        if self.seeks and self._feed is not None and not self.layout.is_sharded:
-            state = self._feed.state_at(self.batches_taken)
+        if self.seeks and self.feed is not None and not self.layout.is_sharded:
+            state = self.feed.state_at(self.batches_taken)
             position |= {} if state is None else {"state": state}
         return position
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Reads the same data up to the place of `save_position`, on any number of replicas."""
-        if isinstance(self._feed, NumberedFeed):
-            position = self._feed.convert(position)
-        else:
-            position = convert_batches(position, self._facts(position))
-        self._may_go_back |= self._iterator is not None and not self.layout.is_split
+        convert = self.feed.convert if isinstance(self.feed, NumberedFeed) else convert_batches
+        position = convert(position, self._facts(position))
+        self._may_go_back |= self._iterator is not None
         self.batches_taken = taken = position["batches"]
         self.is_astray = False
         self.skipped_batches = set(position["skipped"])
@@ -322,32 +260,28 @@ class Source:
             self._iterator = iterate(self._dataset)
         else:
             with tf.device(HOST):
-                dataset, num_behind = self._dataset_at(taken, position.get("state"))
-                self._iterator = iterate(self._pipeline(dataset))
+                pipeline, num_behind = self._pipeline_at(taken, position.get("state"))
+                self._iterator = iterate(pipeline)
         self.behind = Behind(self._iterator, num_behind)
 
     def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a place depends on, for JSON."""
-        if isinstance(self._feed, NumberedFeed):
-            return self._feed.facts_at(position)
+        if isinstance(self.feed, NumberedFeed):
+            return self.feed.facts_at(position)
         num_workers = self._num_workers if self.depends_on_workers else None
         return facts_of(num_batches=self.info.num_batches, batch_size=self.info.batch_size, num_workers=num_workers)
 
-    def _dataset_at(self, first: int = 0, state: Any = None) -> tuple[tf.data.Dataset, int]:
-        """Returns a dataset that begins at a batch or before it, and the number of batches between the two."""
-        if (feed := self._starting_feed) is not None:
-            return (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
-        dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
-        may_begin = first and self._feed is None and self._repeat and not self.layout.is_sharded  # shards may differ
-        begun = begin_at(dataset, first) if may_begin else None
-        return (dataset, first) if begun is None else (begun, 0)
-
-    def _pipeline(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns a dataset with all that training needs: checked, padded, repeated, prefetched."""
-        # Asked for its options, data by number would build the pipeline of a whole pass, which training does not read.
-        options = (self._dataset if self._starting_feed is None else dataset).options()
-        dataset = _prepared(dataset, self.info, repeat=self._repeat and self._starting_feed is None)
-        return _with_private_threads(dataset, options)
+    def _pipeline_at(self, first: int = 0, state: Any = None) -> tuple[tf.data.Dataset, int]:
+        """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""
+        with tf.device(HOST):
+            if (feed := self._starting_feed) is not None:
+                dataset, behind = (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
+                return _prepared(dataset, self.info, dataset.options(), repeat=False), behind
+            dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
+            may_begin = first and self.feed is None and self._repeat and not self.layout.is_sharded  # shards may differ
+            begun = begin_at(dataset, first) if may_begin else None
+            dataset, behind = (dataset, first) if begun is None else (begun, 0)
+            return _prepared(dataset, self.info, self._dataset.options(), repeat=self._repeat), behind
 
     def _left_of_pass(self) -> int | None:
         """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""
@@ -364,8 +298,10 @@ class Source:
         return int(self.info.num_batches) - num_read
 
 
-def _prepared(dataset: tf.data.Dataset, info: DataInfo, *, repeat: bool) -> tf.data.Dataset:
-    """Returns a dataset checked, padded, repeated and prefetched."""
+def _prepared(
+    dataset: tf.data.Dataset, info: DataInfo, user_options: tf.data.Options, *, repeat: bool
+) -> tf.data.Dataset:
+    """Returns a dataset checked, padded, repeated and prefetched; with threads of its own unless the user set some."""
     spec, num_missing = info.element_spec, info.num_missing_batches
     if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
         dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
@@ -374,15 +310,10 @@ def _prepared(dataset: tf.data.Dataset, info: DataInfo, *, repeat: bool) -> tf.d
     if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
         filler = next(iterate(dataset))._replace(size=tf.constant(0))
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
-    return (dataset.repeat() if repeat else dataset).prefetch(tf.data.AUTOTUNE)
-
-
-def _with_private_threads(dataset: tf.data.Dataset, user_options: tf.data.Options) -> tf.data.Dataset:
-    """Returns the pipeline with a thread pool of its own, unless the user has set one."""
     options = tf.data.Options()
     if user_options.threading.private_threadpool_size is None:
         options.threading.private_threadpool_size = cores.count()
-    return dataset.with_options(options)
+    return (dataset.repeat() if repeat else dataset).prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
 def _pack_element(arguments: tuple[Any, ...], spec: Any) -> Any:

@@ -58,8 +58,8 @@ def _check(name: str, source: Source, tracers: Sequence[Callable[[Source], None]
         ValueError: if there is one, the data is empty, or it can be read only once and `is_repeated`.
     """
     try:
-        if is_repeated:
-            source.require_restart()
+        if is_repeated and source.feed is not None:
+            source.feed.require_restart()
         for trace in tracers:
             trace(source)
     except Exception as error:

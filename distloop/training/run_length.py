@@ -6,12 +6,15 @@
 It does not know who acts at the end.
 """
 
+import functools
 from typing import Any
 
 from distloop import durations
 from distloop.config import Config
 from distloop.data.source import Source
+from distloop.distributed import workers
 from distloop.durations import Units, parse
+from distloop.errors import EMPTY_DATASET
 from distloop.monitoring.timing import show_secs
 
 _LOG_STEPS = 100  # between two logs of a run that is not as long as epochs
@@ -63,10 +66,45 @@ def make_units(source: Source, length: int | str) -> Units:
     Raises:
         ValueError: if the length is in epochs that have no end, or in examples and the batch size is not known.
     """
-    units = Units(source.batches_per_epoch, source.examples_per_step)
-    units = Units(source.batches_per_epoch, source.examples_per_step, units.period(length), parse(length).unit)
+    sizes = functools.partial(batches_per_epoch, source), functools.partial(examples_per_step, source)
+    units = Units(*sizes, Units(*sizes).period(length), parse(length).unit)
     units.length = length
     return units
+
+
+def batches_per_epoch(source: Source) -> int:
+    """Returns the number of batches of an epoch; reads a `tf.data` dataset of unknown length once.
+
+    Raises:
+        ValueError: if the data is endless or empty.
+    """
+    if source.steps_per_epoch is not None:
+        return source.steps_per_epoch
+    num_batches = source.count_batches()
+    if num_batches == 0:
+        raise ValueError(EMPTY_DATASET)
+    if num_batches is None or source.info.is_endless:
+        raise ValueError(
+            "epochs were given, but the dataset is endless or of unknown length, so an epoch has no end: "
+            "give steps instead, or steps_per_epoch."
+        )
+    return int(num_batches)
+
+
+def examples_per_step(source: Source) -> int:
+    """Returns the number of examples in a whole batch, over all workers; all of them call it.
+
+    Raises:
+        ValueError: if it is not known before the data is read.
+    """
+    size = source.info.batch_size or 0
+    sizes = workers.gather(source.strategy, float(size)) if source.layout.is_sharded else [size]
+    if not all(sizes):
+        raise ValueError(
+            "A duration in examples was given, but the dataset's batch size is not known before it is read: call "
+            ".batch(batch_size) on the dataset last, or give steps."
+        )
+    return int(sum(sizes))
 
 
 def as_settings(length: int | str) -> dict[str, Any]:

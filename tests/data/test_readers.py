@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data.source import Source
+from distloop.training.run_length import batches_per_epoch
 from tests.problems import refused
 from tests.python_batches import ONE, Loader, Numbers, Stateful, batch, endless, failure, taken, three
 
@@ -69,7 +70,7 @@ def test_states_of_batches_that_were_trained_on_are_forgotten():
     source = Source(Stateful(), ONE)
     for _ in range(12):
         taken(source, 1)
-    assert len(source._feed._states) < 12
+    assert len(source.feed._states) < 12
 
 
 def test_workers_that_read_their_own_shards_keep_no_state():
@@ -110,9 +111,9 @@ def test_workers_of_a_pydataset_keep_its_order():
 
 
 def test_lengths_are_known_where_the_data_tells():
-    assert Source(Numbers(), ONE).batches_per_epoch() == 3
-    assert Source(Loader(), ONE).batches_per_epoch() == 2
-    refused(Source(three, ONE).batches_per_epoch, "unknown length", "give steps instead")
+    assert batches_per_epoch(Source(Numbers(), ONE)) == 3
+    assert batches_per_epoch(Source(Loader(), ONE)) == 2
+    refused(lambda: batches_per_epoch(Source(three, ONE)), "unknown length", "give steps instead")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import tensorflow as tf
 from distloop.data.make_dataset import make_dataset
 from distloop.data.opening import WorkerContext
 from distloop.data.source import Source
-from distloop.training.run_length import make_units
+from distloop.training.run_length import batches_per_epoch, make_units
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
 from tests.python_batches import Numbers, three
 
@@ -32,7 +32,7 @@ def test_autograph_writes_no_file_for_a_function_of_ours(tmp_path, monkeypatch):
     dataset = of_unknown_length(numbers(6, 2).map(lambda batch: {"x": batch["x"], "y": batch["x"]}))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert taken(Source(dataset, mirrored(2)), 1) == [[[0, 1]]]
-    assert Source(dataset, ONE).batches_per_epoch() == 3
+    assert batches_per_epoch(Source(dataset, ONE)) == 3
     assert len(list(make_dataset(np.zeros([4, 1]), 2))) == 2
     assert not list(tmp_path.iterdir())  # a process that is killed would leave it
 
@@ -46,7 +46,7 @@ def test_a_source_that_is_not_repeated_ends():
 
 def test_a_limit_bounds_each_pass():
     assert taken(Source(numbers(6, 2), ONE, limit=2), 4) == [[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]]
-    assert Source(numbers(6, 2), ONE, limit=2).batches_per_epoch() == 2
+    assert batches_per_epoch(Source(numbers(6, 2), ONE, limit=2)) == 2
     assert not Source(numbers(6, 2).repeat(), ONE, limit=2).info.is_endless
 
 
@@ -229,7 +229,7 @@ def test_a_known_batch_size_decides_whether_to_pad(batch_size, is_padded):
 
 @pytest.mark.parametrize("make", [lambda d: d, of_unknown_length], ids=["known", "unknown"])
 def test_an_epoch_is_counted(make):
-    assert Source(make(numbers(10, 4)), ONE).batches_per_epoch() == 3
+    assert batches_per_epoch(Source(make(numbers(10, 4)), ONE)) == 3
 
 
 @pytest.mark.parametrize("length", ["3 epochs", 2])
@@ -239,31 +239,31 @@ def test_a_dataset_of_unknown_length_is_counted_once(length, monkeypatch):
     source = Source(of_unknown_length(numbers(10, 4)), ONE)
     units = make_units(source, length)
     assert units.run.steps == (9 if length == "3 epochs" else 2) and len(counted) == (length == "3 epochs")
-    assert units.period("1 epoch").steps == 3 and source.batches_per_epoch() == 3
+    assert units.period("1 epoch").steps == 3 and batches_per_epoch(source) == 3
     source.set_microbatches(2)
-    assert source.batches_per_epoch() == 3 and len(counted) == 1
+    assert batches_per_epoch(source) == 3 and len(counted) == 1
 
 
 def test_counting_an_epoch_leaves_the_place():
     source = Source(of_unknown_length(numbers(10, 4)), ONE)
     taken(source, 1)
-    source.batches_per_epoch()
+    batches_per_epoch(source)
     assert taken(source, 1) == [[[4, 5, 6, 7]]]
 
 
 def test_an_epoch_of_a_distributed_dataset_is_counted():
     strategy = mirrored(2)
-    assert Source(strategy.experimental_distribute_dataset(numbers(10, 4)), strategy).batches_per_epoch() == 3
+    assert batches_per_epoch(Source(strategy.experimental_distribute_dataset(numbers(10, 4)), strategy)) == 3
 
 
 def test_an_endless_dataset_has_no_epoch():
     with pytest.raises(ValueError, match="epochs were given, but the dataset is endless .*: give steps instead"):
-        Source(numbers(10, 4).repeat(), ONE).batches_per_epoch()
+        batches_per_epoch(Source(numbers(10, 4).repeat(), ONE))
 
 
 def test_an_epoch_of_nothing_is_refused():
     with pytest.raises(ValueError, match="The dataset given is empty"):
-        Source(numbers(10, 4).filter(lambda _: False), ONE).batches_per_epoch()
+        batches_per_epoch(Source(numbers(10, 4).filter(lambda _: False), ONE))
 
 
 def test_the_first_rows_are_the_first_batch():

@@ -8,6 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.source import Source
 from distloop.keras_models.fit_arguments import read_arguments
+from distloop.training.run_length import batches_per_epoch
 from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, assert_same_weights, batches, compiled, copy_of, net
 from tests.problems import classification, classifier, on, refused
 from tests.python_batches import ONE, endless, taken, three
@@ -101,7 +102,7 @@ def test_fit_takes_them_together():
 
 def test_an_epoch_has_the_steps_that_it_is_given():
     source = Source(endless, ONE, steps_per_epoch=3, map_batch=lambda batch: {"x": batch["x"] + 5})
-    assert source.batches_per_epoch() == 3
+    assert batches_per_epoch(source) == 3
     assert taken(source, 4) == [5, 6, 7, 8]
     assert source.first_rows()["x"].numpy().tolist() == [5, 5]
 

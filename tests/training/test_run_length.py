@@ -10,7 +10,9 @@ from distloop.durations import Period
 from distloop.training import overview, run_length
 from tests.problems import classification, classifier, on
 
-SOURCE = types.SimpleNamespace(batches_per_epoch=lambda: 7, examples_per_step=lambda: 64)
+SOURCE = types.SimpleNamespace(
+    steps_per_epoch=7, info=types.SimpleNamespace(batch_size=64), layout=types.SimpleNamespace(is_sharded=False)
+)
 
 
 def chosen(config=None, steps=None, epochs=None, until=None):
