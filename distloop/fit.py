@@ -1,6 +1,7 @@
 """One call of `Trainer.fit`: resume, train, go back to a checkpoint if a loss diverges, save and leave if interrupted.
 
-    run = Fit(state=state, config=config, ...).resume()
+    run = Fit(state=state, config=config, ...)
+    run.resume()
     with run.delivering(), run.interruptible():     # when asked to stop: saves, and leaves with code 75
         run.train()
 
@@ -44,7 +45,7 @@ from distloop.errors import cannot_be_written
 from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
 from distloop.monitoring import notebook, run_starts
-from distloop.monitoring.console import Console, say
+from distloop.monitoring.console import Console, say, speaker
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
@@ -57,7 +58,7 @@ from distloop.optimizers.clipping import Clipping
 from distloop.training import elasticity, overview, run_length, tables, unread_entries
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.held_memory import held_by_device
-from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
@@ -101,6 +102,7 @@ class Fit:
         self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
         self._stop_requests: StopRequests | None = None
         self._recorder = Recorder()
+        self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
         self._notes: list[Action] = [MemoryUse(workdir, held_by_device), self._goodput] if workdir else []
@@ -108,7 +110,7 @@ class Fit:
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
-    def resume(self) -> "Fit":
+    def resume(self) -> None:
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         require_same_trainable(self.state)
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
@@ -118,10 +120,9 @@ class Fit:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
         self._stop_reason = self.checkpoints.stop_reason(self.units.run)
         self._loop = self.make_loop()
-        self._loop.log_every, self._loop.say = run_length.log_every(self.config, self.units), self._say
+        self._loop.log_every = run_length.log_every(self.config, self.units)
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
         self._attach()
-        return self
 
     @property
     def is_over(self) -> bool:
@@ -203,22 +204,19 @@ class Fit:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
             actions = self._all_actions(write, profile)
             console = next((writer for writer in write.writers if isinstance(writer, Console)), None)
-            show = console.show_progress if console is not None and not self.config.eager else None
-            read_again(self.source, self.state.strategy, self._stop_requests, self._say, show)
-            self._loop.require_metrics = functools.partial(require_metrics, self.actions, self.evaluations)
-            self._loop.train(
-                self.source,
-                self.units.run.last_step,
-                actions,
+            host = Host(
                 plan=self._plan,
-                window=self._window,
                 stop_requests=self._stop_requests,
                 clock=self.clock,
                 profile=profile,
                 executor=self._executor,
-                show_progress=show,
+                say=self._say,
+                show_progress=Host.show_progress if console is None or self.config.eager else console.show_progress,
                 by_clock=[(action.secs, action) for action in actions if isinstance(action, Save) and action.secs],
             )
+            read_again(self.source, self.state.strategy, host.stop_requests, host.say, host.show_progress)
+            self._loop.require_metrics = functools.partial(require_metrics, self.actions, self.evaluations)
+            self._loop.train(self.source, self.units.run.last_step, actions, host, window=self._window)
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
         if console is not None:
@@ -318,10 +316,6 @@ class Fit:
     @functools.cached_property
     def _is_chief(self) -> bool:
         return workers.is_chief(self.state.strategy)
-
-    def _say(self, text: str) -> None:
-        if self._is_chief and self.config.console != "quiet":
-            say(text)
 
 
 def check_arguments(actions: Sequence[Action], writers: Any) -> None:

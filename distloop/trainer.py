@@ -5,7 +5,6 @@ trainer.fit(train_dataset, evals={"test": test_dataset})
 """
 
 import functools
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,8 @@ from typing_extensions import Unpack
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
-from distloop.checkpoints.adapters import write_trained_weights
-from distloop.checkpoints.keras_file import write_keras_file
+from distloop.checkpoints.formats import write_export
 from distloop.checkpoints.resume import RunCheckpoints
-from distloop.checkpoints.saved_model import write_saved_model
-from distloop.checkpoints.tflite_file import write_tflite_file
 from distloop.config import Config
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.copies import fresh_copy
@@ -34,7 +30,7 @@ from distloop.fit import Fit, check_arguments, make_train_loop, make_training_so
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.monitoring import dated_workdir
-from distloop.monitoring.console import say
+from distloop.monitoring.console import speaker
 from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
@@ -49,7 +45,6 @@ from distloop.training.prediction_files import write_outputs
 from distloop.training.predictor import Predictor
 from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
-from distloop.urls import expand
 
 
 @with_short_tracebacks
@@ -87,8 +82,8 @@ class Trainer:
         self.workers = workers.Workers(self.strategy)
         config = loss_scale.with_policy_of_keras(config)
         self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
+        self._say = speaker(self.workers.is_chief, config.console)
         self.state = _make_state(model_fn, self.strategy, config)
-        self.state.placement.require_stages(config.num_stages)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
@@ -178,12 +173,13 @@ class Trainer:
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state), self._checkpoints.lock, run.resume().delivering(), run.interruptible():
-            run.train()
+        with weights_returned(self.state), self._checkpoints.lock:
+            run.resume()
+            with run.delivering(), run.interruptible():
+                run.train()
         result, another_step = run.result(), functools.partial(self._train_loop.train, source, self.step + 1, [])
-        if self.config.fast_dev_run:
-            for line in dry_run.check(self, [source.data, *(action.data for action in evaluations)], another_step):
-                self._say(f"fast_dev_run: {line}")
+        for line in dry_run.check(self, [source.data, *(action.data for action in evaluations)], another_step):
+            self._say(f"fast_dev_run: {line}")
         return result
 
     @functools.cached_property
@@ -211,7 +207,7 @@ class Trainer:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         with weights_returned(self.state):
-            self._checkpoints.restore(path if path is None else expand(path))
+            self._checkpoints.restore(path)
 
     def audit(self, dataset: Data, y: Any = None) -> Audit:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.
@@ -341,13 +337,8 @@ class Trainer:
         Raises:
             ValueError: if something else is at the path, no dataset was seen yet, or the file predicts otherwise.
         """
-        suffix = pathlib.Path(path := expand(path)).suffix
-        if self.config.fast_dev_run and (path := dry_run.export_path(given := path, self.config.workdir)) != given:
-            self._say(f"fast_dev_run: {given!r} is not written; the export goes to a directory that is removed.")
-        if write := {".keras": write_keras_file, ".npz": write_trained_weights}.get(suffix):
-            return write(self.state, path)
-        write_served = write_tflite_file if suffix == ".tflite" else write_saved_model
-        write_served(self.state, self._predictor.predict_fns, self._element_spec, path, keep_dtypes)
+        path = dry_run.export_path(path, self.config, self._say)
+        write_export(self.state, self._predictor, self._element_spec, path, keep_dtypes)
 
     def build(self, dataset: Data, y: Any = None) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.
@@ -377,10 +368,6 @@ class Trainer:
         source = self._build(self._passes.source(data, may_be_endless=limit > 0))
         return functools.partial(self._eval_loop.evaluate, source, limit)
 
-    def _say(self, text: str) -> None:
-        if self.workers.is_chief and self.config.console != "quiet":
-            say(text)
-
 
 def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:
     """Returns the state of a run, made under its precision."""
@@ -397,4 +384,5 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
             shard_optimizer=config.shard_optimizer,
         )
     loss_scale.check_precision(state.model, config.precision)
+    state.placement.require_stages(config.num_stages)
     return state

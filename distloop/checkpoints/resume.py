@@ -42,13 +42,14 @@ from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.durations import Period
 from distloop.monitoring import run_identity
-from distloop.monitoring.console import say
+from distloop.monitoring.console import say, speaker
 from distloop.monitoring.records import append_row
 from distloop.monitoring.workers_lock import WorkersLock
 from distloop.remote.workdir import Workdir
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
+from distloop.urls import expand
 
 
 class RunCheckpoints:
@@ -69,29 +70,26 @@ class RunCheckpoints:
             state: what training changes.
             config: `workdir` and the settings about checkpoints are read.
         """
-        self._state, self._saved_state = state, SavedState(state)
-        self._config = config
+        self._state, self._saved_state, self._config = state, SavedState(state), config
         self._is_chief = workers.is_chief(state.strategy)
-        local = config.local_workdir
-        self.disk_watch = _disk_watch(state.strategy, local, config.hang_timeout if self._is_chief else 0.0)
-        self._gather = gather = functools.partial(workers.gather, state.strategy)
-        self._workdir = workdir = Workdir(config, workers.Workers(state.strategy))
-        finish, saved = lambda: checkpoints.wait(), None if local != config.workdir else lambda: names(checkpoints)
-        self.lock = WorkersLock(local, self._is_chief, gather, finish=finish, outer=workdir, saved=saved)
-        watch, verify = self.disk_watch.over, self.lock.verify
-        costs = self.costs = dict[str, float]()
-        checkpoints: Checkpoints = in_workdir(local, config.keep_checkpoints, watch=watch, verify=verify, costs=costs)
+        self._say = speaker(self._is_chief, config.console)
+        self._gather = functools.partial(workers.gather, state.strategy)
+        self._workdir = Workdir(config, workers.Workers(state.strategy))
+        self._load_newest = functools.partial(load_newest, state.strategy, share=self._workdir.share)
+        self.lock = WorkersLock(config.local_workdir, self._is_chief, self._gather, self._workdir)
+        self.disk_watch = _disk_watch(state.strategy, config)
+        self.costs: dict[str, float] = {}
+        checkpoints = _on_disk(config, self.lock, self.disk_watch, self.costs)
         self._checkpoints = checkpoints if config.workdir else None
-        self._copies = MemoryCopies(checkpoints, state.strategy, verify)
+        self._copies = MemoryCopies(checkpoints, state.strategy, self.lock.verify)
+        self._rollback = Rollback(config.max_rollbacks)
+        self.action_states = RunStates()
         self.is_new, self.run = True, ""
         self._shows_best = False  # whether the state is the best one's, and the next `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._run = Period()
-        self.action_states = RunStates()
-        self._rollback = Rollback(config.max_rollbacks)
-        self._load_newest = functools.partial(load_newest, state.strategy, share=workdir.share)
 
     def resume(self) -> None:
         """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
@@ -119,7 +117,7 @@ class RunCheckpoints:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
-        path = os.fspath(path) if path is not None else self._config.workdir
+        path = expand(path) if path is not None else self._config.workdir
         if path.endswith(".npz"):
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
@@ -283,11 +281,8 @@ class RunCheckpoints:
             raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
         incident |= {"action": "rollback", "checkpoint": saved.step, "left_out": left_out}
         _write_incident(self._state, self._config, incident)
-        self._say(
-            f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).",
-            even_if_quiet=True,
-        )
         if self._is_chief:
+            say(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
             self._checkpoints.drop_later(saved.step)
         self._copies.has_gone_back = True
         self._copies.drop_later(saved.step)
@@ -308,16 +303,23 @@ class RunCheckpoints:
         self._saved_state.restore(saved.values)
         self._say(f"step {saved.step} restored from {saved.path}")
 
-    def _say(self, text: str, even_if_quiet: bool = False) -> None:
-        if self._is_chief and (even_if_quiet or self._config.console != "quiet"):
-            say(text)
 
-
-def _disk_watch(strategy: tf.distribute.Strategy, workdir: str, hang_timeout: float) -> DiskWatch:
-    """Returns the watch over a run's checkpoints; workers other than the chief, which write nothing, give 0 seconds."""
+def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
+    """Returns the watch over a run's checkpoints; other workers than the chief write none."""
     heartbeat = workers.heartbeat_of(strategy)
     fail = heartbeat.fail if heartbeat is not None else lambda _: None
-    return DiskWatch(os.path.join(workdir, "checkpoints"), hang_timeout, fail)
+    hang_timeout = config.hang_timeout if workers.is_chief(strategy) else 0.0
+    return DiskWatch(os.path.join(config.local_workdir, "checkpoints"), hang_timeout, fail)
+
+
+def _on_disk(config: Config, lock: WorkersLock, watch: DiskWatch, costs: dict[str, float]) -> Checkpoints:
+    """Returns the checkpoints that are written under a lock and a watch; the lock then knows of them."""
+    workdir, keep = config.local_workdir, config.keep_checkpoints
+    checkpoints = in_workdir(workdir, keep, watch=watch.over, verify=lock.verify, costs=costs)
+    lock.finish = checkpoints.wait
+    if workdir == config.workdir:
+        lock.saved = functools.partial(names, checkpoints)
+    return checkpoints
 
 
 def _write_incident(state: TrainState, config: Config, incident: Mapping[str, Any]) -> None:

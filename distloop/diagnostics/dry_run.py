@@ -25,6 +25,7 @@ from distloop.errors import first_line, user_line
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
+from distloop.urls import expand
 
 
 def settings(config: Config, owner: object) -> Config:
@@ -36,11 +37,13 @@ def settings(config: Config, owner: object) -> Config:
     return dataclasses.replace(config, workdir=directory, limit_eval_batches=1)
 
 
-def export_path(path: str, workdir: str) -> str:
-    """Returns the path in a dry run's workdir that an export to `path` goes to; `path` itself if it is there."""
-    if os.path.dirname(path) == os.path.join(workdir, "export"):
+def export_path(path: str, config: Config, say: Callable[[str], None]) -> str:
+    """Returns the path that an export goes to; in a dry run one in its workdir, and says so if it is another."""
+    path, directory = expand(path), os.path.join(config.workdir, "export")
+    if not config.fast_dev_run or os.path.dirname(path) == directory:
         return path
-    return os.path.join(workdir, "export", os.path.basename(os.path.normpath(path)))
+    say(f"fast_dev_run: {path!r} is not written; the export goes to a directory that is removed.")
+    return os.path.join(directory, os.path.basename(os.path.normpath(path)))
 
 
 class Verbs(Protocol):
@@ -61,7 +64,7 @@ class Verbs(Protocol):
 
 
 def check(trainer: Verbs, datasets: Sequence[Data], another_step: Callable[[], object]) -> Iterator[str]:
-    """Tries, after a step that was saved, what else a run may need: restore, predict, export.
+    """Tries, after the step of a dry run, which was saved, what else a run may need: restore, predict, export.
 
     Args:
         trainer: whose verbs to try.
@@ -69,12 +72,14 @@ def check(trainer: Verbs, datasets: Sequence[Data], another_step: Callable[[], o
         another_step: trains one more step.
 
     Yields:
-        A line for each part, tried or not.
+        A line for each part, tried or not; none if the run is no dry run.
 
     Raises:
         RuntimeError: if a restored value is not the saved one.
         ValueError: from any part.
     """
+    if not trainer.config.fast_dev_run:
+        return
     state = trainer.state
     yield f"step {int(state.step)} trained, all evaluations measured on a batch"
     if workers.num_workers(trainer.strategy) > 1:

@@ -27,7 +27,7 @@ from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
-from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -335,7 +335,7 @@ class _Meter:
 
         def train(steps: int) -> dict[str, float]:
             executor = strategies.choose_executor(self._state.strategy, self._settings.executor, None)
-            return loop.train(source, int(self._state.step) + steps, [], executor=executor)
+            return loop.train(source, int(self._state.step) + steps, [], Host(executor=executor))
 
         steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
         speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]

@@ -13,7 +13,7 @@ It is a writer, as `JsonWriter` is, and does not know where the metrics come fro
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import rich.box
@@ -38,6 +38,11 @@ _BAR_WIDTHS = (8, 40)
 def say(text: str) -> None:
     """Prints a message of distloop."""
     print(f"distloop: {printable(text)}", flush=True)
+
+
+def speaker(is_chief: bool, console: str) -> Callable[[str], None]:
+    """Returns what prints the messages of a run: `say` on its chief, nothing elsewhere and with `console="quiet"`."""
+    return say if is_chief and console != "quiet" else lambda text: None
 
 
 class Console:

@@ -27,16 +27,20 @@ class Outer:
 
 
 class WorkersLock:
-    """The lock of a run of one worker or several: the chief takes it, and if it is refused, every worker raises."""
+    """The lock of a run of one worker or several: the chief takes it, and if it is refused, every worker raises.
+
+    Attributes:
+        finish: waits until nothing is being written; called before the lock is released.
+        saved: returns the names of the run's checkpoints, to notice those that another process has made since this
+            one held the lock last; None: it is not noticed.
+    """
 
     def __init__(
         self,
         workdir: str,
         is_chief: bool,
         gather: Callable[[bool], Any],
-        finish: Callable[[], None] = lambda: None,
         outer: Outer | None = None,
-        saved: Callable[[], Collection[str]] | None = None,
     ):
         """Touches no disk.
 
@@ -44,17 +48,14 @@ class WorkersLock:
             workdir: empty: there is nothing to lock.
             is_chief: whether this worker writes the files of the run.
             gather: returns a truth of every worker, on every worker.
-            finish: waits until nothing is being written; called before the lock is released.
             outer: is entered before the lock is taken, and left once it is released; all workers do so.
-            saved: returns the names of the run's checkpoints, to notice those that another process has made since this
-                one held the lock last; None: it is not noticed.
         """
         self._workdir = workdir
         self._lock = RunLock(workdir) if workdir and is_chief else None
         self._gather = gather
-        self._finish = finish
         self._outer = outer or Outer()
-        self._saved = saved
+        self.finish: Callable[[], None] = lambda: None
+        self.saved: Callable[[], Collection[str]] | None = None
         self._seen: set[str] | None = None  # the names when this process looked last
         self._depth = 0
 
@@ -91,7 +92,7 @@ class WorkersLock:
         if not self._workdir:
             return
         try:
-            self._finish()
+            self.finish()
         except OSError:
             if error is None:
                 raise
@@ -106,16 +107,16 @@ class WorkersLock:
 
     def look(self) -> None:
         """Notes the names of the run's checkpoints: this process knows of them."""
-        if self._lock is not None and self._saved is not None:
+        if self._lock is not None and self.saved is not None:
             with contextlib.suppress(OSError):
-                self._seen = set(self._saved())
+                self._seen = set(self.saved())
 
     def _check(self) -> None:
         """Raises a ValueError if another process has saved meanwhile; a disk that cannot be read says so later."""
         others: list[str] = []
         with contextlib.suppress(OSError):
-            if self._saved is not None and self._seen is not None and not self._depth:
-                others = sorted(set(self._saved()) - self._seen)
+            if self.saved is not None and self._seen is not None and not self._depth:
+                others = sorted(set(self.saved()) - self._seen)
         if others:
             raise ValueError(
                 f"Another process has saved {', '.join(others)} under workdir={self._workdir!r} since this one looked "

@@ -5,7 +5,6 @@ run is to stop, and shows how far it is. If only writers consume the logs, a com
 and the host fetches their numbers at once. This module does not know flags or files.
 """
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +49,32 @@ class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from befor
         self.batch = batch
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the host does beside the steps of one `TrainLoop.train`; without arguments nothing.
+
+    Attributes:
+        plan: when actions are due; by itself it takes durations in steps.
+        stop_requests: asked after each loop whether to go on; None: nothing stops the run.
+        clock: of the run.
+        profile: of some of its steps.
+        executor: what runs the operations, as `strategies.choose_executor` returns it.
+        say: prints a line about the run.
+        show_progress: called after each loop with the step, and before tracing with what is being done, too.
+        by_clock: seconds, each with an action that is called alone after a loop whenever so many have passed by the
+            chief's clock, with the numbers of the last report: it makes no row.
+    """
+
+    plan: Plan = dataclasses.field(default_factory=Plan)
+    stop_requests: StopRequests | None = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    profile: Profile = dataclasses.field(default_factory=lambda: Profile("", ""))
+    executor: str = strategies.PARALLEL_EXECUTOR
+    say: Callable[[str], None] = say
+    show_progress: Callable[[int, str], None] = lambda step, doing: None
+    by_clock: Sequence[tuple[float, Action]] = ()
+
+
 class TrainLoop:
     """Trains until a step, and stops at boundaries for actions.
 
@@ -59,7 +84,6 @@ class TrainLoop:
             set before `train`.
         log_every: the window of the reported means, a duration; 0: the whole run.
         require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
-        say: prints a line about the run.
         open_boundary: of this step, whose actions were interrupted, or an evaluation failed: `train` calls all of them;
             None: there is none.
     """
@@ -89,7 +113,6 @@ class TrainLoop:
         self._state = state
         self._step = step
         self.log_every = log_every
-        self.say: Callable[[str], None] = say
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
         self.secs = 0.0
@@ -101,28 +124,18 @@ class TrainLoop:
         self._halving = out_of_memory.Halving(state, step) if may_halve else None
         self._traced_for: Source | None = None
         self._window = Window()
-        self._clock = Clock()
-        self._profile: Profile | None = None
-        self._executor = strategies.PARALLEL_EXECUTOR
-        self._show_progress: Callable[[int, str], None] = _show_nothing
+        self._host = Host()
         self._is_alone = workers.num_workers(state.strategy) == 1
         self._most_steps = 1  # of the next loop
-        self._plan = Plan()
 
     def train(
         self,
         source: Source,
         until: float,
         actions: Sequence[Action],
+        host: Host | None = None,
         *,
-        plan: Plan | None = None,
         window: Mapping[str, Any] | None = None,
-        stop_requests: StopRequests | None = None,
-        clock: Clock | None = None,
-        profile: Profile | None = None,
-        executor: str = strategies.PARALLEL_EXECUTOR,
-        show_progress: Callable[[int, str], None] | None = None,
-        by_clock: Sequence[tuple[float, Action]] = (),
     ) -> dict[str, float]:
         """Trains until a step, and runs the actions that are due at each boundary.
 
@@ -130,15 +143,8 @@ class TrainLoop:
             source: repeated data.
             until: the global step to end with; inf: the run ends when the plan says so.
             actions: in order.
-            plan: when they are due; None: durations are in steps.
+            host: what the host does beside the steps; None: nothing.
             window: what `save_window` returned, to go on with; None: a new window begins.
-            stop_requests: asked after each loop whether to go on; None: nothing stops the run.
-            clock: of the run; None: a new one.
-            profile: of some of its steps.
-            executor: what runs the operations, as `strategies.choose_executor` returns it.
-            show_progress: called after each loop with the step, and before tracing with what is being done, too.
-            by_clock: seconds, each with an action that is called alone after a loop whenever so many have passed by
-                the chief's clock, with the numbers of the last report: it makes no row.
 
         Returns:
             The numbers of the last report.
@@ -148,10 +154,10 @@ class TrainLoop:
             Diverged: at the first step that fails.
             ValueError: if the data ends, or changes.
         """
-        self._clock, self._profile, self._executor = clock or Clock(), profile, executor
-        self._show_progress = show_progress or _show_nothing
+        self._host = host or Host()
+        plan = self._host.plan
         self._most_steps = _MOST_STEPS if self._is_alone else 1
-        self._plan, self._started_at = plan or Plan(), time.monotonic() - self.secs
+        self._started_at = time.monotonic() - self.secs
         if window is None:
             self._open_window()
         else:
@@ -173,16 +179,16 @@ class TrainLoop:
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
                     step += _count(source, self._window, row)
-                    if self._plan.is_due(self.log_every, step, until):
+                    if plan.is_due(self.log_every, step, until):
                         self._open_window()
-            self._show_progress(step, "")
+            self._host.show_progress(step, "")
             if step < until:
                 before = self.secs
-                self._agree_on_next_loop(stop_requests, step)
-                self._plan.look_at_clock(before, self.secs, [self.log_every, *(action.every for action in actions)])
-                until = step + 1 if self._plan.is_over else until
-                for _, action in (pair for pair in by_clock if before // pair[0] < self.secs // pair[0]):
-                    with self._clock.phase(phase_of(action)):
+                self._agree_on_next_loop(self._host.stop_requests, step)
+                plan.look_at_clock(before, self.secs, [self.log_every, *(action.every for action in actions)])
+                until = step + 1 if plan.is_over else until
+                for action in (a for secs, a in self._host.by_clock if before // secs < self.secs // secs):
+                    with self._host.clock.phase(phase_of(action)):
                         action(Report(step, until, self.reported, self._state, time=unix_time()))
         return self.reported
 
@@ -209,20 +215,24 @@ class TrainLoop:
         try:
             if self._traced_for is not source:
                 workers.report_phase(self._state.strategy, "tracing the step")
-                self._show_progress(step, "tracing the train step ...")
-                self._compiled.trace(source, self._executor)
+                self._host.show_progress(step, "tracing the train step ...")
+                self._compiled.trace(source, self._host.executor)
                 self._on_trace(self._step)
-                self._show_progress(step, "")
+                self._host.show_progress(step, "")
                 self._traced_for = source
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
             workers.report_phase(self._state.strategy, "training")
-            is_single = self._profile is not None and self._profile.is_single(step)
-            with contextlib.nullcontext() if self._profile is None else self._profile.loop(step):
-                secs = _LOOP_SECS if self._is_alone else np.inf  # each worker would end with another step
-                how: dict[str, Any] = {"executor": self._executor, "is_single": is_single, "secs": secs}
-                rows = self._compiled.run(source, count, self._plan.period(self.log_every).steps, **how)
+            with self._host.profile.loop(step):
+                rows = self._compiled.run(
+                    source,
+                    count,
+                    self._host.plan.period(self.log_every).steps,
+                    executor=self._host.executor,
+                    is_single=self._host.profile.is_single(step),
+                    secs=_LOOP_SECS if self._is_alone else np.inf,  # each worker would end with another step
+                )
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_place(int(self._state.step) - step)
             if not isinstance(error, tf.errors.OpError):
@@ -238,7 +248,7 @@ class TrainLoop:
         workers.report_phase(self._state.strategy, "between two loops")
         input_secs = sum(row.input_secs for row in rows)
         start, end = rows[0].end - rows[0].seconds, rows[-1].end
-        host_secs = self._clock.loop(start, end, input_secs)
+        host_secs = self._host.clock.loop(start, end, input_secs)
         if not self._is_alone:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
@@ -252,37 +262,39 @@ class TrainLoop:
         everys = [action.every for action in actions]
         if self._state.keras_metrics or any(a.every is None and not member(a, "only_writes") for a in actions):
             everys.append(self.log_every)
-        boundary = self._plan.next_boundary(step, until, everys, self._steps_per_loop)
-        return boundary if self._profile is None else min(boundary, self._profile.next_boundary(step))
+        boundary = self._host.plan.next_boundary(step, until, everys, self._steps_per_loop)
+        return min(boundary, self._host.profile.next_boundary(step))
 
     def _is_boundary(self, step: int, until: float, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
         everys = [self.log_every, *(action.every for action in actions if action.every is not None)]
-        return any(self._plan.is_due(every, step, until) for every in everys)
+        return any(self._host.plan.is_due(every, step, until) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
         try:
-            self.reported, stop_reason = run_actions(actions, report, self._clock, self._plan)
+            self.reported, stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
         except Exception as error:
             has_failed = self._is_alone and any(getattr(action, "has_failed", False) for action in actions)
             if not isinstance(error, Interrupted) and not has_failed:
                 raise
-            due, is_last = [*self._plan.due_secs], int(self._state.step) == report.step  # else later steps are done
-            self.open_boundary = {"metrics": report.metrics, "time": report.time, "due_secs": due} if is_last else None
+            is_last, due = int(self._state.step) == report.step, self._host.plan.due_secs  # else later steps are done
+            boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*due]}
+            self.open_boundary = boundary if is_last else None
             raise
         if stop_reason:
-            self.say(f"Stopped at step {report.step}: {stop_reason}.")
+            self._host.say(f"Stopped at step {report.step}: {stop_reason}.")
         return bool(stop_reason)
 
     def _act_again(self, step: int, until: float, actions: Sequence[Action]) -> bool:
         """Calls the actions of a boundary that was left open; returns as `_act`."""
         boundary, self.open_boundary = self.open_boundary, None
-        self._plan.due_secs = set(boundary["due_secs"])
-        if is_over := self._plan.units.run.is_over(step, self.secs):
+        plan = self._host.plan
+        plan.due_secs = set(boundary["due_secs"])
+        if is_over := plan.units.run.is_over(step, self.secs):
             until = step
         is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
-        self._plan.due_secs = set()
+        plan.due_secs = set()
         return is_stopped or is_over
 
     def _report(self, step: int, until: float, end: float) -> Report:
@@ -290,7 +302,7 @@ class TrainLoop:
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
         numbers = self._window.metrics(self._step.names, per_token)
         report = Report(step, until, numbers, self._state, time=unix_time(end))
-        if self._plan.is_due(self.log_every, step, until):
+        if self._host.plan.is_due(self.log_every, step, until):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window
         return report
 
@@ -319,7 +331,3 @@ def _count(source: Source, window: Window, row: Row) -> int:
     source.batches_taken += row.steps
     window.add(row)
     return row.steps
-
-
-def _show_nothing(step: int, doing: str) -> None:
-    """Shows no progress."""

@@ -49,7 +49,8 @@ def test_the_lock_is_held_until_nothing_is_written_any_more(tmp_path):
         held.append((tmp_path / "run.lock").exists())
         raise OSError("the last save failed")
 
-    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth], finish)
+    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth])
+    lock.finish = finish
     with pytest.raises(OSError, match="the last save failed"), lock:
         pass
     with pytest.raises(KeyboardInterrupt), lock:
