@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 # Older versions made names without a token, as a user's may be: they count in directories of checkpoints alone.
 _PROCESS = r"(?P<process>\d{1,7}|\d{1,9}(?P<token>-[0-9a-f]{8}))"
@@ -227,6 +227,11 @@ def _is_used(leftover: Leftover) -> bool:
         return start_time(leftover.process) < os.stat(leftover.path).st_ctime + _CLOCK_SECS
     except (OSError, ValueError, IndexError):
         return True
+
+
+def open_at_once(path: str, mode: str = "rb") -> IO[bytes]:
+    """Opens a file; one that is a FIFO without waiting for another process, which its reader or writer would be."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
 
 
 def start_time(process: int) -> float:

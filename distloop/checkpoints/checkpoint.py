@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from distloop.atomic_files import open_at_once
 from distloop.distributed.devices import HOST
 from distloop.errors import first_line
 from distloop.monitoring.records import as_object, parse_json
@@ -143,7 +144,7 @@ def read_manifest(path: str) -> dict[str, Any]:
         OSError: if a file cannot be read.
     """
     try:
-        with open(os.path.join(path, _MANIFEST), "rb") as file:
+        with open_at_once(os.path.join(path, _MANIFEST)) as file:
             manifest = parse_json(file.read(), as_object)
         if manifest.pop("checksum") != _checksum(manifest):
             raise ValueError(f"{_MANIFEST} was altered")
@@ -230,5 +231,5 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def _index_checksum(directory: str) -> str:
-    with open(os.path.join(directory, _INDEX), "rb") as file:
+    with open_at_once(os.path.join(directory, _INDEX)) as file:
         return hashlib.sha256(file.read()).hexdigest()

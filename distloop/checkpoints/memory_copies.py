@@ -26,7 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.atomic_files import delete, is_private, make_directory, remove, replacing
+from distloop.atomic_files import delete, is_private, make_directory, open_at_once, remove, replacing
 from distloop.checkpoints.checkpoint import DamagedError, load
 from distloop.checkpoints.store import Checkpoints
 from distloop.distributed import workers
@@ -284,7 +284,7 @@ def _is_ours(directory: str) -> bool:
 def _read(path: str) -> dict[str, Any]:
     """Returns the content of a small file; empty if it is missing, damaged or another user's."""
     try:
-        with open(path, "rb") as file:
+        with open_at_once(path) as file:
             content = json.loads(file.read())
         return content if isinstance(content, dict) else {}
     except (OSError, ValueError, RecursionError):

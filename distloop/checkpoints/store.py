@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.atomic_files import delete, make_directory, put_back, remove_leftovers, replacing, sync
+from distloop.atomic_files import delete, make_directory, open_at_once, put_back, remove_leftovers, replacing, sync
 from distloop.checkpoints.checkpoint import DamagedError, Saved, load, patiently, read_manifest, write_files
 from distloop.errors import first_line
 from distloop.log import log
@@ -109,7 +109,7 @@ class Checkpoints:
         """
 
         def read() -> dict[str, list[int]]:
-            with open(self._path(_BEST), "rb") as file:
+            with open_at_once(self._path(_BEST)) as file:
                 return parse_json(file.read(), as_best_steps)
 
         try:

@@ -11,9 +11,10 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from distloop import urls
+from distloop.atomic_files import open_at_once
 from distloop.log import log
 from distloop.monitoring.tags import GROUPS
 from distloop.monitoring.timing import unix_time
@@ -89,7 +90,7 @@ def read_json(
         warn: takes the warning.
     """
     try:
-        with _open(path) as file:
+        with open_at_once(path) as file:
             return parse_json(file.read(), read)
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -144,13 +145,25 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     Raises:
         OSError: if it cannot be read.
     """
-    with _open(path) as file:
+    with open_at_once(path) as file:
         return _parse_rows(file.read())
 
 
-def _open(path: str) -> BinaryIO:
-    """Opens a file to read it; of a FIFO, which has no content, without waiting for who writes."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+def read_rows_if_any(path: str, *, instead: str, warn: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
+    """Returns the rows of a file; none if there is none, or, with a warning, if it cannot be read.
+
+    Args:
+        path: the file.
+        instead: what happens without it, for the warning.
+        warn: takes the warning.
+    """
+    try:
+        return read_rows(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warn(f"{path!r} cannot be read ({error.strerror or error}): {instead}.")
+    return []
 
 
 def _parse_rows(content: bytes) -> list[dict[str, Any]]:
@@ -176,7 +189,7 @@ def append_row(path: str, row: Mapping[str, Any]) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    with open(path, "ab") as file:
+    with open_at_once(path, "ab") as file:
         file.write(format_row({"time": unix_time(), **row}))
 
 

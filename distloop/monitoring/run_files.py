@@ -312,9 +312,9 @@ def has_ended(path: str) -> bool:
 def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
     has_begun = os.path.isfile(os.path.join(path, "metrics.jsonl"))
     rows = records.read_metrics(path) if has_begun else []  # else its memory was estimated
-    incidents_path = os.path.join(path, "incidents.jsonl")
-    incidents = records.read_rows(incidents_path) if os.path.exists(incidents_path) else []
-    starts, memory = run_starts.read_starts(path), memory_file.read(path, warn)
+    file = os.path.join(path, "incidents.jsonl")
+    incidents = records.read_rows_if_any(file, instead="whether the run diverged is unknown", warn=warn)
+    starts, memory = run_starts.read_starts(path, warn), memory_file.read(path, warn)
     time_spent = ledger.account(starts, ledger.read_progress(path, warn))
     run = _from_rows(path, name, rows, incidents, warn)
     return dataclasses.replace(run, starts=starts, memory=memory, time_spent=time_spent)

@@ -27,7 +27,7 @@ import time
 import uuid
 from typing import Any, NamedTuple
 
-from distloop.atomic_files import start_ticks
+from distloop.atomic_files import open_at_once, start_ticks
 from distloop.distributed.notes import find_membership
 from distloop.monitoring import run_identity
 from distloop.monitoring.console import say
@@ -314,7 +314,7 @@ def _read(path: str) -> Holder | None:
     Raises:
         OSError: if it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_at_once(path) as file:
         return parse(file.read(10_000))
 
 

@@ -9,11 +9,12 @@ what a run is.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distloop.atomic_files import start_time
 from distloop.distributed import notes
+from distloop.log import log
 from distloop.monitoring import ledger, records
 from distloop.monitoring.json_writer import last_row
 
@@ -69,12 +70,10 @@ def _age_at_first_start() -> float | None:
     return time.time() - started_at if started_at else None
 
 
-def read_starts(workdir: str) -> list[dict[str, Any]]:
-    """Returns the rows of all starts; an empty list if there are none, as of a run of an earlier version."""
-    try:
-        return records.read_rows(os.path.join(workdir, FILE))
-    except FileNotFoundError:
-        return []
+def read_starts(workdir: str, warn: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
+    """Returns the rows of all starts; none if there are none, as of a run of an earlier version, or with a warning."""
+    path = os.path.join(workdir, FILE)
+    return records.read_rows_if_any(path, instead="the device-hours of the run are unknown", warn=warn)
 
 
 def device_hours(starts: Sequence[Mapping[str, Any]], last_time: float) -> float | None:

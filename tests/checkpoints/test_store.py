@@ -447,3 +447,17 @@ def test_a_directory_may_have_any_name_that_a_file_system_allows(name, tmp_path)
     kept = save(tmp_path / name / "checkpoints", 4, 5)
     assert kept.load_newest().step == 5 and kept.load(4).step == 4
     assert sorted(os.listdir(tmp_path / name / "checkpoints")) == ["4", "5"]
+
+
+@pytest.mark.parametrize("name", ["best.json", "1/manifest.json", "1/variables.index"])
+def test_a_fifo_in_place_of_a_file_is_damage_and_is_not_waited_for(name, tmp_path):
+    checkpoints = Checkpoints(str(tmp_path))
+    for step in (1, 2):
+        checkpoints.save(step, {"x": tf.constant(step)}, {}, {"loss": [2]})
+        checkpoints.wait()
+    os.remove(tmp_path / name)
+    os.mkfifo(tmp_path / name)
+    assert checkpoints.load_newest().step == 2 and set(checkpoints.best_steps) <= {"loss"}
+    if name != "best.json":
+        with pytest.raises(DamagedError):
+            checkpoints.load(1)

@@ -138,6 +138,21 @@ def test_a_fifo_in_place_of_a_file_is_named_and_waited_for_by_nobody(tmp_path):
     assert "config.json' cannot be read" in warnings[0] and records.read_rows(str(tmp_path / "config.json")) == []
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_row_is_appended_to_no_fifo_and_no_directory_and_neither_is_waited_for(make, tmp_path):
+    make(path := str(tmp_path / "starts.jsonl"))
+    with pytest.raises(OSError):
+        records.append_row(path, {"step": 1})
+
+
+def test_rows_that_cannot_be_read_are_named_and_done_without(tmp_path):
+    path, warnings = str(tmp_path / "starts.jsonl"), []
+    assert records.read_rows_if_any(path, instead="it is unknown", warn=warnings.append) == [] == warnings
+    os.mkdir(path)
+    assert records.read_rows_if_any(path, instead="it is unknown", warn=warnings.append) == []
+    assert warnings == [f"{path!r} cannot be read (Is a directory): it is unknown."]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     warnings = []
     assert records.read_json(str(tmp_path), instead="nothing is known", warn=warnings.append) is None
