@@ -38,12 +38,14 @@ def with_labels(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
             f"Labels were given beside a {type(x).__name__}, whose batches hold labels of their own: give it alone, or "
             "arrays, as in fit(x, y)."
         )
-    if not are_arrays(rest := (y,) if sample_weight is None else (y, sample_weight)):
-        raise ValueError(
-            f"A {type(y).__name__} was given as the labels of arrays; labels are arrays, [N, ...], too: make one of "
-            "them with np.asarray."
-        )
-    return (x, *rest)
+    rest = {"labels": y} if sample_weight is None else {"labels": y, "sample weights": sample_weight}
+    for name, value in rest.items():
+        if not are_arrays(value):
+            raise ValueError(
+                f"A {type(value).__name__} was given as the {name} of arrays; {name} are arrays, [N, ...], too: make "
+                "one of them with np.asarray."
+            )
+    return (x, *rest.values())
 
 
 def are_arrays(data: Any) -> bool:

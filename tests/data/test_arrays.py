@@ -224,6 +224,8 @@ def test_labels_and_weights_join_their_features():
         with_labels(x, None, w)
     with pytest.raises(ValueError, match="A float was given as the labels"):
         with_labels(x, 0.5)
+    with pytest.raises(ValueError, match="A str was given as the sample weights"):
+        with_labels(x, y, "balanced")
 
 
 @pytest.mark.slow
