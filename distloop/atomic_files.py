@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 
 # Older versions made names without a token, as a user's may be: they count in directories of checkpoints alone.
 _PROCESS = r"(?P<process>\d{1,7}|\d{1,9}(?P<token>-[0-9a-f]{8}))"
-_LEFTOVER = re.compile(rf"(?P<target>.+)\.{_PROCESS}\.(?P<kind>tmp|old)(\.\w+)?")
+_LEFTOVER = re.compile(rf"(?P<target>.+)\.{_PROCESS}\.(?P<kind>tmp|old)(\.\w+)?", re.DOTALL)
 _CLOCK_SECS = 5  # by which the clock of a file server may be behind
 # What a file system answers that cannot wait for the disk, or that opens no directory.
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EBADF)

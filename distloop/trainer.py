@@ -264,10 +264,10 @@ class Trainer:
             Step -> name -> metric, of the checkpoints that this call evaluated.
 
         Raises:
-            ValueError: if there is no workdir, the data breaks a rule, or a checkpoint is of another model.
+            ValueError: if there is no workdir, the name or the data breaks a rule, or a checkpoint is of another model.
             TimeoutError: if there was no new checkpoint for so long.
         """
-        sidecar.check(self.config, self.strategy)
+        sidecar.check(self.config, self.strategy, name)
         evaluate = self._evaluation(dataset)
         return sidecar.evaluate_checkpoints(
             self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs

@@ -23,8 +23,19 @@ _with_password: dict[str, str] = {}  # by "scheme://user@host", in this process
 
 
 def absolute(path: str) -> str:
-    """Returns a path that a change of the current directory does not move; a URL, or nothing, as it is."""
-    return path if not path or is_url(path) else os.path.join(os.getcwd(), path)
+    """Returns a path that a change of the current directory does not move; a URL, or nothing, as it is.
+
+    Raises:
+        ValueError: if the current directory is gone, or its name is not UTF-8.
+    """
+    if not path or is_url(path) or os.path.isabs(path):
+        return path
+    try:
+        return _require_utf8(os.path.join(os.getcwd(), path))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"The path {path!r} is relative, and the current directory was deleted: give it whole."
+        ) from error
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -62,14 +73,23 @@ def expand(path: str | os.PathLike[str]) -> str:
     """Returns a path that a user gave, with the home directory in place of `~`; of a URL, without its password.
 
     Raises:
-        ValueError: if it is a URL with a key or token.
+        ValueError: if it is a URL with a key or token, or not UTF-8.
     """
-    path = keep_password(os.path.expanduser(os.fspath(path)))
+    path = keep_password(os.path.expanduser(_require_utf8(os.fspath(path))))
     if is_url(path) and "?" in path and _KEY.search(path):
         raise ValueError(
             f"The URL {without_credentials(path)!r} has a key in its query, which files of the run would hold: give "
             "the credentials in the way of its package."
         )
+    return path
+
+
+def _require_utf8(path: str) -> str:
+    """Returns a path; raises a ValueError if TensorFlow, and files such as `flags.txt`, cannot hold it as a text."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The path {path!r} has a name that is not UTF-8: rename it, or give another path.") from error
     return path
 
 

@@ -291,3 +291,9 @@ def test_removing_takes_files_directories_and_what_is_not_there(tmp_path):
     for name in ("file", "directory", "missing"):
         remove(str(tmp_path / name))
     assert os.listdir(tmp_path) == []
+
+
+def test_what_was_replaced_at_a_path_with_a_line_break_is_put_back(tmp_path):
+    write(tmp_path / f"a\nb.{DEAD}-0a1b2c3d.old", "old")
+    assert put_back(str(tmp_path), "a\nb") == [str(tmp_path / "a\nb")]
+    assert read(tmp_path / "a\nb") == "old"

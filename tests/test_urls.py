@@ -102,3 +102,24 @@ def test_a_url_whose_password_cannot_be_taken_out_is_refused_without_it(name, ur
     with pytest.raises(ValueError, match=words) as refused:
         Config(**{name: url})
     assert "ss@" not in str(refused.value) and "abc" not in str(refused.value)
+
+
+def test_a_path_that_is_not_utf8_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/a\xff")
+    words = r"The path '.*a\\udcff.*' has a name that is not UTF-8: rename it, or give another path\."
+    for take in (lambda path: Config(workdir=path), lambda path: Config(init_from=path), urls.expand):
+        with pytest.raises(ValueError, match=words):
+            take(odd)
+    os.mkdir(odd)
+    monkeypatch.chdir(odd)
+    with pytest.raises(ValueError, match=words):
+        urls.absolute("run")
+
+
+def test_where_the_current_directory_is_gone_only_whole_paths_are_taken(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert urls.absolute("/runs/a") == "/runs/a"
+    with pytest.raises(ValueError, match="'run' is relative, and the current directory was deleted: give it whole"):
+        urls.absolute("run")

@@ -19,7 +19,7 @@ from distloop.actions.save import check_keep, choose_mode
 from distloop.distributed import workers
 from distloop.errors import first_line
 from distloop.log import log
-from distloop.urls import absolute, is_url
+from distloop.urls import absolute, expand, is_url
 
 
 class Export(Action):
@@ -73,7 +73,7 @@ class Export(Action):
             )
         self.name = f"Export({os.fspath(directory)})"
         self.every = None if metric else every
-        self.directory = absolute(os.fspath(directory))
+        self.directory = absolute(expand(directory))
         self.metric = self.required_metric = metric
         self.mode = choose_mode("Export", metric, mode) if metric or mode != "auto" else "min"
         self.keep = keep

@@ -16,8 +16,10 @@ from distloop.checkpoints import signatures
 from distloop.checkpoints.adapters import merged
 from distloop.checkpoints.checkpoint import plain_path
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.log import log
 from distloop.training.predictor import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
+from distloop.urls import is_url
 from distloop.variables import lookup_tables
 
 
@@ -75,6 +77,10 @@ def write_saved_model(
         for name, function in functions.items():
             with state.random_streams.preserved():
                 _compare(name, served[name], function, list(specs_read[name].values()))
+    if not is_url(path) and set(path) & set("[\\"):
+        log.warning(
+            "TensorFlow takes %r for a pattern, and loads no SavedModel from there: move it to be served.", path
+        )
 
 
 def _compare(name: str, served: Any, function: Any, specs: Sequence[Any]) -> None:

@@ -22,12 +22,18 @@ from distloop.monitoring.timing import unix_time
 from distloop.urls import is_url
 
 
-def check(config: Config, strategy: tf.distribute.Strategy) -> None:
+def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:
     """Checks that this process can follow another one's run.
 
     Raises:
-        ValueError: if there are several workers, or there is no workdir, or it is a dry run's or a URL.
+        ValueError: if there are several workers, or there is no workdir, or it is a dry run's or a URL, or the name of
+            the evaluation is no file's.
     """
+    if not name or name.startswith(".") or "/" in name or "\0" in name:
+        raise ValueError(
+            f"name={name!r} was given to evaluate_checkpoints, which writes evaluations/<name>.jsonl: give a name that "
+            "is not empty, begins with no dot and has no slash, such as 'test'."
+        )
     if workers.num_workers(strategy) > 1:
         raise ValueError(
             "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same moment: "

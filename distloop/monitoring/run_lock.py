@@ -231,7 +231,7 @@ def _look(path: str, beside: str, own: Holder) -> Look | None:
     _create(beside, own)
     os.utime(beside)
     try:
-        return Look(_read(path), os.stat(path).st_mtime, os.stat(beside).st_mtime)
+        return Look(_read(path), os.lstat(path).st_mtime, os.stat(beside).st_mtime)
     except FileNotFoundError:
         return None
 
@@ -314,6 +314,8 @@ def _read(path: str) -> Holder | None:
     Raises:
         OSError: if it cannot be read.
     """
+    if os.path.islink(path):
+        return None
     with open_at_once(path) as file:
         return parse(file.read(10_000))
 

@@ -69,7 +69,7 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
     if urls.is_url(path):
         path = urls.without_credentials(path)
         raise ValueError(f"path={path!r} is a URL, and predictions go to a disk: give a directory of this machine.")
-    path = os.path.abspath(path)
+    path = os.path.abspath(urls.expand(path))
     if is_chief:
         _require_replaceable(path)
         make_directory(os.path.dirname(path))

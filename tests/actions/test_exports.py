@@ -164,3 +164,8 @@ def test_a_run_exports_what_it_would_predict(tmp_path):
     trainer.fit(dataset(), steps=2, evals={"test": dataset()}, actions=[export])
     outputs = serve(tmp_path / "models" / "2")["output"]
     tf.debugging.assert_near(outputs, trainer.predict(dataset()), rtol=1e-5, atol=1e-6)
+
+
+def test_the_directory_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Export(write, "~/models").directory == str(tmp_path / "models")

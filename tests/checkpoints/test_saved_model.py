@@ -252,3 +252,12 @@ def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, monkeypa
     trainer.export(tmp_path / "model")
     np.testing.assert_allclose(serve(tmp_path / "model")["output"], predictions, rtol=1e-6)
     assert messages == ["The export was not compared with predict_fn, which cannot be run on ones."]
+
+
+def test_a_path_that_tensorflow_takes_for_a_pattern_is_named(tmp_path, caplog):
+    trainer = make_trainer()
+    trainer.build(distloop.make_dataset(ROWS, 4))
+    trainer.export(tmp_path / "lr=[0.1]")
+    assert "lr=[0.1]' for a pattern, and loads no SavedModel from there: move it to be served." in caplog.text
+    os.rename(tmp_path / "lr=[0.1]", tmp_path / "model")
+    assert tf.saved_model.load(tmp_path / "model").signatures

@@ -158,3 +158,12 @@ def test_a_time_that_is_no_number_of_seconds_is_refused(setting, secs, tmp_path)
     given = {"poll_secs": 5.0, "timeout_secs": 0.0, setting: secs}
     with pytest.raises(ValueError, match=rf"evaluate_checkpoints was given {setting}=.*: give seconds, 0 or more\."):
         sidecar.evaluate_checkpoints(None, dict, str(tmp_path), "test", **given)
+
+
+@pytest.mark.parametrize("name", ["", "../metrics", "a/b", ".."])
+def test_a_name_that_is_no_files_is_refused(name, tmp_path):
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
+    refused(
+        lambda: trainer.evaluate_checkpoints(classification(8), name=name),
+        "which writes evaluations/<name>.jsonl: give a name that is not empty, begins with no dot and has no slash",
+    )

@@ -338,3 +338,17 @@ def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, no_sleep):
             assert holder_of(tmp_path / "copy")["place"] != holder_of(tmp_path / "run")["place"] != ""
         with pytest.raises(ValueError, match="is being written to by another fit of this process"):
             RunLock(str(tmp_path / "run")).__enter__()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/nowhere/else", path)])
+def test_a_pipe_or_a_dangling_link_in_place_of_the_file_ends_no_start_in_a_wait_for_ever(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "STALE_SECS", 0.5)
+    make(tmp_path / "run.lock")
+    taken = threading.Event()
+
+    def take():
+        with RunLock(str(tmp_path)):
+            taken.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    assert taken.wait(20)

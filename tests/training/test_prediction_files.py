@@ -85,3 +85,9 @@ def test_a_file_that_is_none_of_the_predictions_keeps_its_directory_from_being_r
     with pytest.raises(ValueError, match=r"holds train.npy, which is none of these predictions \(outputs.npy\)"):
         write_outputs(tmp_path, [np.zeros([2])], is_chief=True)
     assert os.listdir(tmp_path) == ["train.npy"]
+
+
+def test_the_directory_may_begin_with_a_tilde_and_end_with_a_slash(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_outputs("~/out/", [np.ones(2)], is_chief=True)
+    assert os.listdir(tmp_path / "out") == ["outputs.npy"]
