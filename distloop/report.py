@@ -65,7 +65,7 @@ from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
 from distloop.remote.fetching import fetch_reports
-from distloop.urls import is_url, keep_password
+from distloop.urls import expand, is_url
 
 _STYLES = {
     ("status", "complete"): "green",
@@ -135,7 +135,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
     parser.add_argument("--yes", action="store_true", help="with --prune: do not ask")
     options = parser.parse_args(arguments)
-    options.workdirs = [keep_password(path) for path in options.workdirs]
+    try:
+        options.workdirs = list(map(expand, options.workdirs))
+    except ValueError as error:
+        parser.error(str(error))
     if options.prune and (urls := [path for path in options.workdirs if is_url(path)]):
         parser.error(f"--prune was given with {urls[0]!r}, and removes files of a disk: delete those of a URL by hand")
     if options.keep < 1:

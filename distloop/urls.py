@@ -57,7 +57,7 @@ def keep_password(url: str) -> str:
         ValueError: if it has a password that ends before its `@`.
     """
     start = _start(url)
-    shown = _TOKEN.sub(r"\1***@", re.sub(r"(://[^:/]*):[^/]*@$", r"\1@", start[: start.rfind("@") + 1]))
+    shown = re.sub(r"(://[^:/]*):[^/]*@$", r"\1@", start[: start.rfind("@") + 1])
     shown += start[start.rfind("@") + 1 :]
     if shown != start:
         _with_password[shown] = start

@@ -482,3 +482,10 @@ def test_odd_values_in_a_file_of_a_run_are_gone_without(rich_run, name, capsys):
         assert report.main([str(rich_run)]) == 0
         if name.endswith("n"):
             assert f"{name}' cannot be read (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["https://host/run?sig=pa55word", "sftp://me:pa55/word@host/run"])
+def test_a_url_with_a_key_is_refused_and_shown_without_it(url, capsys):
+    assert report.main([url]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("distloop.report: ") and "Traceback" not in shown and "pa55" not in shown
