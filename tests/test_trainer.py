@@ -276,7 +276,16 @@ def test_a_run_leaves_its_files(tmp_path):
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
-    files = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "progress.json", "starts.jsonl"]
+    files = [
+        "checkpoints",
+        "config.json",
+        "flags.txt",
+        "memory.json",
+        "metrics.jsonl",
+        "progress.json",
+        "run_id.json",
+        "starts.jsonl",
+    ]
     files += ["test", "train"]
     assert sorted(name for name in os.listdir(tmp_path / "run") if not name.startswith("events.")) == files
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
