@@ -1,5 +1,6 @@
 """Functions of a notebook on several workers, and the notebook of the documents."""
 
+import os
 import pathlib
 import pickle
 import sys
@@ -40,8 +41,9 @@ def launched(monkeypatch):
 
 def test_the_result_of_the_chief_is_returned(launched):
     assert distloop.notebook_launch(double, (21,), workers=3) == 42
-    ((*_, launcher, workers, _, module, _),) = launched
+    ((*_, launcher, workers, parent, _, module, _),) = launched
     assert (launcher, workers, module) == ("distloop.launch", "--workers=3", "distloop.notebook")
+    assert parent == f"--parent={os.getpid()}"
 
 
 def test_the_error_of_a_worker_is_a_sentence(launched):

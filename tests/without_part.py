@@ -1,4 +1,4 @@
-"""A program that runs the loop's laws with one part of distloop gone; tests/test_parts.py starts it.
+"""A program that runs the loop's laws with one part of distloop gone; tests/test_without_parts.py starts it.
 
 python tests/without_part.py records WORKDIR
 """

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tests.training.test_recomputation import make_chain
+from tests.recompute.test_recomputation import make_chain
 
 from distloop.diagnostics.live_memory import peak_of
 from distloop.graph_functions import graph_function

@@ -35,8 +35,6 @@ def fail(monkeypatch, fits=lambda microbatches: False, *, after=0, runs=True):
         return rows
 
     monkeypatch.setattr(CompiledLoop, "run", failing)
-    if not runs:
-        monkeypatch.setattr(CompiledLoop, "trace", lambda *args: None)
     return tried
 
 
