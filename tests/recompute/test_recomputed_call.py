@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tests.recompute.test_recomputation import make_chain
 
 from distloop.diagnostics.live_memory import peak_of
 from distloop.graph_functions import graph_function
@@ -12,6 +11,7 @@ from distloop.operations import RECOMPUTED_SCOPE
 from distloop.recompute.recomputation import recomputing
 from distloop.variables import named_variables, tensorflow_variable
 from tests.problems import assert_close, assert_equal
+from tests.recompute.test_recomputation import make_chain
 
 layers = keras.layers
 
