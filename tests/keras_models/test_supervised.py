@@ -390,11 +390,11 @@ def test_a_network_in_stages_is_refused():
 
 
 def test_batches_that_are_no_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"type dict and length 2 was given; .*takes \(x, y\) or .*: map the dataset"):
+    with pytest.raises(ValueError, match=r"a dict of length 2 was given; .* take \(x, y\) or .* map the dataset"):
         fit(data=tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8))
-    with pytest.raises(ValueError, match=r"type SymbolicTensor was given; .*takes \(x, y\)"):
+    with pytest.raises(ValueError, match=r"features without labels were given; .* take \(x, y\)"):
         fit(data=tf.data.Dataset.from_tensor_slices(X).batch(8))
-    with pytest.raises(ValueError, match=r"type tuple and length 1 was given; .*takes \(x, y\)"):
+    with pytest.raises(ValueError, match=r"a tuple of length 1 was given; .* take \(x, y\)"):
         fit(data=tf.data.Dataset.from_tensor_slices((X,)).batch(8))
 
 
