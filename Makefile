@@ -18,15 +18,19 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Python compiles a module once; without its files, each process of tests compiles all tests anew, in 4 CPU seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check lint matrix docs dist bench
+.PHONY: train test wide check lint matrix docs dist bench
 
 # Train the digits on two virtual CPUs: make train WORKDIR=/tmp/digits FLAGS="--steps=500".
 train: $(READY)
 	$(BIN)/python -m experiments.digits --workdir=$(WORKDIR) --device=cpu --num_devices=2 $(FLAGS)
 
-# Run every test: make test FLAGS="-k overflow".
+# Run the tests, a representative of each law and promise: make test FLAGS="-k overflow".
 test: $(READY)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(FLAGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=25 $(FLAGS)
+
+# Run every case of every law, and the campaigns, with graphs optimized as in a user's run; before a release, or by night.
+wide: $(READY)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --wide --durations=25 $(FLAGS)
 
 # What to run before a commit: lint, types and the fast tests, which wait for no other process: one process for each core.
 check: lint

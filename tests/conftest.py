@@ -17,6 +17,10 @@ from distloop.log import log  # noqa: E402
 is_ending = threading.Event()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--wide", action="store_true", help="run the tests marked wide too, as `make wide` does")
+
+
 def pytest_configure(config):
     log.propagate = True  # to pytest's caplog
     if not hasattr(config, "workerinput") and config.getoption("tx", None):
@@ -41,7 +45,7 @@ def end(thread):
 
 
 # Where numbers are compared closely, or a graph is looked at, TensorFlow optimizes graphs as it does for a user. In all
-# other files it does not, which saves a tenth of their time.
+# other files it does not, which saves a tenth of their time, but for `make wide`.
 OPTIMIZED = ["test_laws", "test_bits", "test_virtual_replicas", "test_step", "test_pipeline", "test_workers"]
 OPTIMIZED += ["test_gathering", "test_testing", "test_supervised", "test_gradient_step", "test_compiled_loop"]
 OPTIMIZED += ["test_documents", "test_public_models", "test_keras_fuzz", "test_mirrored_loop", "test_wgan", "test_vae"]
@@ -52,7 +56,7 @@ OPTIMIZED += ["test_audit", "test_profiler", "test_tensorboard_server", "test_sm
 def graphs_are_optimized_where_it_matters(request):
     import tensorflow as tf  # not where tests are handed to others
 
-    is_off = request.path.stem not in OPTIMIZED
+    is_off = request.path.stem not in OPTIMIZED and not request.config.getoption("wide")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_off})
 
 
@@ -63,6 +67,10 @@ LONG += ["test_pipeline", "test_written_values", "test_out_of_memory", "test_ove
 LONG += ["test_resume", "test_trainer", "test_keras_fuzz", "test_nemesis", "test_tensorboard_server", "test_loss_scale"]
 
 
-def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(LONG)}
+def pytest_collection_modifyitems(config, items):
+    order = {name: position for position, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+    if not config.getoption("wide"):
+        wide = [item for item in items if item.get_closest_marker("wide")]
+        config.hook.pytest_deselected(items=wide)
+        items[:] = [item for item in items if not item.get_closest_marker("wide")]
