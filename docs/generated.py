@@ -1,11 +1,14 @@
-"""Writes what the code says of itself into the pages: settings.md, and signatures and docstrings in reference/*.md.
+"""Writes what the code says of itself into the pages: settings.md, signatures in reference/, the map in WORKSPACE.md.
 
 python docs/generated.py                               # or: make docs
 
 In reference/, each block of directives for Sphinx is followed by a block for readers of the files: signatures and
 docstrings of the same names. The site leaves the second block out, as it shows the first.
+
+The map keeps the order of its folders, and of the files beside them; a new one is appended and may be moved by hand.
 """
 
+import ast
 import importlib
 import inspect
 import pathlib
@@ -16,6 +19,8 @@ from distloop import flags
 
 DOCS = pathlib.Path(__file__).parent
 PAGE = DOCS / "settings.md"
+GUIDE = DOCS.parent / "WORKSPACE.md"
+PACKAGE = DOCS.parent / "distloop"
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 
 HEAD = """\
@@ -125,7 +130,44 @@ def arguments(value: Any) -> str:
     return "(\n" + "".join(f"        {part},\n" for part in re.split(r", (?=[\w*])", text[1:-1])) + "    )"
 
 
+MAP = re.compile(r"(?<=^    distloop/\n)(.*?)(?=^    experiments/)", re.M | re.S)
+MAP_WIDTH, NAME_WIDTH = 120, 24
+
+
+def render_map(guide: str) -> str:
+    """Returns WORKSPACE.md with a line a folder and a line a file, each from the first line of its docstring."""
+    former = re.findall(r"^      (\w+)", MAP.search(guide)[0], re.M)
+    paths = [*PACKAGE.glob("*.py"), *(path.parent for path in PACKAGE.glob("*/__init__.py"))]
+    names = {path.stem: path for path in sorted(paths)}
+    order = [name for name in dict.fromkeys(former) if name in names]
+    lines = []
+    for name in [*order, *(name for name in names if name not in order)]:
+        path = names[name]
+        if path.is_dir():
+            lines.append(map_line(path / "__init__.py", f"{name}/", 6))
+            lines += [map_line(file, file.stem, 8) for file in sorted(path.glob("*.py")) if file.stem != "__init__"]
+        else:
+            lines.append(map_line(path, name, 6))
+    return MAP.sub(lambda _: "".join(lines), guide)
+
+
+def map_line(path: pathlib.Path, name: str, indent: int) -> str:
+    """Returns a file's line of the map: its name, what its docstring's first line says, which files to read first."""
+    head, _, rest = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).partition("\n")
+    text = re.sub(r"^[^:;,.]{1,40}: |; (without|no) TensorFlow\.", "", head).rstrip(".")
+    text = text[0].upper() + text[1:]
+    if read_first := re.search(r"^Read first: (.+)\.$", rest, re.M):
+        text += f"; read first: {read_first[1]}"
+    start = " " * indent + f"{name:{NAME_WIDTH - indent + 6}}"
+    start = start if start.endswith(" ") else f"{start} "
+    while len(start + text) > MAP_WIDTH:
+        shorter = max((text.rpartition(mark)[0] for mark in (". ", "; ", ", ", ": ", " (")), key=len)
+        text = shorter if len(shorter) > 20 else text[: MAP_WIDTH - len(start)].rpartition(" ")[0]
+    return f"{start}{text}\n"
+
+
 if __name__ == "__main__":
+    GUIDE.write_text(render_map(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(render(), encoding="utf-8")
     for path in REFERENCE:
         path.write_text(render_reference(path.read_text(encoding="utf-8")), encoding="utf-8")

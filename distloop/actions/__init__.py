@@ -1,1 +1,4 @@
-"""Actions: what happens at the boundaries between two compiled loops; one file an action."""
+"""Actions: what happens at the boundaries between two compiled loops; one file an action.
+
+Read first: `action`, `evaluate`, `save`.
+"""

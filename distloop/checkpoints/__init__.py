@@ -1,1 +1,4 @@
-"""What outlives a process: checkpoints, going on and back, the start from other weights, exports."""
+"""What outlives a process: checkpoints, going on and back, the start from other weights, exports.
+
+Read first: `store`, `checkpoint`, `resume`.
+"""

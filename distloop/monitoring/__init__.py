@@ -1,1 +1,4 @@
-"""What a run shows and leaves behind: console, TensorBoard, rows, profiles, times, memory."""
+"""What a run shows and leaves behind: console, TensorBoard, rows, profiles, times, memory.
+
+Read first: `records`, `writers`, `console`.
+"""

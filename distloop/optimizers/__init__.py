@@ -1,1 +1,4 @@
-"""From gradients to new weights: reduce, scale, clip, the optimizer, the moving average."""
+"""From gradients to new weights: reduce, scale, clip, the optimizer, the moving average.
+
+Read first: `gradients`, `loss_scale`.
+"""
