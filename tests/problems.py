@@ -211,6 +211,14 @@ def refused(action, *parts, kind=ValueError):
     return message
 
 
+def mostly_wide(cases, *kept):
+    """Returns parameters of which `make test` runs the kept ones, and `make wide` all."""
+    assert set(kept) <= set(cases)
+    wide = pytest.mark.wide
+    arguments = [case if isinstance(case, tuple | list) else (case,) for case in cases]
+    return [pytest.param(*a, marks=[] if case in kept else wide) for a, case in zip(arguments, cases, strict=True)]
+
+
 def pairwise(*values):
     """Returns few combinations of parameters in which each pair of values of two parameters occurs at least once.
 
@@ -218,7 +226,7 @@ def pairwise(*values):
         *values: the values of each parameter; the first of each make the first combination.
 
     Returns:
-        Tuples for `pytest.mark.parametrize`; all but the first are marked slow.
+        Tuples for `pytest.mark.parametrize`; all but the first are marked slow, and from the third on wide.
     """
 
     def pairs(combination):
@@ -229,5 +237,7 @@ def pairwise(*values):
     while missing:
         chosen.append(max(product, key=lambda combination: len(pairs(combination) & missing)))
         missing -= pairs(chosen[-1])
-    first, *others = ([v[i] for v, i in zip(values, combination, strict=True)] for combination in chosen)
-    return [pytest.param(*first), *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
+    slow, wide = pytest.mark.slow, pytest.mark.wide
+    first, second, *others = ([v[i] for v, i in zip(values, combination, strict=True)] for combination in chosen)
+    of_others = (pytest.param(*other, marks=[slow, wide]) for other in others)
+    return [pytest.param(*first), pytest.param(*second, marks=slow), *of_others]

@@ -23,6 +23,7 @@ from tests.problems import (
     classification,
     classifier,
     everything,
+    mostly_wide,
     on,
     optimize_graphs,
     weights,
@@ -352,7 +353,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_wide(CASES, "convolution, statistics, dropout", "float16, an overflow"))
 def test_a_run_has_the_same_bits_on_any_number_of_devices(name, tmp_path):
     case, expected = CASES[name], {}
     for devices in case.devices:
@@ -372,7 +373,7 @@ def move(case, workdir, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_fn", [of_everything, contrast])
+@pytest.mark.parametrize("model_fn", mostly_wide([of_everything, contrast], of_everything))
 def test_virtual_replicas_train_as_real_ones_to_rounding(model_fn, tmp_path):
     case = Case(model_fn, classification(62), steps=8)  # the last batch is odd
     virtual, real = (
@@ -387,6 +388,7 @@ def test_virtual_replicas_train_as_real_ones_to_rounding(model_fn, tmp_path):
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_without_virtual_replicas_the_bits_differ(tmp_path):
     case = Case(classifier(optimizer=momentum), classification(67), steps=20)

@@ -18,6 +18,7 @@ from tests.nemesis.__main__ import read_outputs
 from tests.nemesis.log import Log
 from tests.nemesis.schedule import Life, Plan, Strike
 from tests.nemesis.setting import BATCH_SIZE, ELASTIC_REPLICAS, ROWS, STEPS, Setting
+from tests.problems import mostly_wide
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pause_secs", "second", "numbers"),
-    [(0.5, 25, [2, 2]), (8.0, 14, [1, 1, 2])],  # of workers: the place counts as there; the one left goes on
+    mostly_wide(
+        [(0.5, 25, [2, 2]), (8.0, 14, [1, 1, 2])], (0.5, 25, [2, 2])
+    ),  # of workers: the place counts as there; the one left goes on
 )
 def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
     pause_secs, second, numbers, alone, tmp_path
@@ -58,6 +61,7 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
     assert "worker 1 failed first, by signal 9 (Killed)" in reasons and "worker 0 was asked to leave" in reasons
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_suspended_process_of_an_older_membership_writes_nothing_when_it_goes_on(tmp_path):
     old = start_alone(tmp_path, 1)
@@ -129,6 +133,7 @@ def changes_of(workdir):
         return [json.loads(line) for line in file]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="pip install 'distloop[ray]'")

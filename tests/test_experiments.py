@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import forked
+from tests.problems import mostly_wide
 
 # Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
@@ -52,13 +53,14 @@ def run_few_steps(name, replicas, workdir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", mostly_wide(EXPERIMENTS, "files", "keras_port", "regression"))
 def test_an_experiment_runs(name, tmp_path):
     out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
     assert EXPERIMENTS[name][0] in out
     assert [row["step"] for row in rows] == [3, 6]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_recommender_learns_from_a_file_of_ratings(tmp_path):
     random = np.random.default_rng(0)
@@ -77,6 +79,7 @@ def test_the_recommender_learns_from_a_file_of_ratings(tmp_path):
     assert float(out.split("test RMSE")[1].split()[0]) < 1  # 2 for the mean of all ratings
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_grid_runs_each_combination_and_compares_them(tmp_path):
     tried = ["--try=hidden=2,4", "--try=learning_rate=1e-3", "--parallel=2"]
@@ -88,6 +91,7 @@ def test_a_grid_runs_each_combination_and_compares_them(tmp_path):
     assert "test/loss" in out
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes_what_is_worse_than_most(tmp_path):
     optuna = pytest.importorskip("optuna", reason='needs Optuna: pip install "distloop[sweep]"')
@@ -132,6 +136,7 @@ def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
     assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_digest_is_the_same_on_one_device_and_on_two_workers():
     program = ["-m", "experiments.same_bits", "--device=cpu", "--num_devices=1", "--steps=3"]

@@ -224,7 +224,7 @@ def newest(workdir):
     return store.load(str(directory / str(steps[-1]))).step if steps else 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.wide), 1])
 def test_a_killed_worker_is_noticed_and_no_save_is_lost(victim, start, workdir):
     before = newest(workdir)
     workers = start(workdir, f"SIGKILL,{victim}")
@@ -237,6 +237,7 @@ def test_a_killed_worker_is_noticed_and_no_save_is_lost(victim, start, workdir):
     assert newest(workdir) >= before + 5
 
 
+@pytest.mark.wide
 def test_a_worker_killed_while_tensorflow_joins_is_noticed(start, workdir):
     workers = start(workdir, "killed while joining,1")
     assert workers[1].end() == -signal.SIGKILL
@@ -263,6 +264,7 @@ def test_a_hanging_worker_ends_all_after_the_hang_timeout(start, workdir):
     newest(workdir)
 
 
+@pytest.mark.wide
 def test_a_suspended_worker_ends_the_others(start, workdir):
     before = newest(workdir)
     workers = start(workdir, "SIGSTOP,1", "--hang_timeout=6")
@@ -281,9 +283,9 @@ def test_a_suspended_worker_ends_the_others(start, workdir):
 @pytest.mark.parametrize(
     ("failure", "phase", "error"),
     [
-        ("model_fn", "starting", "RuntimeError: boom in model_fn"),
         ("action", "between two loops", "RuntimeError: boom in an action"),
-        ("pipeline", "training", ".*RuntimeError: boom in the pipeline"),
+        pytest.param("model_fn", "starting", "RuntimeError: boom in model_fn", marks=pytest.mark.wide),
+        pytest.param("pipeline", "training", ".*RuntimeError: boom in the pipeline", marks=pytest.mark.wide),
     ],
 )
 def test_an_error_on_one_worker_ends_the_others(failure, phase, error, start, workdir):
@@ -300,6 +302,7 @@ def test_an_error_on_one_worker_ends_the_others(failure, phase, error, start, wo
     newest(workdir)
 
 
+@pytest.mark.wide
 def test_a_worker_that_exits_early_ends_the_others(start, workdir):
     workers = start(workdir, "exit,1")
     assert [worker.end() for worker in workers] == [heartbeat.EXIT_CODE, 3]
@@ -323,6 +326,7 @@ def test_sigterm_to_one_worker_saves_and_stops_all(start, workdir):
     ]
 
 
+@pytest.mark.wide
 def test_a_port_that_is_taken_ends_all_workers(start, workdir):
     ports = free_ports(2)
     with socket.socket() as taken:
@@ -354,6 +358,7 @@ def test_workers_with_different_flags_are_refused(start, workdir):
         )
 
 
+@pytest.mark.wide
 def test_after_all_failures_a_late_start_ends_like_a_run_without_failures(start, workdir, straight):
     workers = start(workdir, late_secs=8)
     assert [worker.end() for worker in workers] == [0, 0], [worker.lines for worker in workers]
@@ -361,6 +366,7 @@ def test_after_all_failures_a_late_start_ends_like_a_run_without_failures(start,
     assert len(workers[0].lines) <= 1 and all("distloop: waiting for worker 1 (" in line for line in workers[0].lines)
 
 
+@pytest.mark.wide
 def test_the_launcher_restarts_crashed_workers(program, straight, tmp_path):
     once = tmp_path / "has crashed"
     command = ["-m", "tests.nemesis.forking_launch", "--workers=2", "--max_restarts=1", program]
@@ -408,6 +414,7 @@ def hosts():
             host.wait()
 
 
+@pytest.mark.wide
 def test_a_cut_cable_ends_all_workers_which_then_continue(hosts, start, straight, tmp_path):
     network = {"addresses": ["10.77.0.1:4000", "10.77.0.2:4000"], "hosts": [str(host.pid) for host in hosts]}
     workers = start(tmp_path, "slow", "--hang_timeout=6", **network)

@@ -13,6 +13,7 @@ from tests.keras_fuzz import grammar, objectives
 from tests.keras_fuzz.comparison import Outcome, compare
 from tests.keras_fuzz.drawing import draw_program
 from tests.keras_fuzz.shrinking import shrink
+from tests.problems import mostly_wide
 
 # Programs of half a minute of one processor together.
 NUMBERS = [200007, 300001, 400023, 400065, 400140]
@@ -92,7 +93,7 @@ def test_every_public_name_of_keras_is_drawn_or_an_exception_with_a_reason(modul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", mostly_wide(NUMBERS, *NUMBERS[:1]))
 def test_a_drawn_program_trains_as_keras_does(number):
     outcome = compare(draw_program(number))
     assert outcome.kind == "equal", f"{outcome.text}: python -m tests.keras_fuzz --program={number}"

@@ -23,6 +23,7 @@ from tests.problems import (
     classification,
     classifier,
     everything,
+    mostly_wide,
     on,
     pairwise,
     refused,
@@ -31,8 +32,9 @@ from tests.problems import (
 
 
 def fast(chosen, *others):
-    """Parameters of which the first runs in `make check` too, the others in `make test` alone."""
-    return [chosen, *(pytest.param(*(o if isinstance(o, tuple) else (o,)), marks=pytest.mark.slow) for o in others)]
+    """Parameters of which the first runs in `make check` too, the others in `make wide` alone."""
+    marks = [pytest.mark.slow, pytest.mark.wide]
+    return [chosen, *(pytest.param(*(o if isinstance(o, tuple) else (o,)), marks=marks) for o in others)]
 
 
 def train(model_fn, config, dataset, steps=12, **arguments):
@@ -53,30 +55,40 @@ def adam():
 
 
 REPLICA_CASES = {
+    # 67 rows: the last batch has 3.
+    "all together": dict(is_weighted=True, l2=0.1, clip_norm=0.1, average_decay=0.9, microbatches=2),
     "smaller than the replicas": dict(size=2, rows=5),  # two rows, and one
     # One operation after another, as on one replica, TensorFlow fuses them otherwise; this model makes 1.5e-6 of that.
-    "synchronized BatchNorm": dict(size=16, rows=67, batch_norm="synchronized", executor="parallel", optimizer=adam),
-    # 67 rows: the last batch has 3.
-    "all together": dict(size=16, is_weighted=True, l2=0.1, clip_norm=0.1, average_decay=0.9, microbatches=2),
+    "synchronized BatchNorm": dict(batch_norm="synchronized", executor="parallel", optimizer=adam),
+    "an odd last batch": {},
+    "weights": dict(is_weighted=True),
+    "L2 terms": dict(l2=0.1),
+    "clipping": dict(clip_norm=0.1),
+    "Adam": dict(optimizer=adam),
+    "averages": dict(average_decay=0.9),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REPLICA_CASES)
-def test_any_number_of_replicas_trains_to_the_same_weights(case):
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(2, marks=pytest.mark.wide), 3, pytest.param(4, marks=pytest.mark.wide)]
+)
+@pytest.mark.parametrize("case", mostly_wide(REPLICA_CASES, "all together", "smaller than the replicas"))
+def test_any_number_of_replicas_trains_to_the_same_weights(case, replicas):
+    found, expected = (weights_and_averages(case, count) for count in (replicas, 1))
+    assert_close(found, expected)
+
+
+def weights_and_averages(case, replicas):
     settings = dict(REPLICA_CASES[case])
-    data = batches(settings.pop("size"), settings.pop("rows", 67))
+    data = batches(settings.pop("size", 16), settings.pop("rows", 67))
     of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm", "optimizer") if k in settings}
-    expected = None
-    for replicas in (1, 4) if case == "all together" else (1, 3):
-        trainer = train(classifier(**of_model), on(replicas, **settings), data)
-        found = weights(trainer)
-        if trainer.state.average is not None:
-            found |= {f"average {i}": v.numpy() for i, v in enumerate(trainer.state.average.variables)}
-        expected = found if expected is None else expected
-        assert_close(found, expected)
+    trainer = train(classifier(**of_model), on(replicas, **settings), data)
+    average = trainer.state.average.variables if trainer.state.average is not None else []
+    return weights(trainer) | {f"average {i}": v.numpy() for i, v in enumerate(average)}
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_any_number_of_replicas_trains_large_weights_to_the_same():
     """Adam changes these in one operation."""
@@ -129,6 +141,7 @@ def test_two_updates_train_the_same_on_any_number_of_replicas():
     assert_close(weights(train(two_updates, on(3), data)), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_second_update_sees_what_the_first_one_changed():
     trainer = train(two_updates, on(2), batches(10, 20), steps=1)
@@ -185,6 +198,7 @@ def rows_of_four(bad=()):
     return distloop.make_dataset(rows, 6)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
     data = rows_of_four()
@@ -210,6 +224,7 @@ def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
     assert slots and all(name.startswith("optimizer/critic_0/") for name in slots)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finite():
     config = on(2, on_nonfinite="skip", average_decay=0.9, precision="mixed_float16")
@@ -222,6 +237,7 @@ def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finit
     assert not any(np.array_equal(seen[2][path], seen[3][path]) for path in seen[3] if "kernel" in path)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_rows_of_nested_ragged_data_train_the_same():
     rows = [[1], [2, 3], [], [4, 1, 1], [2], [3, 3, 3, 3], [1, 2]]
@@ -326,16 +342,16 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold():
 
 
 @pytest.mark.slow
-def test_any_number_of_microbatches_trains_to_the_same_weights():
+@pytest.mark.parametrize("replicas, microbatches", mostly_wide([(2, 3), (1, 2), (1, 5), (1, 16), (3, 4)], (2, 3)))
+def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microbatches):
     model_fn = classifier(is_weighted=True, l2=0.1)
     data = batches(16)
     expected = weights(train(model_fn, on(1), data))
-    for replicas, microbatches in ((2, 3), (1, 5)):
-        assert_close(weights(train(model_fn, on(replicas, microbatches=microbatches), data)), expected)
+    assert_close(weights(train(model_fn, on(replicas, microbatches=microbatches), data)), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [4, 1])
+@pytest.mark.parametrize("microbatches", [4, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_step_has_one_reduction(microbatches):
     trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
     bodies = {f.name: f for f in functions(train_graph(trainer)) if "body" in f.name}.values()
@@ -388,8 +404,8 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas, setting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2], 2))
+@pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"], "mixed_float16"))
 def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipped(precision, replicas):
     dtypes = []
 
@@ -443,7 +459,7 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprit, replicas", [("second", 2), ("first", 1)])
+@pytest.mark.parametrize("culprit, replicas", mostly_wide([("second", 2), ("first", 1)], ("second", 2)))
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
     rows = classification(16)
     rows["label"][13] = -1
@@ -525,7 +541,7 @@ def assert_skipped(before, after, culprits=("",)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas,microbatches", [(2, 1), (1, 4)])
+@pytest.mark.parametrize("replicas,microbatches", mostly_wide([(2, 1), (1, 4)], (2, 1)))
 def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(replicas, microbatches):
     size = max(8, 2 * replicas * microbatches)
     kinds = [(value, row) for value in (np.nan, np.inf, 1e5) for row in range(size)]  # 1e5 is infinite in float16 alone
@@ -550,7 +566,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprits, replicas", [("second", 2), ("first second", 1)])
+@pytest.mark.parametrize("culprits, replicas", mostly_wide([("second", 2), ("first second", 1)], ("second", 2)))
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
     rows = classification(24)
     rows["label"][13] = -1  # in the second batch
@@ -604,7 +620,7 @@ def at_the_floor(pattern, replicas, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas, on_nonfinite", [(2, "raise"), (1, "skip")])
+@pytest.mark.parametrize("replicas, on_nonfinite", mostly_wide([(2, "raise"), (1, "skip")], (2, "raise")))
 def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(replicas, on_nonfinite):
     trainer, fit = at_the_floor("-" * 20, replicas, on_nonfinite=on_nonfinite)
     before = everything(trainer)
@@ -624,6 +640,7 @@ def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(repli
             assert value.tobytes() == before[path].tobytes(), path
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("on_nonfinite, overflows, replicas", [("raise", 9, 2), ("skip", 0, 1)])
 def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replicas, overflows, on_nonfinite):
@@ -643,6 +660,7 @@ def test_float16_a_good_step_starts_the_count_of_overflows_again():
     assert trainer.optimizer.iterations.numpy() == 2
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale():
     def optimizers():  # both overflow in each step, the second at its smallest scale
@@ -661,6 +679,7 @@ def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale():
     )
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_error_is_about_the_update_that_has_no_loss_scale():
     def optimizers():  # both are not finite, which is no error yet for the first
@@ -755,6 +774,7 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     assert_equal(run(**BY_STEPS), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_operations_one_after_another_or_side_by_side_train_the_same(monkeypatch):
     used = []
@@ -770,7 +790,7 @@ def test_operations_one_after_another_or_side_by_side_train_the_same(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [3, 1])
+@pytest.mark.parametrize("replicas", mostly_wide([3, 1], 3))
 def test_a_run_with_odd_batches_traces_its_step_once(replicas):
     traces = []
     trainer = distloop.Trainer(classifier(on_trace=traces.append), on(replicas, log_every=3, eval_every=4))
@@ -824,6 +844,7 @@ def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
         np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)  # means of 10 rows, of parts in another order
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_users_layer_that_drifts_is_averaged():
     class Codebook(keras.Layer):

@@ -95,6 +95,7 @@ def tiny(name):
     return model
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "names"),
@@ -123,6 +124,7 @@ def echo(sender, model, trial, directory):
     sender.send({"model": model, "trial": trial, "cell": "keras", **HOLDS})
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_trial_that_is_done_is_not_run_again_and_one_that_dies_is_a_cell(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(schedule, "_send", echo)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import forked, many_rows, worker_scenarios
-from tests.problems import assert_close, assert_equal
+from tests.problems import assert_close, assert_equal, mostly_wide
 from tests.worker_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.slow
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 OF_BITS = [worker_scenarios.bits, worker_scenarios.bits_of_float16]  # two workers go on with runs of one process
 ON_THREE_WORKERS = ["replicas", "sharded", "evaluation", "shards", "position"]
+WIDE = ["synchronized_norm", "two_updates", "elastic", "mixed_rows", "rollback", "equal_shards", "bits_of_float16"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def alone(tmp_path_factory):
 def run_on_workers(workers, devices, out, *names):
     """Runs scenarios on local workers; returns name -> a dict of arrays by worker, and the finished launcher."""
     program = ["-m", "tests.worker_scenarios", str(out), str(devices), *names]
-    result = forked.launch([f"--workers={workers}", *program], env=os.environ, timeout=500)
+    result = forked.launch([f"--workers={workers}", *program], env=os.environ, timeout=1200)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     results = {
         name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in names or BY_NAME
@@ -44,14 +45,15 @@ def run_on_workers(workers, devices, out, *names):
 
 
 @pytest.fixture(scope="module")
-def on_workers(tmp_path_factory):
-    """Results of all scenarios on two workers with two devices each."""
+def on_workers(tmp_path_factory, pytestconfig):
+    """Results of scenarios on two workers with two devices each; of all in `make wide`."""
     out = tmp_path_factory.mktemp("workers-2-2")
     worker_scenarios.run(half_of_elastic, 1, out)
     worker_scenarios.run(half_of_position, 1, out)
     for scenario in OF_BITS:
         worker_scenarios.run(lambda make, workdir, half=scenario: half(make, workdir, steps=4), 1, out)
-    results, launcher = run_on_workers(2, 2, out)
+    chosen = [name for name in BY_NAME if pytestconfig.getoption("wide") or name not in WIDE]
+    results, launcher = run_on_workers(2, 2, out, *chosen)
     return results, out, launcher
 
 
@@ -61,6 +63,14 @@ def on_three_workers(tmp_path_factory):
     out = tmp_path_factory.mktemp("workers-3-1")
     worker_scenarios.run(half_of_position, 1, out)
     return run_on_workers(3, 1, out, *ON_THREE_WORKERS)[0]
+
+
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.wide)])
+def results(request):
+    """Results of scenarios on two workers with two devices each, or on three with one."""
+    return (
+        request.getfixturevalue("on_workers")[0] if request.param == 2 else request.getfixturevalue("on_three_workers")
+    )
 
 
 def half_of_elastic(make, workdir):
@@ -89,11 +99,12 @@ def assert_same_results(results, results_alone):
                 np.testing.assert_array_equal(shared[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", mostly_wide(BY_NAME, *(name for name in BY_NAME if name not in WIDE)))
 def test_two_workers_of_two_devices_have_the_results_of_one_process(name, on_workers, alone):
     assert_same_results(on_workers[0][name], alone(name))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ON_THREE_WORKERS)
 def test_three_workers_have_the_results_of_one_process(name, on_three_workers, alone):
     assert_same_results(on_three_workers[name], alone(name))
@@ -113,16 +124,18 @@ def assert_same_bits(results, results_alone):
         assert_equal(result, results_alone)
 
 
-@pytest.mark.parametrize("scenario", OF_BITS)
+@pytest.mark.parametrize("scenario", mostly_wide(OF_BITS, worker_scenarios.bits))
 def test_workers_have_the_bits_of_one_process_whose_run_they_go_on_with(scenario, on_workers, alone):
     assert_same_bits(on_workers[0][scenario.__name__], alone(scenario.__name__))
 
 
+@pytest.mark.wide
 def test_four_workers_have_the_bits_of_one_process(alone, tmp_path):
     results, _ = run_on_workers(4, 1, tmp_path, "bits")
     assert_same_bits(results["bits"], alone("bits"))
 
 
+@pytest.mark.wide
 def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(on_workers, alone, tmp_path):
     def further(make, workdir):
         return worker_scenarios.bits(make, workdir, steps=16)
@@ -131,20 +144,22 @@ def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(o
     assert_same_bits([found], worker_scenarios.run(further, 1, tmp_path))
 
 
-def test_each_worker_has_its_part_of_slots_and_averages(on_workers, on_three_workers):
-    for results in (on_workers[0]["sharded"], on_three_workers["sharded"]):
-        sizes = [result["local/bytes"] - (8 + 4) for result in results]  # the count of steps, and the learning rate
-        total = sum(size.sum() for size in sizes)
-        assert total == 4 * 3 * (100 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10)
-        assert max(size.sum() for size in sizes) <= (1 / len(sizes) + 0.01) * total
+def test_each_worker_has_its_part_of_slots_and_averages(results):
+    sizes = [result["local/bytes"] - (8 + 4) for result in results["sharded"]]  # the count of steps, the learning rate
+    total = sum(size.sum() for size in sizes)
+    assert total == 4 * 3 * (100 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10)
+    assert max(size.sum() for size in sizes) <= (1 / len(sizes) + 0.01) * total
+
+
+def test_the_console_names_the_device_of_each_part_of_the_slots(on_workers):
     devices = [f"0.2 MB on CPU:{device} of worker {worker}" for worker in range(2) for device in range(2)]
     assert f"slots and averages {', '.join(devices)}" in on_workers[0]["sharded"][0]["local/lines"]
 
 
-def test_each_worker_names_gradients_that_are_not_finite_wherever_they_are_summed(on_workers, on_three_workers, alone):
+def test_each_worker_names_gradients_that_are_not_finite_wherever_they_are_summed(results, alone):
     expected = str(alone("sharded")["local/error"])
     assert "the gradient of net/hidden/kernel, net/hidden/bias, net/logits/kernel and 1 more is not finite" in expected
-    for result in [*on_workers[0]["sharded"], *on_three_workers["sharded"]]:
+    for result in results["sharded"]:
         assert str(result["local/error"]) == expected
 
 
@@ -172,6 +187,7 @@ def test_a_run_of_several_workers_resumes_bit_for_bit(on_workers):
         assert not result["local/different"].size
 
 
+@pytest.mark.wide
 def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, alone):
     out = on_workers[1]
 
@@ -187,11 +203,11 @@ def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, 
     )
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_workers_go_on_in_data_by_number_and_read_their_rows_alone(num_workers, on_workers, on_three_workers, alone):
+def test_workers_go_on_in_data_by_number_and_read_their_rows_alone(results, alone):
     whole = alone("position")  # from 5 steps before
     number_of = {row: i for i, row in enumerate(whole["local/rows"].ravel().tolist())}
-    for worker, result in enumerate((on_workers[0] if num_workers == 2 else on_three_workers)["position"]):
+    num_workers = len(results["position"])
+    for worker, result in enumerate(results["position"]):
         first, end = worker * 16 // num_workers, (worker + 1) * 16 // num_workers
         for name in ("local/rows", "local/x"):
             assert np.array_equal(result[name][:7, first:end], whole[name][5:12, first:end])
@@ -216,9 +232,9 @@ def test_one_process_goes_on_in_data_by_number_after_several(on_workers, alone):
     assert_same_results([stopped], whole)
 
 
-def test_unequal_shards_end_the_epoch_at_the_same_step(on_workers, on_three_workers):
-    assert [int(result["local/steps"]) for result in on_workers[0]["shards"]] == [12, 12]
-    assert [int(result["local/steps"]) for result in on_three_workers["shards"]] == [6, 6, 6]
+def test_unequal_shards_end_the_epoch_at_the_same_step(results):
+    steps = [int(result["local/steps"]) for result in results["shards"]]
+    assert steps == ([12, 12] if len(steps) == 2 else [6, 6, 6])
 
 
 def test_only_the_chief_writes_files(on_workers):

@@ -5,11 +5,12 @@ import pytest
 from distloop.remote import lease
 from tests.crash_matrix.buckets import SCENARIOS, cells
 from tests.crash_matrix.scenarios import BEFORE, NEW
+from tests.problems import mostly_wide
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("number", range(len(SCENARIOS)))
+@pytest.mark.parametrize("number", mostly_wide(range(len(SCENARIOS)), 0))
 def test_whatever_request_a_machine_is_lost_at_the_run_goes_on(number, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, secs in {"_SETTLE_SECS": 0.0, "_POLL_SECS": 0.0, "LEASE_SECS": 0.05}.items():

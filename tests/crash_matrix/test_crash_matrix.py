@@ -15,6 +15,7 @@ from tests.crash_matrix.faults import EIO, ENOSPC, KILL, Faults
 from tests.crash_matrix.picture import FILLS, draw, tables
 from tests.crash_matrix.power_loss import Disk
 from tests.crash_matrix.scenarios import BEFORE, LOST, NEW, SCENARIOS, cells, power_cells
+from tests.problems import mostly_wide
 
 
 @pytest.fixture
@@ -42,14 +43,14 @@ SPREAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", mostly_wide(SCENARIOS, "replaced step", "replaced export"))
 def test_whatever_operation_fails_the_run_goes_on(name, place):
     keep, columns = SPREAD[name]
     assert_saved(cells(SCENARIOS[name], keep, place, columns))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["replaced step", "after going back", "replaced export"])
+@pytest.mark.parametrize("name", mostly_wide(["replaced step", "after going back", "replaced export"], "replaced step"))
 def test_whenever_power_is_lost_the_run_goes_on(name, place):
     assert_saved(power_cells(SCENARIOS[name], 1, place))
 
@@ -105,7 +106,7 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [3, 18, 30])
+@pytest.mark.parametrize("at", mostly_wide([3, 18, 30], 18))
 def test_a_killed_process_leaves_what_the_matrix_supposes(at, tmp_path):
     run, program = tmp_path / "run", tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))

@@ -6,6 +6,7 @@ from tests.nemesis import checker, faults, kernel, rounds
 from tests.nemesis.__main__ import read_outputs
 from tests.nemesis.schedule import Life, Plan, Strike
 from tests.nemesis.setting import Setting
+from tests.problems import mostly_wide
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ ROUNDS = {
 STEP_SECS = 0.2  # so long that a busy machine strikes before the run ends
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", mostly_wide(ROUNDS, "alone"))
 def test_a_run_loses_nothing(name, tmp_path):
     setting, lives = ROUNDS[name]
     reference = rounds.run_undisturbed(setting.reference, str(tmp_path / "undisturbed"))

@@ -13,6 +13,7 @@ SHORTER = ("TIMESTEPS, DECAY = 1000, 0.999", "TIMESTEPS, DECAY = 1000, 0.15")  #
 STEPS = 6  # an epoch
 
 
+@pytest.mark.wide
 def test_each_step_has_the_losses_of_the_train_step_and_the_averages_are_equal(monkeypatch):
     known, rows = run_port(MODELS, PORT, replicas=2, steps=STEPS, replacements=[SHORTER])
     drawn = list(known["noisy_batches"].take(STEPS))

@@ -55,6 +55,7 @@ def orbit():
     return types.SimpleNamespace(StandardTrainer=trainer, Controller=StepByStep)
 
 
+@pytest.mark.wide
 def test_each_step_has_the_numbers_of_the_orbit_trainer():
     on_cpus = ("tf.distribute.MirroredStrategy()", MIRRORED[2])
     expected = np.asarray(run(ORIGINAL, replacements=[on_cpus], orbit=orbit())["controller"].numbers)

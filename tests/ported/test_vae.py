@@ -15,6 +15,7 @@ SMALLER = ("batch(128)", "batch(32, drop_remainder=True)")
 STEPS = 6  # an epoch
 
 
+@pytest.mark.wide
 def test_each_step_has_the_losses_of_the_train_step(monkeypatch):
     noise = tf.constant(
         np.random.default_rng(1).normal(size=(32, 2)), tf.float32

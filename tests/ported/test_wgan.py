@@ -15,6 +15,7 @@ NAMES = [*(f"critic_{i}/loss" for i in range(2)), "generator/loss"]
 STEPS = 4
 
 
+@pytest.mark.wide
 def test_each_step_has_the_losses_of_the_loop(monkeypatch):
     known, rows = run_port(MODELS, PORT, replicas=2, steps=STEPS, replacements=SMALLER)
     steps = list(known["batches"].take(STEPS))
