@@ -212,11 +212,17 @@ def refused(action, *parts, kind=ValueError):
 
 
 def mostly_wide(cases, *kept):
-    """Returns parameters of which `make test` runs the kept ones, and `make wide` all."""
+    """Returns parameters of which `make test` runs the kept ones, or else the first, and `make wide` all."""
+    cases = list(cases)
+    kept = kept or cases[:1]
     assert all(case in cases for case in kept)
-    wide = pytest.mark.wide
-    arguments = [case if isinstance(case, tuple | list) else (case,) for case in cases]
-    return [pytest.param(*a, marks=[] if case in kept else wide) for a, case in zip(arguments, cases, strict=True)]
+    return [case if case in kept else _wide(case) for case in cases]
+
+
+def _wide(case):
+    marks = [pytest.mark.wide, *getattr(case, "marks", [])]
+    values = getattr(case, "values", case) if isinstance(case, tuple | list) else [case]
+    return pytest.param(*values, marks=marks, id=getattr(case, "id", None))
 
 
 def pairwise(*values):

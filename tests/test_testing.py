@@ -16,7 +16,7 @@ from distloop import testing
 from distloop.distributed import workers
 from distloop.distributed.tree_sums import TreeSum
 from tests import forked
-from tests.problems import classification, classifier, on, refused
+from tests.problems import classification, classifier, mostly_wide, on, refused
 
 
 def data(size=16):
@@ -48,6 +48,7 @@ def test_a_function_runs_in_each_worker():
     assert results == [(2, 4, 0), (2, 4, 1)]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_an_error_in_another_process_is_raised_with_its_output():
     with pytest.raises(RuntimeError, match="fail failed with exit code 1:(.|\n)*KeyError: 'what went wrong'"):
@@ -80,7 +81,7 @@ def test_a_model_that_keeps_the_replica_law_passes():
 
 @pytest.mark.slow
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["arrays", "function"])
+@pytest.mark.parametrize("kind", mostly_wide(["arrays", "function"]))
 def test_all_data_of_fit_can_be_given(kind):
     rows = classification(24)
     data = rows if kind == "arrays" else lambda: tf.data.Dataset.from_tensor_slices(rows).batch(8)
@@ -129,13 +130,14 @@ def attentive():
     return distloop.ModelSpec(model, keras.optimizers.Adam(0.01), loss_fn)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
     testing.assert_replica_law(attentive, data(), (1, 2), steps=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("violation", [0.0, 1e-4])
+@pytest.mark.parametrize("violation", mostly_wide([0.0, 1e-4]))
 def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_without_that_it_is_rounding(violation):
     def model_fn():
         kernel, shift = tf.Variable(np.eye(8, 4, dtype=np.float32), name="kernel"), tf.Variable(0.0, name="shift")
@@ -163,7 +165,7 @@ def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_updates", [False, True])
+@pytest.mark.parametrize("has_updates", mostly_wide([False, True]))
 def test_without_rounding_noise_gradients_below_a_hundred_thousandth_are_left_out(has_updates):
     slopes = [1.0, 0.9e-5, 1.1e-5, -0.9e-5, -1.1e-5]
 
@@ -222,6 +224,7 @@ def assert_same_bits_of_sums_in_series():
         testing.assert_same_bits(noisy(), data(), (1, 2), steps=1)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
     forked.run_on_devices(assert_same_bits, 4)
@@ -237,6 +240,7 @@ def test_a_loss_that_asks_where_it_runs_has_other_bits_and_the_first_of_them_are
         forked.run_on_devices(assert_same_bits_of_one_that_asks_where_it_runs, 2)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_sums_in_another_order_have_other_bits():
     with pytest.raises(RuntimeError, match="AssertionError: After step 1, .* has other bits on 1 and 2 devices"):
@@ -250,6 +254,7 @@ def test_a_difference_of_bits_is_shown_with_its_size():
     assert testing._show_difference(zeros + [3, 4, 1], zeros + [3, 4, 0]) == "1 of 3 numbers, by 2.0e-01 of the norm"
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_activity_regularizers_keep_the_replica_law():
     def model_fn():
@@ -284,6 +289,7 @@ def small():
     return distloop.ModelSpec(model, keras.optimizers.Adam(0.02), loss_fn)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_neither_distloop_nor_its_testing_imports_what_it_needs_not():
     program = (

@@ -62,6 +62,7 @@ def test_restore_goes_back(tmp_path):
     assert_equal(everything(trainer), at_6)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_restore_waits_for_a_model_that_is_not_built(tmp_path):
     class Lazy(keras.Model):
@@ -119,6 +120,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, s
     assert os.listdir(tmp_path / "checkpoints") == ["6"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_may_go_on_with_other_metrics(tmp_path):
     make_trainer(tmp_path, model_fn=classifier()).fit(data(), steps=3)  # in the middle of a log window
@@ -208,6 +210,7 @@ class Counts(distloop.Action):
         self.state = state
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_states_of_actions_follow_their_names_also_after_a_refusal(tmp_path):
     first = Counts("a")

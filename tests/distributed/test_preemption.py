@@ -19,7 +19,7 @@ from distloop.distributed import preemption
 from distloop.distributed.preemption import EXIT_CODE, StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
-from tests.problems import assert_close, classification, classifier, on, weights
+from tests.problems import assert_close, classification, classifier, mostly_wide, on, weights
 
 PROGRAM = """
     import os, signal, sys
@@ -79,12 +79,13 @@ def run(workdir, replicas, how="", when=0):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(tmp_path):
-    replicas = 2
+@pytest.mark.parametrize("seed", mostly_wide(range(13)))
+def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(seed, tmp_path):
+    replicas = 2 - seed % 2
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     result = run(straight, replicas)
     assert result.returncode == 0, result.stderr[-3000:]
-    draw = random.Random(replicas)
+    draw = random.Random(seed)
     step = 0
     for how in ("SIGKILL", "SAVE"):  # tests/nemesis sends other signals
         # A save is five calls to the disk: it may die in any of them, of the first or a later save of the process.

@@ -18,7 +18,7 @@ from distloop.training import overview
 from distloop.training.saved_state import SavedState
 from distloop.variables import tensorflow_variable
 from tests import forked
-from tests.problems import assert_close, assert_equal, classification, refused
+from tests.problems import assert_close, assert_equal, classification, mostly_wide, refused
 
 
 def settings(num_stages=1, **others):
@@ -112,7 +112,7 @@ def on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages, microbatches", [(1, 3), (2, 1), (2, 4), (4, 3)])
+@pytest.mark.parametrize("num_stages, microbatches", mostly_wide([(1, 3), (2, 1), (2, 4), (4, 3)], (2, 4)))
 def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(on_one_device, num_stages, microbatches):
     config = settings(num_stages, microbatches=microbatches, clip_norm=0.5, average_decay=0.9)
     trainer = train(classifier(num_stages=num_stages), config)
@@ -155,6 +155,7 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
     assert count("SparseSoftmaxCrossEntropyWithLogits") == [0, 2, 0]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_profile_shows_where_operations_ran_and_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
@@ -199,7 +200,7 @@ def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [settings(2), settings(strategy="mirrored", num_devices=2)])
+@pytest.mark.parametrize("config", mostly_wide([settings(2), settings(strategy="mirrored", num_devices=2)]))
 def test_a_checkpoint_of_four_stages_goes_on_with_any_other_number(config, tmp_path, on_one_device):
     shared = dict(workdir=tmp_path, clip_norm=0.5, average_decay=0.9)
     train(classifier(num_stages=4), settings(4, **shared), steps=3)
@@ -207,6 +208,7 @@ def test_a_checkpoint_of_four_stages_goes_on_with_any_other_number(config, tmp_p
     assert_close(trained(trainer), on_one_device)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_checkpoint_of_a_plain_keras_model_goes_on_in_stages(tmp_path, on_one_device):
     def plain():
@@ -232,6 +234,7 @@ def on_two_workers(directory):
     np.savez(f"{directory}/{index}.npz", **found, **{f"trained/{n}": v for n, v in trained(trainer).items()})
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
     program = ["-m", "tests.distributed.test_pipeline", str(tmp_path)]
@@ -249,6 +252,7 @@ def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_devic
 # what it goes together with -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_twice():
     make = functools.partial(sequential, dropout=0.3, batch_norm=True)
@@ -260,6 +264,7 @@ def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_t
     assert_equal({n: v for n, v in computed.items() if "seeds" in n}, {n: v for n, v in kept.items() if "seeds" in n})
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_stages_train_with_several_updates_and_a_loss_scale():
     def model_fn(num_stages=1):
@@ -283,6 +288,7 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
     assert_close(found, expected, tolerance=2e-3)  # of float16 in one layer
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_them():
     def make(num_stages):
@@ -320,7 +326,7 @@ def test_a_network_in_stages_predicts_evaluates_and_is_exported_like_the_whole(t
     np.testing.assert_allclose(keras.models.load_model(tmp_path / "model.keras")(x), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", mostly_wide([False, True]))
 def test_masks_pass_from_stage_to_stage(recompute):
     layers = [
         keras.layers.Embedding(9, 4, mask_zero=True),

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.training.step import GRADIENT_NORM
-from tests.problems import assert_close, assert_equal, classification, everything, on, weights
+from tests.problems import assert_close, assert_equal, classification, everything, mostly_wide, on, weights
 
 
 def sam(step):
@@ -99,7 +99,7 @@ def by_hand(step_fn, steps=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step_fn, replicas", [(sam, 3), (pcgrad, 2), (lookahead, 1)])
+@pytest.mark.parametrize("step_fn, replicas", mostly_wide([(sam, 3), (pcgrad, 2), (lookahead, 1)]))
 def test_a_step_fn_trains_as_by_hand_on_replicas_with_microbatches(step_fn, replicas):
     keras.utils.set_random_seed(0)
     expected = by_hand(step_fn)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.training import nonfinite
-from tests.problems import assert_equal, classification, everything, on
+from tests.problems import assert_equal, classification, everything, mostly_wide, on
 
 
 class Faulty(keras.layers.Layer):
@@ -113,7 +113,7 @@ def test_a_variable_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed(replicas):
     def model_fn():
         a, b = (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab")
@@ -182,6 +182,7 @@ def test_ragged_rows_and_strings_can_be_searched():
     assert message.startswith("Step 2 ") and "came from Log in the forward pass" in message
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_distributed_dataset_can_be_searched():
     trainer = make_trainer("exp", 2)

@@ -106,6 +106,7 @@ def test_auto_halves_the_microbatch_and_takes_the_steps_again_from_the_same_stat
     assert reported["loss"] == numbers["loss"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_auto_ends_where_a_microbatch_has_one_row(monkeypatch):
     tried = fail(monkeypatch, runs=False)

@@ -74,6 +74,7 @@ def test_no_later_step_changes_a_snapshot_and_restoring_sets_every_value_on_ever
     assert_equal(arrays(saved_state.snapshot()), arrays(values))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_snapshot_of_two_replicas_fits_three():
     first, second = trained(2), trained(3, steps=1)
@@ -94,6 +95,7 @@ def test_a_snapshot_of_two_replicas_fits_three():
     assert [(start - starts[0]) % 2**32 for start in starts] == [0, SEED_STRIDE, 2 * SEED_STRIDE]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_snapshot_of_a_later_worker_holds_the_first_ones_random_streams(monkeypatch):
     trainer = trained(2)

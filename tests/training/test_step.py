@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, weights
+from tests.problems import assert_close, assert_equal, classification, classifier, everything, mostly_wide, on, weights
 
 
 def train(replicas, jit_compile, model_fn, steps=8, **settings):
@@ -20,11 +20,13 @@ def train(replicas, jit_compile, model_fn, steps=8, **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas, microbatches, precision, tolerance",
-    [
-        (1, 1, "float32", 1e-6),
-        (2, 2, "mixed_float16", 16 * 2**-11),
-        (1, 1, "mixed_bfloat16", 16 * 2**-9),
-    ],
+    mostly_wide(
+        [
+            (1, 1, "float32", 1e-6),
+            (2, 2, "mixed_float16", 16 * 2**-11),
+            (1, 1, "mixed_bfloat16", 16 * 2**-9),
+        ]
+    ),
 )
 def test_a_compiled_step_trains_to_the_same_weights(precision, tolerance, replicas, microbatches):
     settings = dict(precision=precision, microbatches=microbatches, clip_norm=0.5)
@@ -69,7 +71,9 @@ def test_a_compiled_step_that_overflows_changes_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas, microbatches, batch_norm", [(1, 3, "local"), (2, 1, "synchronized")])
+@pytest.mark.parametrize(
+    "replicas, microbatches, batch_norm", mostly_wide([(1, 3, "local"), (2, 1, "synchronized")], (2, 1, "synchronized"))
+)
 def test_an_eager_step_trains_to_the_same_numbers(replicas, microbatches, batch_norm):
     settings = dict(microbatches=microbatches, average_decay=0.9, clip_norm=0.1, on_nonfinite="skip", log_every=2)
     optimizer = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731 - Adam would magnify roundings
@@ -108,7 +112,9 @@ def test_an_eager_step_passes_tensors_with_values():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas, settings", [(1, {}), (2, {"microbatches": 2, "precision": "mixed_float16"})])
+@pytest.mark.parametrize(
+    "replicas, settings", mostly_wide([(1, {}), (2, {"microbatches": 2, "precision": "mixed_float16"})])
+)
 def test_where_no_row_of_a_batch_has_a_weight_its_regularizers_alone_count(replicas, settings):
     rows = {**classification(6), "weight": np.zeros(6, np.float32)}
     model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.5), is_weighted=True, l2=0.1)

@@ -142,6 +142,7 @@ def test_a_strategy_object_has_the_same_bits():
     assert_equal(found[2], found[0])
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_goes_on_with_as_many_virtual_replicas(tmp_path):
     def make(count, **settings):

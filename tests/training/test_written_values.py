@@ -9,7 +9,7 @@ import distloop
 from distloop.data.shards import Batch, Layout
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
-from tests.problems import local_values, on
+from tests.problems import local_values, mostly_wide, on
 
 ROWS = 24
 X = np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32)
@@ -101,7 +101,13 @@ def trained(replicas, steps, x=X, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas, settings", [(1, {"microbatches": 3}), (2, {"microbatches": 2, "clip_norm": 1e6})])
+@pytest.mark.parametrize(
+    "replicas, settings",
+    mostly_wide(
+        [(1, {"microbatches": 3}), (2, {"microbatches": 2, "clip_norm": 1e6})],
+        (2, {"microbatches": 2, "clip_norm": 1e6}),
+    ),
+)
 def test_written_and_overwritten_weights_are_those_of_keras_on_any_cut(replicas, settings):
     model = make_model()
     model.compile(optimizer(), keras.losses.MeanSquaredError())
@@ -137,6 +143,7 @@ def recurrent_trainer(replicas=1, **settings):
     return distloop.Trainer(spec, on(replicas, **settings))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_states_of_recurrent_layers_train_evaluate_and_resume_as_in_keras(tmp_path):
     data = tf.data.Dataset.from_tensor_slices((SEQUENCES, TARGETS)).batch(4, drop_remainder=True)
