@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from distloop import parts, tensorflow_import, versions
+from distloop import parts, versions
 
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
@@ -71,7 +71,7 @@ _MODULES = {
     "stages": "pipeline.pipeline",
     "summarize": "variables",
     "supervised": "keras_models.supervised",
-    "synchronize": "distributed.synchronization",
+    "synchronize": "distributed.gathering",
     "weighted": "training.metrics",
 }
 
@@ -84,8 +84,6 @@ versions.require_supported()
 # TensorFlow reads this when it is imported: of its own log lines, errors remain. Without a driver for GPUs it reports
 # missing libraries as errors, so none remain; what fails raises an error in Python all the same.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if os.path.exists("/proc/driver/nvidia/version") else "3")
-if os.environ["TF_CPP_MIN_LOG_LEVEL"] in ("2", "3"):
-    tensorflow_import.hold_back_known_lines()
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
     from distloop.actions.action import Action as Action
@@ -110,8 +108,8 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.diagnostics.tuning import autotune_batch as autotune_batch
     from distloop.diagnostics.tuning import find_learning_rate as find_learning_rate
     from distloop.distributed.gathering import gather_rows as gather_rows
+    from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare
-    from distloop.distributed.synchronization import synchronize as synchronize
     from distloop.flags import define_flags as define_flags
     from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras

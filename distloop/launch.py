@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from distloop.distributed import cores, environment
+from distloop.distributed import environment
 from distloop.distributed.notes import Membership, Notes
 from distloop.launcher import children, elastic, ports, processes, ray_actors
 from distloop.log import printable
@@ -178,7 +178,7 @@ def _thread_variables(workers: int, devices: int, core_list: Sequence[int]) -> d
     """
     if workers == 1 and not core_list:
         return {}
-    count = len(core_list) or cores.count() // workers
+    count = len(core_list) or environment.count_cores() // workers
     return {"TF_NUM_INTRAOP_THREADS": str(max(1, count // devices)), "TF_NUM_INTEROP_THREADS": str(max(2, count))}
 
 
@@ -322,14 +322,14 @@ def _choose_cores(options: argparse.Namespace, *, has_gpus: bool) -> list[list[i
     long. With GPUs, the system knows better which cores are near.
     """
     workers, size = options.workers, options.cores_per_worker
-    if size and size * workers > cores.count():
+    if size and size * workers > environment.count_cores():
         raise ValueError(
-            f"cores_per_worker={size} is too much for workers={workers} on {cores.count()} cores: give "
-            f"{cores.count() // workers} or less; 0 shares all cores."
+            f"cores_per_worker={size} is too much for workers={workers} on {environment.count_cores()} cores: give "
+            f"{environment.count_cores() // workers} or less; 0 shares all cores."
         )
     if size == 0 or (size is None and (has_gpus or workers == 1)):
         return [[]] * workers
-    return cores.split(workers, size)
+    return environment.split_cores(workers, size)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from distloop.distributed import cores
+from distloop.distributed import environment
 from experiments.benchmarks import cell, goals, input_speed, page, pictures, processes, turns, workloads
 from tests import forked
 
@@ -41,7 +41,7 @@ def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cores.count() < 2, reason="needs two cores")
+@pytest.mark.skipif(environment.count_cores() < 2, reason="needs two cores")
 def test_a_timeline_tells_what_steps_on_two_workers_are_made_of():
     program = ["-m", "experiments.benchmarks.timeline", "--workload=tiny"]
     found = forked.launch(["--workers=2", *program], env=os.environ, timeout=120)

@@ -47,7 +47,6 @@ ORDER = [
         "operations",
         "layer_calls",
         "parts",
-        "tensorflow_import",
         "atomic_files",
         "comparison",
         "urls",
@@ -74,7 +73,6 @@ WITHOUT_TENSORFLOW = {
     "durations",
     "log",
     "parts",
-    "tensorflow_import",
     "atomic_files",
     "versions",
 }
@@ -85,7 +83,7 @@ WITHOUT_TENSORFLOW |= {
     for name in "records run_files run_starts run_costs run_lock console text_tables curves timing deliveries".split()
 }
 WITHOUT_TENSORFLOW |= {
-    f"distributed.{name}" for name in ("cores", "environment", "heartbeat", "liveness", "notes", "output", "preemption")
+    f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "notes", "output", "preemption")
 }
 WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "children elastic membership ports processes ray_actors".split()}
 WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror staging tree".split())}

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from distloop import launch
-from distloop.distributed import cores
+from distloop.distributed import environment
 from tests import forked
 
 PROGRAM = __file__  # never run
@@ -62,7 +62,7 @@ def environments(*flags):
 
 def allow_cores(count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
-    monkeypatch.setattr(cores, "_TOPOLOGY", "/nowhere/{core}/{name}")
+    monkeypatch.setattr(environment, "_TOPOLOGY", "/nowhere/{core}/{name}")
 
 
 def test_each_worker_gets_its_own_tf_config():
@@ -119,7 +119,7 @@ def test_modules_run_like_scripts_each_on_its_own_cores(tmp_path):
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stderr) == (0, "")
-    count = cores.count() // 2 or cores.count()
+    count = environment.count_cores() // 2 or environment.count_cores()
     expected = [f"[worker {i}] __main__ package ['--workers=3'] {count}" for i in range(2)]
     assert sorted(result.stdout.splitlines()) == expected
 

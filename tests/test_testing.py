@@ -14,7 +14,7 @@ import tensorflow as tf
 import distloop
 from distloop import testing
 from distloop.distributed import workers
-from distloop.distributed.tree_sums import TreeSum
+from distloop.distributed.strategies import TreeSum
 from tests import forked
 from tests.problems import classification, classifier, mostly_wide, on, refused
 

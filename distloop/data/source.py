@@ -27,7 +27,7 @@ from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.data.skip_below_maps import begin_at
 from distloop.data.skipping import Behind
-from distloop.distributed import cores, workers
+from distloop.distributed import environment, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
@@ -312,7 +312,7 @@ def _prepared(
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
     options = tf.data.Options()
     if user_options.threading.private_threadpool_size is None:
-        options.threading.private_threadpool_size = cores.count()
+        options.threading.private_threadpool_size = environment.count_cores()
     return (dataset.repeat() if repeat else dataset).prefetch(tf.data.AUTOTUNE).with_options(options)
 
 

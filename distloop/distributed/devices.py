@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import cores, tensorflow_internals
+from distloop.distributed import environment, tensorflow_internals
 from distloop.errors import show_full_tracebacks
 from distloop.log import log
 
@@ -152,7 +152,7 @@ def _create_virtual_cpus(config: Config) -> None:
     # the time.
     is_chosen = config.intra_op_threads or tf.config.threading.get_intra_op_parallelism_threads()
     if not is_chosen and "TF_NUM_INTRAOP_THREADS" not in os.environ:
-        tf.config.threading.set_intra_op_parallelism_threads(max(1, cores.count() // count))
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, environment.count_cores() // count))
 
 
 def _hide_gpus(config: Config) -> None:

@@ -1,12 +1,14 @@
-"""The workers of a run, read from the environment: TF_CONFIG, or the variables of a Slurm step; without TensorFlow.
+"""The workers of a run, read from TF_CONFIG or the variables of a Slurm step, and the cores of this machine.
 
     cluster = environment.find_cluster()        # None: this process is alone
     cluster.addresses, cluster.index            # ("n8:10000", "n9:10001"), 0
     secret = environment.find_secret()          # "" without DISTLOOP_SECRET
+    environment.split_cores(2)                  # [[0, 8, 1, 9, ...], [4, 12, 5, 13, ...]]: whole physical cores
 
 It does not know what the workers do, nor whether they can be reached.
 """
 
+import contextlib
 import dataclasses
 import ipaddress
 import itertools
@@ -16,6 +18,7 @@ import re
 from typing import Any
 
 _MIN_SECRET_CHARS = 16
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{core}/topology/{name}"  # Linux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +182,34 @@ def check_gpus_of_tasks(num_visible_gpus: int) -> None:
             f"{tasks} tasks on this node see {num_visible_gpus} GPUs each, but there are {gpus_on_node}: start one "
             "task a node, which takes all of them, or give each task its own by srun --gpus-per-task=1."
         )
+
+
+def count_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def split_cores(parts: int, size: int | None = None) -> list[list[int]]:
+    """Returns the cores of each part, neighbours together; cores left over belong to no part.
+
+    Args:
+        parts: number of parts.
+        size: cores in each part; None: as many as possible.
+
+    Returns:
+        Core numbers by part; empty lists if the system cannot bind a process to cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return [[]] * parts
+    cores = sorted(os.sched_getaffinity(0), key=_core_position)
+    size = len(cores) // parts if size is None else size
+    return [cores[i * size : (i + 1) * size] for i in range(parts)]
+
+
+def _core_position(core: int) -> tuple[int, ...]:
+    """Returns the position of a core: package, physical core, thread."""
+    position = []
+    for name in ("physical_package_id", "core_id"):
+        with contextlib.suppress(OSError), open(_TOPOLOGY.format(core=core, name=name)) as file:
+            position.append(int(file.read()))
+    return (*position, core)

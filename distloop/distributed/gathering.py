@@ -13,13 +13,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
+import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals
-from distloop.distributed.tree_sums import tree_sum
+from distloop.distributed.strategies import tree_sum
 from distloop.errors import require
+from distloop.variables import top_layers
 
 T = TypeVar("T")
+Model = TypeVar("Model")
 
 _current = threading.local()  # each replica is traced in a thread of its own
 
@@ -264,3 +267,28 @@ def sum_in_tree(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if strategies.adds_in_tree(context.strategy):
         return tensorflow_internals.sum_over_replicas(tensors)
     return [tree_sum(tf.unstack(all_gather(t[tf.newaxis]), context.num_replicas_in_sync)) for t in tensors]
+
+
+def synchronize(model: Model) -> Model:
+    """Turns each BatchNormalization of a model, built or not, into `BatchNormalization(synchronized=True)`.
+
+    Args:
+        model: a Keras model or layer, a `tf.Module`, or a dict or list of them; layers in it at any depth are changed
+            in place. A model without BatchNormalization stays as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if there is no Keras layer in it.
+    """
+    layers: list[Any] = [layer for top in top_layers(model) for layer in top._flatten_layers()]
+    if not layers:
+        raise ValueError(
+            f"synchronize was given {model!r}, in which there is no Keras layer: give a Keras model, or a dict, list "
+            "or tf.Module that holds some."
+        )
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = True
+    return model

@@ -9,10 +9,13 @@ The only module that names a strategy class. It does not know what runs on the d
 
 import functools
 import logging
+import operator
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import keras
 import tensorflow as tf
@@ -22,8 +25,9 @@ from distloop.distributed import devices, environment, notes, tensorflow_interna
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
-from distloop.distributed.tree_sums import tree_sum
 from distloop.flags import facts, secret_names
+
+T = TypeVar("T")
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
 _TENSORFLOW_SILENCE_SECS, _NO_LIMIT_SECS = 10.0, 86_400.0
@@ -325,3 +329,38 @@ def prepare_eager(strategy: tf.distribute.Strategy, is_eager: bool) -> None:
 
 def _is_not_about_eager(record: logging.LogRecord) -> bool:
     return "eagerly has significant overhead" not in record.getMessage()
+
+
+class TreeSum(Generic[T]):
+    """A sum of N values, a power of two, in a fixed binary tree, such as (a + b) + (c + d).
+
+    Floating-point addition is not associative, so a sum over replicas has the same bits on any number of devices only
+    if the same numbers are added in the same pairs. The values come one after the other; log2(N) + 1 are held at most.
+    """
+
+    def __init__(self, add: Callable[[T, T], T]):
+        """Starts without a value."""
+        self._add = add
+        self._partial: list[tuple[int, T]] = []  # how many values a sum has, and the sum; ever fewer
+
+    def append(self, value: T) -> T:
+        """Adds the next value; returns the largest sum that it completes."""
+        size = 1
+        while self._partial and self._partial[-1][0] == size:
+            value = self._add(self._partial.pop()[1], value)
+            size *= 2
+        self._partial.append((size, value))
+        return value
+
+    def total(self) -> T:
+        """Returns the sum of all values."""
+        ((_, value),) = self._partial
+        return value
+
+
+def tree_sum(values: Iterable[Any]) -> Any:
+    """Returns the sum of N tensors, a power of two, in their order."""
+    tree = TreeSum[Any](operator.add)
+    for value in values:
+        tree.append(value)
+    return tree.total()

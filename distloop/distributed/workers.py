@@ -8,15 +8,18 @@
 It does not know how the workers met (`strategies`), nor how a failure is noticed (`heartbeat`).
 """
 
+import base64
 import functools
 import hashlib
+import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import payloads, tensorflow_internals
+from distloop.distributed import tensorflow_internals
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import GATHERING
 from distloop.distributed.preemption import Interrupted, StopRequests
@@ -69,7 +72,7 @@ class Workers:
             ValueError: on every worker, if the value of one holds something else.
         """
         try:
-            data, is_error = payloads.encode(value), False
+            data, is_error = encode(value), False
         except ValueError as error:
             data, is_error = str(error).encode(), True
         sizes = gather(self._strategy, [len(data), is_error])  # [W, 2]
@@ -77,7 +80,7 @@ class Workers:
         for index, part in enumerate(parts):
             if sizes[index, 1]:
                 raise ValueError(part.decode() if self.count == 1 else f"Worker {index}: {part.decode()}")
-        return [payloads.decode(part) for part in parts]
+        return [decode(part) for part in parts]
 
     def broadcast(self, value: Any) -> Any:
         """Returns the chief's value on every worker; those of the others do not count.
@@ -239,3 +242,52 @@ def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.T
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(is_first, value, tf.zeros_like(value)))
 
     return strategy.experimental_local_results(strategy.run(all_reduce, args=(value,)))[0]
+
+
+def encode(value: Any) -> bytes:
+    """Returns a value as bytes; no pickle, so that reading them runs nothing.
+
+    Args:
+        value: None, booleans, numbers, strings, NumPy arrays and scalars, tensors, and lists, tuples and dicts of them.
+
+    Raises:
+        ValueError: if the value holds something else.
+    """
+    return json.dumps(_to_json(value)).encode()
+
+
+def decode(data: bytes) -> Any:
+    """Returns the value of `encode`: tuples are lists, tensors are arrays."""
+    return _from_json(json.loads(data))
+
+
+def _to_json(value: Any) -> Any:
+    """Returns a value for JSON: each dict is the only entry of another one, whose key says what it stands for."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _to_json(item) for key, item in value.items()}}
+    array = np.asarray(value) if hasattr(value, "__array__") else None
+    if array is None or array.dtype.kind not in "biufcSUmM":
+        raise ValueError(
+            f"{value!r:.100} of type {type(value).__name__} was given to exchange between workers; they exchange None, "
+            "booleans, numbers, strings, NumPy arrays, and lists and dicts (with strings as keys) of them."
+        )
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    kind = "scalar" if isinstance(value, np.generic) else "array"
+    return {kind: base64.b64encode(file.getvalue()).decode()}
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {key: _from_json(item) for key, item in content.items()}
+    array = np.load(io.BytesIO(base64.b64decode(content)), allow_pickle=False)
+    return array[()] if kind == "scalar" else array

@@ -20,7 +20,7 @@ from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
-from distloop.distributed.tree_sums import tree_sum
+from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.graph_functions import TimeLimit, graph_function
 from distloop.operations import with_called

@@ -16,7 +16,7 @@ from distloop.data import shards
 from distloop.data.shards import Batch, Layout
 from distloop.distributed import gathering
 from distloop.distributed.placement import Sums
-from distloop.distributed.tree_sums import TreeSum
+from distloop.distributed.strategies import TreeSum
 from distloop.graph_functions import graph_function
 from distloop.optimizers.gradients import Packing
 from distloop.optimizers.sparse_gradients import Segment

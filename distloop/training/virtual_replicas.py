@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from distloop.data.shards import Batch, Layout, place_of_shard, take_shard
-from distloop.distributed import cores, gathering, strategies, workers
+from distloop.distributed import environment, gathering, strategies, workers
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
 from distloop.graph_functions import graph_function
 from distloop.training.random_streams import stream_of
@@ -219,4 +219,4 @@ def side_by_side(strategy: tf.distribute.Strategy) -> int:
     """Returns how many turns of a replica run at the same time; each holds the activations of its rows."""
     if strategies.has_gpus(strategy):
         return 1
-    return max(1, cores.count() // workers.num_local_replicas(strategy))
+    return max(1, environment.count_cores() // workers.num_local_replicas(strategy))

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import cores, devices
+from distloop.distributed import devices, environment
 from tests import forked
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
@@ -171,7 +171,7 @@ def test_threads_cannot_be_chosen_once_tensorflow_has_started():
     [
         ("intra_op_threads=2", "2"),
         ("num_devices=2, intra_op_threads=2", "2"),
-        ("num_devices=2", str(max(1, cores.count() // 2))),  # virtual CPUs share the cores
+        ("num_devices=2", str(max(1, environment.count_cores() // 2))),  # virtual CPUs share the cores
         ("num_stages=64", "1"),
         ("num_devices=1", "0"),
     ],

@@ -1,4 +1,4 @@
-"""The cluster that TF_CONFIG or a Slurm step describes."""
+"""The cluster that TF_CONFIG or a Slurm step describes, and the cores of this machine."""
 
 import json
 import os
@@ -260,3 +260,29 @@ def test_workers_are_reached_without_the_proxy_of_the_environment(variables, exp
         monkeypatch.setenv(name, variables.get(name, ""))
     environment.Cluster(("a:1", "b:1", "b:2", "[fd00::1]:1"), 0).bypass_proxies()
     assert os.environ["no_grpc_proxy"] == expected
+
+
+def test_the_count_is_the_number_of_cores_allowed():
+    assert environment.count_cores() == len(os.sched_getaffinity(0))
+
+
+def test_parts_are_whole_physical_cores(monkeypatch, tmp_path):
+    for core in range(8):  # two packages, in each two physical cores with two threads, numbered as Linux does
+        for name, number in (("physical_package_id", core // 2 % 2), ("core_id", core % 2)):
+            (tmp_path / f"{core}.{name}").write_text(f"{number}\n")
+    monkeypatch.setattr(environment, "_TOPOLOGY", str(tmp_path / "{core}.{name}"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert environment.split_cores(2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    assert environment.split_cores(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert environment.split_cores(2, 1) == [[0], [4]]
+
+
+def test_without_a_topology_parts_go_by_number(monkeypatch):
+    monkeypatch.setattr(environment, "_TOPOLOGY", "/nowhere/{core}/{name}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    assert environment.split_cores(2) == [[0, 1], [2, 3]] and environment.split_cores(6) == [[]] * 6
+
+
+def test_parts_are_empty_if_the_system_cannot_bind(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert environment.split_cores(2) == [[], []]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import operator
 import socket
 import threading
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 from distloop.config import Config
 from distloop.distributed import notes, strategies
 from distloop.distributed.environment import Cluster
+from distloop.distributed.strategies import TreeSum, tree_sum
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -157,3 +159,28 @@ def test_workers_join_once_the_server_of_the_chief_listens(monkeypatch):
         strategies._wait_for_chief(dataclasses.replace(cluster, index=0))  # the chief waits for nobody
     monkeypatch.setattr(strategies, "_SERVER_SECS", 0.1)
     strategies._wait_for_chief(cluster)  # nobody listens: TensorFlow tries, and says so
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 32])
+def test_a_sum_of_sums_has_the_same_bits_whatever_the_cut(count):
+    values = np.random.default_rng(0).normal(size=(count, 1000)).astype(np.float32)
+    whole = tree_sum(values)
+    for parts in (2**i for i in range(count.bit_length())):
+        assert tree_sum([tree_sum(part) for part in np.split(values, parts)]).tobytes() == whole.tobytes()
+    if count == 32:  # the law would hold for any sum if rounding did not show
+        assert np.sum(values, 0).tobytes() != whole.tobytes()
+
+
+def test_values_are_added_in_pairs_as_soon_as_they_are_there():
+    tree = TreeSum[str](lambda a, b: f"({a}+{b})")
+    assert [tree.append(name) for name in "abcd"] == ["a", "(a+b)", "c", "((a+b)+(c+d))"]
+    assert tree.total() == "((a+b)+(c+d))"
+
+
+def test_few_values_are_held():
+    tree = TreeSum[int](operator.add)
+    most = 0
+    for _ in range(64):
+        tree.append(1)
+        most = max(most, len(tree._partial))
+    assert (tree.total(), most) == (64, 6)
