@@ -103,7 +103,8 @@ def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_wi
     shown = re.search(r"print\(trainer\.evaluate\(test\)\)  # (.+)", program)[1]
     assert re.fullmatch(re.escape(shown).replace(r"\.\.", r"\d+"), printed), done.stdout
     assert shape == "(1000, 3)"
-    assert done.stderr == ""
+    of_loading = "WARNING: All log messages before|.*(Could not find cuda drivers|oneDNN custom operations are on)"
+    assert [line for line in done.stderr.splitlines() if not re.match(of_loading, line)] == []
 
 
 @pytest.mark.slow
