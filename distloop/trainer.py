@@ -19,8 +19,7 @@ from distloop.checkpoints.resume import RunCheckpoints
 from distloop.config import Config
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.copies import fresh_copy
-from distloop.data.passes import Passes
-from distloop.data.source import Data, Source
+from distloop.data.source import Data, Passes, Source
 from distloop.diagnostics import dry_run, tryouts
 from distloop.diagnostics.audit import audit
 from distloop.diagnostics.findings import Audit
@@ -37,12 +36,11 @@ from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale
 from distloop.parts import import_part
 from distloop.training import run_length
-from distloop.training.evaluation import EvalLoop
-from distloop.training.evaluations import make_evaluations
+from distloop.training.evaluation import EvalLoop, make_evaluations
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
+from distloop.training.prediction import Predictor
 from distloop.training.prediction_files import write_outputs
-from distloop.training.predictor import Predictor
 from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
 

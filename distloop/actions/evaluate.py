@@ -3,16 +3,19 @@
 import dataclasses
 import numbers
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from distloop import durations
 from distloop.actions.action import Action, Report
 from distloop.actions.schedule import Plan
-from distloop.data.source import Data
+from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
+from distloop.errors import first_line
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
 
@@ -154,6 +157,46 @@ def check_all(evaluations: Sequence[Evaluate], plan: Plan, report: Report) -> No
     """Checks all evaluations before the first step, as `Evaluate.check`."""
     for evaluation in evaluations:
         evaluation.check(plan, report)
+
+
+def trace_first(name: str, source: Source, tracers: Sequence[Callable[[Source], None]], is_repeated: bool) -> None:
+    """Traces what an evaluation computes, so that a mistake in its data or functions is said before the first step.
+
+    Raises:
+        ValueError: if there is one, the data is empty, or it can be read only once and `is_repeated`.
+    """
+    try:
+        if is_repeated and source.feed is not None:
+            source.feed.require_restart()
+        for trace in tracers:
+            trace(source)
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, ValueError) or "\n" in text:  # Keras prints what a layer says in bold
+            said = re.search(r"\x1b\[1m(.*?)\x1b\[0m", text, re.DOTALL)
+            text = f"{type(error).__name__}: {' '.join(said[1].split()) if said else first_line(error)}."
+        explained = ValueError(f"The evaluation {name!r} cannot run: {text}")
+        raise explained.with_traceback(error.__traceback__) from error.__cause__
+
+
+def with_rows(
+    evaluate: Callable[..., Mapping[str, float]],
+    predict: Callable[..., Any],
+    rows_fn: Callable[[Any], Any],
+    stop_requests: StopRequests | None,
+) -> dict[str, float]:
+    """Returns the numbers of an evaluation, and those that `rows_fn` computes from all rows."""
+    means = evaluate(stop_requests)
+    values = rows_fn(predict(stop_requests=stop_requests))
+    if not isinstance(values, Mapping) or not all(_is_number(value) for value in values.values()):
+        raise ValueError(f"rows_fn returned {values!r:.100}; it returns a dict of numbers by name, of all rows.")
+    if both := sorted(set(means) & set(values)):
+        raise ValueError(f"rows_fn returned {both[0]!r}, which loss_fn or a metric reports, too: give another name.")
+    return {**means, **{name: float(value) for name, value in values.items()}}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or np.ndim(value) == 0 and hasattr(value, "__float__")
 
 
 def earlier_rows(workdir: str, evaluations: Sequence[Evaluate]) -> list[Mapping[str, float]]:

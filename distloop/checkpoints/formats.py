@@ -12,7 +12,7 @@ from distloop.checkpoints.adapters import write_trained_weights
 from distloop.checkpoints.keras_file import write_keras_file
 from distloop.checkpoints.saved_model import write_saved_model
 from distloop.checkpoints.tflite_file import write_tflite_file
-from distloop.training.predictor import Predictor
+from distloop.training.prediction import Predictor
 from distloop.training.state import TrainState
 
 

@@ -17,7 +17,7 @@ from distloop.checkpoints.adapters import merged
 from distloop.checkpoints.checkpoint import plain_path
 from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
 from distloop.log import log
-from distloop.training.predictor import DEFAULT_SIGNATURE
+from distloop.training.prediction import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
 from distloop.urls import is_url
 from distloop.variables import lookup_tables

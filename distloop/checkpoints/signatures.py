@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.graph_functions import graph_function
-from distloop.training.prediction import check_outputs
-from distloop.training.predictor import DEFAULT_SIGNATURE
+from distloop.training.prediction import DEFAULT_SIGNATURE, check_outputs
 
 
 def make_signature(

@@ -20,7 +20,7 @@ from distloop.checkpoints.saved_model import write_saved_model
 from distloop.comparison import relative_difference
 from distloop.distributed import workers
 from distloop.errors import first_line
-from distloop.training.predictor import DEFAULT_SIGNATURE
+from distloop.training.prediction import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
 
 # Sizes to try for free axes: one that filters fit in, and others for models with a longest or shortest row.

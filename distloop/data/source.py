@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import Unpack
 
-from distloop.data.arrays import Arrays, as_arrays
+from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
 from distloop.data.copies import fresh_copy
 from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
@@ -43,6 +43,7 @@ Data: TypeAlias = (
     | Callable[[], Iterable[Any]]
 )
 
+_MAX_REMEMBERED = 8  # sources of passes: preparing a dataset takes as long as a short pass over it
 _do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
 
 
@@ -296,6 +297,53 @@ class Source:
         if not num_read:
             self._iterator = None
         return int(self.info.num_batches) - num_read
+
+
+class Passes:
+    """The sources of the latest datasets that were read in passes.
+
+    Attributes:
+        batch_size: of arrays, the examples in a global batch.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, batch_size: int, virtual_replicas: int = 0):
+        """Starts without sources.
+
+        Args:
+            strategy: whose replicas share out each batch.
+            batch_size: of arrays, the examples in a global batch.
+            virtual_replicas: as `Config.virtual_replicas`.
+        """
+        self._strategy = strategy
+        self._virtual_replicas = virtual_replicas
+        self.batch_size = batch_size
+        self._sources: list[Source] = []  # the latest first
+
+    def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
+        """Returns the source of a dataset: a new one, unless the same object is among the latest.
+
+        Args:
+            data: a dataset, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or arrays.
+            may_be_endless: whether the caller ends a pass over endless data itself.
+
+        Raises:
+            ValueError: if the data breaks a rule, or is endless and may not be.
+        """
+        source = next((s for s in self._sources if s.data is data), None)
+        source = source or Source(
+            data,
+            self._strategy,
+            virtual_replicas=self._virtual_replicas,
+            repeat=False,
+            batch_size=self.batch_size,
+        )
+        if source.info.is_endless and not may_be_endless:
+            raise ValueError(
+                "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
+            )
+        if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place
+            self._sources = [source, *(s for s in self._sources if s is not source)][:_MAX_REMEMBERED]
+        return source
 
 
 def _prepared(

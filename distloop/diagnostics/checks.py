@@ -14,7 +14,7 @@ from distloop.diagnostics.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.diagnostics.tracing import as_replica, compiled
 from distloop.errors import user_line
 from distloop.operations import with_called
-from distloop.training import nonfinite, unsaved_draws
+from distloop.training import step_operations
 from distloop.training.spec import Update
 from distloop.variables import named_variables
 
@@ -53,11 +53,11 @@ def created_variables(probe: Probe) -> Iterator[Finding]:
 
 def unsaved_random_states(probe: Probe) -> Iterator[Finding]:
     """Checks that checkpoints hold the state of every random number that `loss_fn` draws."""
-    for op in unsaved_draws.unsaved_draws(probe.trace.calls[0] if probe.trace.calls else [], probe.state):
+    for op in step_operations.unsaved_draws(probe.trace.calls[0] if probe.trace.calls else [], probe.state):
         yield Finding(
             "random numbers in no checkpoint",
-            nonfinite.describe(op, probe.layers, has_direction=False),
-            f"a resumed run would draw others, so fit refuses it: {unsaved_draws.ADVICE}",
+            step_operations.describe(op, probe.layers, has_direction=False),
+            f"a resumed run would draw others, so fit refuses it: {step_operations.ADVICE}",
         )
 
 
@@ -74,7 +74,7 @@ def labels(probe: Probe) -> Iterator[Finding]:
         if lowest < (-1 if op.type == "OneHot" else 0) or highest >= num_classes:
             yield Finding(
                 "labels out of range",
-                nonfinite.describe(op, probe.layers, has_direction=False),
+                step_operations.describe(op, probe.layers, has_direction=False),
                 f"they go from {lowest} to {highest}, and there are {num_classes} classes, 0 to {num_classes - 1}: "
                 "number them from 0, or give the last layer more outputs",
             )
@@ -208,7 +208,7 @@ def identical_draws(probe: Probe) -> Iterator[Finding]:
     for op, one, other in probe.draws:
         is_telling = one.dtype.is_floating or tf.size(one) >= 16  # a few whole numbers may be equal by chance
         if is_telling and np.array_equal(one.numpy(), other.numpy()):
-            names.add(nonfinite.describe(op, probe.layers))
+            names.add(step_operations.describe(op, probe.layers))
     for name in sorted(names):
         yield Finding("identical random numbers", name, f"every replica draws the same: {_GIVE_SEED}")
 

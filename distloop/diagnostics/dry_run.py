@@ -22,7 +22,7 @@ from distloop.config import Config
 from distloop.data.source import Data
 from distloop.distributed import workers
 from distloop.errors import first_line, user_line
-from distloop.training.predictor import DEFAULT_SIGNATURE
+from distloop.training.prediction import DEFAULT_SIGNATURE
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 from distloop.urls import expand

@@ -39,7 +39,7 @@ from distloop.training.random_streams import stream_of
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
-from distloop.training.variable_creation import VariableCreatedError
+from distloop.training.user_functions import VariableCreatedError
 from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one

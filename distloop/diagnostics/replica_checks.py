@@ -11,7 +11,7 @@ from distloop.data import shards
 from distloop.diagnostics import checks
 from distloop.diagnostics.findings import Finding, Unchecked
 from distloop.diagnostics.probe import REPLICAS, Measurement, Probe
-from distloop.training import nonfinite
+from distloop.training import step_operations
 from distloop.training.spec import Update
 from distloop.variables import named_variables
 
@@ -131,7 +131,7 @@ def _first_difference(probe: Probe, update: Update, training: bool) -> str | Non
             joined = np.concatenate([half.numpy() for half in halves])
             if _differ(whole.numpy(), joined, probe.tolerance):
                 if not any(id(source) in differing for source in op.inputs):
-                    return nonfinite.describe(op, probe.layers)
+                    return step_operations.describe(op, probe.layers)
                 differing.add(id(op.outputs[0]))
     return None
 

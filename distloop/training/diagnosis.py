@@ -21,7 +21,7 @@ from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.operations import outermost
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
-from distloop.training import metrics, nonfinite
+from distloop.training import metrics, step_operations
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
@@ -259,10 +259,10 @@ def _find_origin(
     def check(batch: Batch) -> tf.Tensor:
         per_replica = strategy.run(compute, args=(batch, train_step.count_examples(batch, layout)))
         results[:] = [t for part in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(part)]
-        checked[:] = nonfinite.floating_tensors(tf.compat.v1.get_default_graph())
-        return nonfinite.are_finite(checked)
+        checked[:] = step_operations.floating_tensors(tf.compat.v1.get_default_graph())
+        return step_operations.are_finite(checked)
 
-    op = nonfinite.find_origin(results, checked, check(batch).numpy())
+    op = step_operations.find_origin(results, checked, check(batch).numpy())
     if op is None:
         return None
     if op.type == "Placeholder":
@@ -276,7 +276,7 @@ def _find_origin(
             f"the variable {_path_of(train_step, op.inputs[0])} holds such numbers",
             "correct what made them, its initializer or the weights that were read, or go back to a checkpoint before",
         )
-    return Cause(f"they came from {nonfinite.describe(op, _layers(train_step, update))}")
+    return Cause(f"they came from {step_operations.describe(op, _layers(train_step, update))}")
 
 
 def _describe_entry(rows: Any) -> str:

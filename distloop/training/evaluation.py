@@ -1,22 +1,25 @@
-"""Evaluation: one step over a batch, and the loop that makes a pass over a dataset.
+"""Evaluation: one step over a batch, the loop that makes a pass over a dataset, and the actions of a run that call it.
+
+    actions = make_evaluations({"test": test, "hard": Evaluation(hard)}, config, passes, eval_loop, predictor)
 
 A pass runs in parts of about a second, between which the host looks whether it is to stop; they change no number. It
-changes nothing but the Keras metrics of evaluation: what the forward pass writes is restored. It does not know when a
-run evaluates, or what is done with the numbers.
+changes nothing but the Keras metrics of evaluation: what the forward pass writes is restored.
 """
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.actions.evaluate import Evaluate, Evaluation, trace_first, with_rows
+from distloop.config import Config
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
-from distloop.data.source import Source
+from distloop.data.source import Data, Passes, Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
@@ -24,15 +27,16 @@ from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.graph_functions import TimeLimit, graph_function
 from distloop.operations import with_called
-from distloop.training import broadcasts, metrics, unsaved_draws
+from distloop.training import broadcasts, metrics
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
 from distloop.training.metric_state import Join, KerasMetrics, check_arguments
-from distloop.training.missing_entries import explaining_mistakes
 from distloop.training.out_of_memory import explain_pass
+from distloop.training.prediction import Predictor
 from distloop.training.spec import LossFn
 from distloop.training.state import TrainState
-from distloop.training.variable_creation import refusing_new_variables
+from distloop.training.step_operations import unsaved_draws_refused
+from distloop.training.user_functions import explaining_mistakes, refusing_new_variables
 from distloop.training.virtual_replicas import join_rows, run_forward
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
@@ -300,7 +304,7 @@ class EvalLoop:
         def body(has_more: tf.Tensor, batches: tf.Tensor, tallies: tf.Tensor, _: tf.Tensor) -> Any:
             with tf.device(HOST):
                 has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-            with unsaved_draws.refused(self._state):
+            with unsaved_draws_refused(self._state):
                 more = tf.cond(
                     has_batch,
                     lambda: tallies + self._step(get_batch(), layout),
@@ -321,6 +325,35 @@ class EvalLoop:
         tallies = self._step.sum_over_workers(tallies)  # once for the whole pass
         results = self._step.keras_metrics.results()
         return {"has_ended": ~has_more, "batches": batches, "tallies": tallies, "keras_metrics": results}
+
+
+def make_evaluations(
+    evals: Mapping[str, Data | Evaluation], config: Config, passes: Passes, eval_loop: EvalLoop, predictor: Predictor
+) -> list[Evaluate]:
+    """Returns an action for each dataset to evaluate on.
+
+    Raises:
+        ValueError: if a dataset breaks a rule.
+    """
+    evaluations = []
+    for name, data in evals.items():
+        evaluation = data if isinstance(data, Evaluation) else Evaluation(data)
+        limits = [limit for limit in (evaluation.batches, config.limit_eval_batches) if limit]
+        source, limit = passes.source(evaluation.dataset, may_be_endless=bool(limits)), min(limits, default=0)
+        loop = eval_loop.with_values(evaluation.loss_fn, evaluation.metrics)
+        evaluate = functools.partial(loop.evaluate, source, limit)
+        tracers: list[Callable[[Source], None]] = [Source.require_batch, loop.trace]
+        if evaluation.rows_fn is not None:
+            rows_predictor = predictor.with_function(evaluation.predict_fn)
+            predict = functools.partial(rows_predictor.predict, source, limit=limit)
+            evaluate = functools.partial(with_rows, evaluate, predict, evaluation.rows_fn)
+            tracers.append(rows_predictor.trace)
+        every = config.eval_every if evaluation.every is None else evaluation.every
+        check = functools.partial(trace_first, name, source, tracers)
+        names = functools.partial(loop.names, source) if evaluation.rows_fn is None else lambda: None
+        options: dict[str, Any] = {"has_values_of_step": evaluation.loss_fn is None, "check": check}
+        evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset, names, **options))
+    return evaluations
 
 
 def _limits(max_batches: int, secs: float) -> tuple[tf.Tensor, tf.Tensor]:

@@ -28,7 +28,7 @@ from distloop.training.part_sums import PartSums, Trace
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.tables import Tables
-from distloop.training.written_values import WrittenValues
+from distloop.training.variable_writes import WrittenValues
 from distloop.variables import tensorflow_variable
 
 

@@ -23,8 +23,8 @@ from distloop.optimizers.sparse_gradients import Segment
 from distloop.training.differentiation import divisor_of
 from distloop.training.metric_state import Join
 from distloop.training.state import TrainState
+from distloop.training.variable_writes import WrittenValues
 from distloop.training.virtual_replicas import Part, Turns, Written
-from distloop.training.written_values import WrittenValues
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,12 @@ from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
 from distloop.optimizers.parts import JoinedVariable
 from distloop.optimizers.table_average import TableAverage
-from distloop.training import layer_losses
-from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
-from distloop.training.frozen_layers import Frozen, frozen_layers
+from distloop.training import user_functions
+from distloop.training.layers import Frozen, frozen_layers, keep_losses_apart
 from distloop.training.loss_spikes import LossWatch
 from distloop.training.metric_state import KerasMetrics
-from distloop.training.missing_entries import explaining_mistakes
 from distloop.training.random_streams import RandomStreams
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
-from distloop.training.variable_creation import explain_new_variable, recorded, refusing_new_variables
 from distloop.variables import (
     is_seed,
     mark_frozen,
@@ -91,7 +88,7 @@ class TrainState(tf.Module):
     ):
         """Use `make`."""
         super().__init__(name="state")
-        self.spec = spec.with_functions(explaining_mistakes)
+        self.spec = spec.with_functions(user_functions.explaining_mistakes)
         self.strategy = strategy
         self.virtual_replicas = virtual_replicas
         self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
@@ -107,7 +104,7 @@ class TrainState(tf.Module):
         self.is_built = False
         self.placement = make_placement(spec.model)
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
-        with strategy.scope(), recorded(created):
+        with strategy.scope(), user_functions.recorded(created):
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
             if is_loss_scaled:
                 optimizers = {
@@ -146,7 +143,7 @@ class TrainState(tf.Module):
         """
         sharding = Sharding(strategy) if shard_optimizer and strategies.can_shard(strategy) else None
         created: dict[int, Any] = {}
-        with strategy.scope(), recorded(created):
+        with strategy.scope(), user_functions.recorded(created):
             try:
                 spec = model_fn()
             except tf.errors.OpError as error:  # the chief's initial values go to the other workers
@@ -183,7 +180,7 @@ class TrainState(tf.Module):
         Raises:
             ValueError: if a layer is not built by the calls, or they create a variable outside the model.
         """
-        with self.strategy.scope(), recorded(self.created):
+        with self.strategy.scope(), user_functions.recorded(self.created):
             known = set(self.created)
             for update in self.spec.updates:
                 update.loss_fn(rows, False)
@@ -195,7 +192,7 @@ class TrainState(tf.Module):
                 )
             in_model = set(map(id, self.model_variables()))
             if outside := [variable.name for i, variable in self.created.items() if i not in known | in_model]:
-                raise ValueError(explain_new_variable(outside[0]))
+                raise ValueError(user_functions.explain_new_variable(outside[0]))
             self._finish()
 
     def _finish(self) -> None:
@@ -211,7 +208,7 @@ class TrainState(tf.Module):
             self.sharding.add_all((self.plain_optimizers[n], of) for n, of in self.variables_of_update.items())
         for update in self.optimizer_updates:
             _build_optimizer(self, update)
-        layer_losses.keep_apart(layers)
+        keep_losses_apart(layers)
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
             for name, variables in self.variables_of_update.items()
@@ -227,9 +224,9 @@ class TrainState(tf.Module):
         self.recurrent_states = _find_recurrent_states(layers, replicas)
         self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
         self.frozen = Frozen(frozen_layers(layers, self.spec.updates, trained, self.paths))
-        self.spec = self.spec.with_functions(refusing_new_variables).with_functions(self.frozen)
-        if sizes := fixed_sizes(self.spec.model):
-            explaining = functools.partial(explaining_fixed_sizes, sizes=sizes, replicas=replicas)
+        self.spec = self.spec.with_functions(user_functions.refusing_new_variables).with_functions(self.frozen)
+        if sizes := user_functions.fixed_sizes(self.spec.model):
+            explaining = functools.partial(user_functions.explaining_fixed_sizes, sizes=sizes, replicas=replicas)
             self.spec = self.spec.with_functions(explaining)
         self.is_built = True
 

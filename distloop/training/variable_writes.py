@@ -1,4 +1,4 @@
-"""Variables that a piece of the graph writes: find them, read and assign them, restore them.
+"""Variables that the forward pass writes: found, read, assigned and restored, and one value of each from all parts.
 
     with recorded_writes(candidates) as written:
         outputs = loss_fn(rows, True)
@@ -8,11 +8,19 @@
         outputs = loss_fn(rows, True)
     scope.get_current_value(variables[0])
 
-It does not know what writes the variables, or why they are restored.
+    written_values = WrittenValues(state, microbatches=4, overwritten=[])
+    flat = written_values.flatten(written, values, [], rows, part)        # summed over all parts by the caller
+    written_values.rewind(written, before, microbatch)
+    values, _ = written_values.merge(written, after, flat)
+
+A part is a microbatch of a replica, virtual or not. Each part starts from the values that the variables have when the
+step begins. A float gets the mean over the rows, any other variable the value of its replica's last microbatch; of
+virtual replicas, that of the first one, on every replica. Random streams and Keras metrics go on from one microbatch to
+the next.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -93,3 +101,149 @@ def restored_writes(state: TrainState) -> Iterator[None]:
     for variable, value in zip(candidates, before, strict=True):
         if id(variable) in are_written:
             variable.assign(value)
+
+
+class WrittenValues:
+    """One value of each variable from those that the parts of a batch write; call in replica context.
+
+    Attributes:
+        carried: identities of the variables that go on from one microbatch to the next.
+    """
+
+    def __init__(self, state: TrainState, *, microbatches: int, overwritten: Sequence[Any]):
+        """Prepares.
+
+        Args:
+            state: what is trained.
+            microbatches: of each replica, virtual or not.
+            overwritten: variables that get the maximum of new values; together N elements.
+
+        Raises:
+            ValueError: if the model has states of a whole batch's rows, and there are several microbatches.
+        """
+        if microbatches > 1 and state.recurrent_states:
+            raise ValueError(
+                f"{microbatches=} was given with a stateful recurrent layer, whose states belong to the rows of a "
+                "whole batch: give microbatches=1, or stateful=False."
+            )
+        self.carried = {id(v) for v in (*state.seeds, *state.keras_metrics.variables().values())}
+        self._microbatches = microbatches
+        self._parts_here = state.turns * microbatches
+        self._num_parts = state.strategy.num_replicas_in_sync * self._parts_here
+        self._takes_first = state.virtual_replicas > 1
+        self._overwritten = list(overwritten)
+
+    def with_mean(self, written: Sequence[Any]) -> list[Any]:
+        """Returns the variables that get the mean over the rows."""
+        return [v for v in written if id(v) not in self.carried and tf.as_dtype(v.dtype).is_floating]
+
+    def from_first(self, written: Sequence[Any]) -> list[Any]:
+        """Returns the variables that get the value of the first virtual replica."""
+        others = self.carried | {id(v) for v in self.with_mean(written)}
+        return [v for v in written if id(v) not in others] if self._takes_first else []
+
+    def flatten(
+        self,
+        written: Sequence[Any],
+        values: Sequence[Any],
+        new_values: Sequence[tf.Tensor],
+        rows: tf.Tensor,
+        part: tf.Tensor | int,
+    ) -> tf.Tensor | None:
+        """Returns what to sum over the parts, after one of them ran.
+
+        Args:
+            written: the variables that it wrote.
+            values: what it wrote to each.
+            new_values: for the overwritten variables.
+            rows: their number in the part, without padding.
+            part: its number in its replica.
+
+        Returns:
+            `[F]`: the rows, each value times the rows; the bytes of values of the first virtual replica, zeros from the
+            others; and `[P, N]` zeros but for the new values at the part's place. None: there is nothing to sum.
+        """
+        pieces = []
+        by_id = {id(v): value for v, value in zip(written, values, strict=True)}
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+            rows = tf.cast(rows, tf.float32)
+            pieces += [rows, *(tf.cast(by_id[id(v)], tf.float32) * rows for v in averaged)]
+        if from_first := self.from_first(written):
+            is_first = tf.equal(replica * self._parts_here + part, self._microbatches - 1)  # its last microbatch
+            pieces += [tf.where(is_first, _to_bytes(by_id[id(v)]), 0.0) for v in from_first]
+        if new_values:
+            is_here = tf.equal(tf.range(self._num_parts), replica * self._parts_here + part)  # [P]
+            pieces.append(tf.where(is_here[:, tf.newaxis], _join(new_values), 0.0))
+        return _join(pieces) if pieces else None
+
+    def rewind(self, written: Sequence[Any], before: Mapping[int, tf.Tensor], microbatch: tf.Tensor | int) -> None:
+        """Restores what a microbatch wrote, for the next one.
+
+        Args:
+            written: the variables that it wrote.
+            before: the values at the beginning of the step, by the variables' `id`.
+            microbatch: its number; after the last one, nothing is restored.
+        """
+        if self._microbatches == 1:
+            return
+        is_last = tf.equal(microbatch, self._microbatches - 1)
+        for variable in written:
+            if id(variable) not in self.carried:
+                variable.assign(tf.where(is_last, tf.convert_to_tensor(variable), before[id(variable)]))
+
+    def merge(
+        self, written: Sequence[Any], after: Sequence[tf.Tensor], flat: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the values that the written and the overwritten variables get.
+
+        Args:
+            written: the variables that any part wrote.
+            after: their values on this replica.
+            flat: the sum of `flatten` over all parts; None: there was nothing to sum.
+        """
+        if flat is None:
+            return list(after), []
+        values = {id(v): value for v, value in zip(written, after, strict=True)}
+        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+            rows = flat[0]
+            totals, flat = _cut(flat[1:], averaged)
+            for variable, total in zip(averaged, totals, strict=True):
+                values[id(variable)] = tf.cast(tf.math.divide_no_nan(total, rows), variable.dtype)
+        for variable in self.from_first(written):
+            size = _to_bytes(values[id(variable)]).shape.num_elements()
+            values[id(variable)] = _from_bytes(flat[:size], variable)
+            flat = flat[size:]
+        new_values: list[tf.Tensor] = []
+        if self._overwritten:
+            new_values, _ = _cut(tf.reduce_max(tf.reshape(flat, [self._num_parts, -1]), 0), self._overwritten)
+        return list(values.values()), new_values
+
+
+def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the elements of all tensors in one vector, float32."""
+    flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+    return tf.concat(flat, 0) if len(flat) > 1 else flat[0]
+
+
+def _cut(flat: tf.Tensor, variables: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Returns the first elements of a vector in the variables' shapes, and the others."""
+    shapes = [tf.TensorShape(variable.shape) for variable in variables]
+    sizes = [shape.num_elements() for shape in shapes]
+    *pieces, rest = tf.split(flat, [*sizes, flat.shape[0] - sum(sizes)])
+    return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)], rest
+
+
+def _to_bytes(value: Any) -> tf.Tensor:
+    """Returns the bytes of a tensor as float32 numbers, which keep them in a sum with zeros, `[n]`."""
+    value = tf.convert_to_tensor(value)
+    value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else tf.bitcast(value, tf.uint8)
+    return tf.reshape(tf.cast(value, tf.float32), [-1])
+
+
+def _from_bytes(flat: tf.Tensor, variable: Any) -> tf.Tensor:
+    """Returns a value for a variable from the result of `_to_bytes`."""
+    dtype, shape = tf.as_dtype(variable.dtype), tf.TensorShape(variable.shape)
+    per_element = [] if dtype.size == 1 else [dtype.size]
+    value = tf.reshape(tf.cast(flat, tf.uint8), [*shape, *per_element])
+    return tf.cast(value, tf.bool) if dtype == tf.bool else tf.bitcast(value, dtype)

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.passes import Passes
+from distloop.data.source import Passes
 from distloop.distributed.strategies import make_strategy
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions.evaluate import Evaluation
-from distloop.training.evaluations import _with_rows
+from distloop.actions.evaluate import with_rows as _with_rows
 from tests.problems import classification, classifier, on, refused
 
 ROWS = {**classification(37), "row": np.arange(37)}

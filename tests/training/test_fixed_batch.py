@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.fixed_batch import explaining_fixed_sizes, fixed_sizes
+from distloop.training.user_functions import explaining_fixed_sizes, fixed_sizes
 from tests.compiled_models import X, Y, batches, compiled
 from tests.problems import on
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.training import layer_losses
+from distloop.training.layers import keep_losses_apart
 from tests.problems import classification, on
 
 
@@ -68,7 +68,7 @@ def test_a_layer_that_this_update_does_not_call_adds_no_loss():
 def test_each_thread_has_its_own_losses():
     layer = keras.layers.ActivityRegularization(l2=1.0)
     model = keras.Sequential([keras.Input((2,)), layer])
-    layer_losses.keep_apart([model])
+    keep_losses_apart([model])
     model(np.ones([1, 2], np.float32))
     seen = []
 
@@ -86,7 +86,7 @@ def test_each_thread_has_its_own_losses():
 
 def test_a_copied_layer_begins_without_losses():
     layer = keras.layers.ActivityRegularization(l2=1.0)
-    layer_losses.keep_apart([layer])
+    keep_losses_apart([layer])
     layer(np.ones([1, 2], np.float32))
     again = copy.deepcopy(layer)
     assert len(layer.losses) == 1 and again.losses == []

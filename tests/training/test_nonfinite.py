@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training import nonfinite
+from distloop.training import step_operations
 from tests.problems import assert_equal, classification, everything, mostly_wide, on
 
 
@@ -211,14 +211,14 @@ def test_the_search_follows_only_tensors_that_are_not_finite():
         harmless = tf.nn.softmax(masked)
         bad = tf.math.log(x - x)
         result = harmless + bad
-        checked[:] = nonfinite.floating_tensors(tf.compat.v1.get_default_graph())
+        checked[:] = step_operations.floating_tensors(tf.compat.v1.get_default_graph())
         results.append(result)
-        return nonfinite.are_finite(checked)
+        return step_operations.are_finite(checked)
 
     checked, results = [], []
     verdicts = f(tf.constant([1.0, -1.0])).numpy()
-    assert nonfinite.find_origin(results, checked, verdicts).type == "Log"
-    assert nonfinite.find_origin(results, checked, np.ones_like(verdicts)) is None
+    assert step_operations.find_origin(results, checked, verdicts).type == "Log"
+    assert step_operations.find_origin(results, checked, np.ones_like(verdicts)) is None
 
 
 def test_locate_nonfinite_contradicts_skipping():

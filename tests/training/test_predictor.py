@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from distloop.training.predictor import DEFAULT_SIGNATURE, Predictor
+from distloop.training.prediction import DEFAULT_SIGNATURE, Predictor
 
 
 def predictor(predict_fn):

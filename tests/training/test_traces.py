@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.shards import Batch, Layout
-from distloop.training.traces import MOST_TRACES, Traces, describe
+from distloop.training.compiled_loop import MOST_TRACES, Traces, describe
 from tests.problems import classification, classifier, on
 
 
@@ -27,7 +27,7 @@ def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_do
 
 
 def test_evaluating_one_shape_after_another_warns(caplog, monkeypatch):
-    monkeypatch.setattr("distloop.training.traces.MOST_TRACES", 1)
+    monkeypatch.setattr("distloop.training.compiled_loop.MOST_TRACES", 1)
     trainer = distloop.Trainer(classifier(), on(1))
     for rows in (2, 3):
         data = tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.unsaved_draws import unsaved_draws
+from distloop.training.step_operations import unsaved_draws
 from tests.problems import on, refused
 
 DATA = {"x": np.ones((8, 2), np.float32)}

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.variable_creation import VariableCreatedError, recorded, refusing_new_variables
+from distloop.training.user_functions import VariableCreatedError, recorded, refusing_new_variables
 from tests.problems import classification, mirrored, on
 
 

@@ -1,20 +1,64 @@
-"""Layers that `trainable=` leaves out: they compute as `layer.trainable = False` has them compute, in Keras's words.
+"""What training changes in a user's Keras layers: losses of each thread's own, and layers that are not trainable.
 
+    keep_losses_apart([model])               # once, when the layers exist
     frozen = Frozen(frozen_layers(layers, updates, trained, paths))
     with frozen:
-        model(x, training=True)                 # BatchNormalization uses its statistics, and does not move them
+        model(x, training=True)              # BatchNormalization uses its statistics, and does not move them
 
-Outside, the layers are trainable as the user has left them, which files keep.
+TensorFlow traces each replica of a process in a thread, and goes from one to the next where replicas exchange values,
+maybe in the middle of the model. Keras has one list of losses a layer, by `add_loss` and activity regularizers, and
+clears it when a thread begins to call the model. Layers that `trainable=` leaves out compute as `layer.trainable =
+False` has them compute; outside the scope they are as the user has left them, which files keep.
 """
 
 import contextlib
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 
 from distloop.training.spec import Update
+
+
+def keep_losses_apart(layers: Iterable[keras.Layer]) -> None:
+    """Lets the layers, and all within them, have losses of each thread's own."""
+    for layer in layers:
+        for part in layer._flatten_layers():
+            # Not by `setattr`, which would have TensorFlow track them for checkpoints. Private: Keras has no other way.
+            vars(part).update(_losses=_OfThread(list), _loss_ids=_OfThread(set))
+
+
+class _OfThread:
+    """A list or a set, another one in each thread."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._local = make, threading.local()
+
+    @property
+    def _here(self) -> Any:
+        if not hasattr(self._local, "values"):
+            self._local.values = self._make()
+        return self._local.values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._here[index]
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self._here
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._here)
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def __reduce__(self) -> Any:  # a copy of the layer begins without losses
+        return self._make, ()
 
 
 def frozen_layers(

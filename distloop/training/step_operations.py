@@ -1,8 +1,4 @@
-"""The origin of a number that is not finite: the first operation, its layer, the user's line.
-
-A step is traced once more with the verdict "all finite" on every tensor in it. From a result that is not finite, the
-search follows inputs that are not finite either, back to operations whose inputs are all finite. So it does not stop at
-a harmless infinity, such as the mask of an attention layer.
+"""Operations of a traced step: the origin of a number that is not finite, and draws that no checkpoint can continue.
 
     @tf.function
     def check(batch):
@@ -12,17 +8,39 @@ a harmless infinity, such as the mask of an attention layer.
 
     op = find_origin(results, checked, check(batch).numpy())
 
-It does not know steps, batches or replicas.
+    with unsaved_draws_refused(state):
+        outcome = step(batch, layout)                      # raises a ValueError if the traced step draws such numbers
+
+A step is traced once more with the verdict "all finite" on every tensor in it. From a result that is not finite, the
+search follows inputs that are not finite either, back to operations whose inputs are all finite. So it does not stop at
+a harmless infinity, such as the mask of an attention layer.
+
+`tf.random.normal`, `tf.nn.dropout` and others count their draws in the kernel of the operation, where nothing can read
+or restore the count. A `tf.random.Generator` counts in a variable, which is saved only if it is in the model. Keras's
+random numbers have their state in the model (`random_streams.py`).
 """
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from distloop.errors import user_line
-from distloop.operations import BACKWARD_SCOPE
+from distloop.operations import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
+from distloop.training.state import TrainState
+
+ADVICE = (
+    "use keras.random with a keras.random.SeedGenerator that is an attribute of the model or of a layer in it, or draw "
+    "in the dataset"
+)
+
+# Types of operations, as in `operations.DRAWS_FROM_KERNEL`.
+_DRAWS_FROM_VARIABLE = re.compile(
+    r"Rng(Skip|ReadAndSkip)|Stateful(Uniform|UniformInt|UniformFullInt|StandardNormal|StandardNormalV2|"
+    r"TruncatedNormal|RandomBinomial)"
+)
 
 
 def floating_tensors(graph: tf.Graph) -> list[tf.Tensor]:
@@ -105,3 +123,43 @@ def _layer_of(op: tf.Operation, layers: Iterable[Any]) -> Any:
             if name in by_name:
                 return by_name[name]
     return None
+
+
+@contextlib.contextmanager
+def unsaved_draws_refused(state: TrainState) -> Iterator[None]:
+    """Raises a ValueError if the operations traced in this block draw such numbers; eagerly, nothing is checked.
+
+    Args:
+        state: whose variables checkpoints hold.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    num_operations = len(graph.get_operations())
+    yield
+    for op in unsaved_draws(graph.get_operations()[num_operations:], state):
+        layers = [part for tops in state.layers_of_update.values() for top in tops for part in top._flatten_layers()]
+        raise ValueError(
+            f"{describe(op, layers, has_direction=False)} draws random numbers from a state that no "
+            f"checkpoint holds, so a resumed run would draw others: {ADVICE}."
+        )
+
+
+def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iterator[tf.Operation]:
+    """Yields the operations that draw from a state that no checkpoint holds, those in called functions included.
+
+    Args:
+        operations: of a graph.
+        state: whose variables checkpoints hold.
+    """
+    saved: set[int] | None = None
+    for op in with_called(operations):
+        if DRAWS_FROM_KERNEL.fullmatch(op.type):
+            yield op
+        elif _DRAWS_FROM_VARIABLE.fullmatch(op.type):
+            if saved is None:
+                variables = state.all_variables().values()
+                saved = {id(part.handle) for variable in variables for part in state.replica_variables(variable)}
+            if id(outermost(op.inputs[0])) not in saved:
+                yield op

@@ -1,10 +1,16 @@
-"""Mistakes that a user's function makes with its batch or its tensors while it is traced, each said in a sentence.
+"""What surrounds the user's functions: mistakes while they are traced, each said in a sentence, and new variables.
 
+    with recorded(created):                      # created: {id(variable): variable}
+        spec = model_fn()
     loss_fn = explaining_mistakes(loss_fn)       # of the key "image" in a batch without it, of `if` on a tensor, ...
+    loss_fn = refusing_new_variables(loss_fn)    # raises VariableCreatedError where it creates a variable
+    loss_fn = explaining_fixed_sizes(loss_fn, sizes=fixed_sizes(model), replicas=2)
 
-It does not know what reads a batch otherwise.
+A variable that the first step creates would not be trained, averaged or saved. Most models that were made for a fixed
+number of rows, by `keras.Input(batch_shape=...)`, take any, so only the errors of the others are explained.
 """
 
+import contextlib
 import functools
 import re
 import traceback
@@ -13,7 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from distloop.data import shards
 from distloop.errors import entries_of, is_users, up_to_users_line, user_line
+from distloop.variables import top_layers
 
 _MAX_NAMES = 8  # in a message
 _COMPILED = "a step is compiled, so no tensor has a value yet when the line runs"
@@ -147,3 +155,119 @@ def _describe(batch: Any) -> str:
         return f"a {type(batch).__name__}"
     axes = ["B", *map(str, batch.shape[1:])] if batch.shape.rank else []
     return f"one array, {batch.dtype.name} [{', '.join(axes)}]"
+
+
+Creator = Callable[..., Any]
+
+
+class VariableCreatedError(ValueError):
+    """A step created a variable.
+
+    Attributes:
+        variable: its name.
+    """
+
+    def __init__(self, message: str, variable: str):
+        """Keeps the name beside the message."""
+        super().__init__(message)
+        self.variable = variable
+
+
+def recorded(created: dict[int, Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope that stores each new variable by its identity; as it is held, no other object gets the same."""
+
+    def record(next_creator: Creator, **settings: Any) -> Any:
+        variable = next_creator(**settings)
+        created[id(variable)] = variable
+        return variable
+
+    scope: contextlib.AbstractContextManager[None] = tf.variable_creator_scope(record)
+    return scope
+
+
+def refusing_new_variables(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that raises VariableCreatedError where `fn`, which a step calls, creates a variable."""
+
+    @functools.wraps(fn)
+    def call(*arguments: Any, **settings: Any) -> Any:
+        refused: list[str] = []
+        try:
+            with _refused(refused):
+                return fn(*arguments, **settings)
+        except Exception as error:  # Keras raises others from it, with the arguments of layers
+            if not refused:
+                raise
+            raise VariableCreatedError(explain_new_variable(refused[0]), refused[0]) from error
+
+    return call
+
+
+def explain_new_variable(variable: str) -> str:
+    """Returns the message about a variable that was created too late."""
+    advice = (
+        "give keras.random functions and layers a keras.random.SeedGenerator that is an attribute of the model"
+        if "seed_generator_state" in variable
+        else "create it with the model, by a call of the whole model on an example or by the build of its layer, and "
+        "let it belong to ModelSpec's model"
+    )
+    return f"The variable {variable!r} was created by a step, so it would not be trained or saved: {advice}."
+
+
+@contextlib.contextmanager
+def _refused(refused: list[str]) -> Iterator[None]:
+    """Enters a scope in which a new variable is an error; adds its name to `refused`."""
+
+    def refuse(next_creator: Creator, **settings: Any) -> Any:
+        scope = re.sub("^(while/|replica_[0-9]+/)+", "", tf.get_current_name_scope() + "/").lstrip("/")
+        refused.append(scope + (settings.get("name") or "variable"))
+        raise ValueError("too late for a new variable")
+
+    with tf.variable_creator_scope(refuse), contextlib.ExitStack() as stack:
+        with tf.init_scope():  # Keras's layers create variables there, under creators of its own
+            stack.enter_context(tf.variable_creator_scope(refuse))
+        yield
+
+
+def fixed_sizes(model: Any) -> dict[int, str]:
+    """Returns the numbers of rows that models were made for, each with the name of one.
+
+    Args:
+        model: as for `named_variables`.
+    """
+    inputs = [(layer.name, tensor) for layer in top_layers(model) for tensor in getattr(layer, "inputs", None) or ()]
+    return {tensor.shape[0]: name for name, tensor in inputs if len(tensor.shape) and tensor.shape[0] is not None}
+
+
+def explaining_fixed_sizes(fn: Callable[..., Any], *, sizes: Mapping[int, str], replicas: int) -> Callable[..., Any]:
+    """Returns a function that raises ValueError where `fn` fails by a fixed number of rows, or computes so many.
+
+    Args:
+        fn: takes a replica's rows first.
+        sizes: the result of `fixed_sizes`, with one number at least.
+        replicas: their number.
+    """
+    size, model = next(iter(sizes.items()))
+
+    @functools.wraps(fn)
+    def call(batch: Any, *arguments: Any) -> Any:
+        rows = shards.batch_size(batch)
+        if isinstance(rows, int) and rows in sizes:
+            return fn(batch, *arguments)
+        actual = f"{rows}" if isinstance(rows, int) else "a number that is known when it runs"
+        explanation = (
+            f"The model {model!r} is made for {size} rows by keras.Input(batch_shape=...), and a replica gets {actual}"
+            f": give keras.Input a shape in place of batch_shape, or batches of {size * replicas} rows, with "
+            "drop_remainder=True."
+        )
+        try:
+            outputs = fn(batch, *arguments)
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+            if not re.search(rf"\b{size}\b", str(error)):  # a Sequential built by a call has that call's size, too
+                raise
+            raise ValueError(explanation) from error
+        tensors = [value for value in tf.nest.flatten(outputs) if isinstance(value, tf.Tensor) and value.shape.rank]
+        if any(tensor.shape[0] in sizes for tensor in tensors):
+            raise ValueError(explanation)
+        return outputs
+
+    return call
