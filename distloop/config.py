@@ -1,9 +1,7 @@
 """Config: every setting of a run with its default, help text and allowed values; without TensorFlow.
 
-It does not know what a setting does, nor its flag; `flags.py` defines those.
-
-    config = Config(steps=2_000, batch_size=64)
-    config = Config.from_flags()                # in main, after `define_flags()`: defaults, file, command line
+config = Config(steps=2_000, batch_size=64)
+config = Config.from_flags()                # in main, after `define_flags()`: defaults, file, command line
 """
 
 import dataclasses
@@ -11,18 +9,16 @@ import difflib
 import functools
 import itertools
 import math
-import os
-import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
 from distloop import contradictions, durations, urls
+from distloop.durations import CountOrAuto
 
 T = TypeVar("T", str, int, float, bool)
-CountOrAuto: TypeAlias = int | Literal["auto"]
 
 _BATCH_SIZES = ("batch_size", "replica_batch_size")  # of which a run has one
 _LENGTHS = ("steps", "epochs", "until")  # of which a run has one
@@ -40,7 +36,14 @@ TRYOUT = "Trying things out"
 
 
 def setting(
-    group: str, default: T, help: str, *, choices: tuple[T, ...] = (), minimum: float = 0, below: float = math.inf
+    group: str,
+    default: T,
+    help: str,
+    *,
+    choices: tuple[T, ...] = (),
+    minimum: float = 0,
+    below: float = math.inf,
+    is_none: bool = False,
 ) -> T:
     """Creates a field of `Config`.
 
@@ -51,12 +54,13 @@ def setting(
         choices: the allowed values; empty: any.
         minimum: the smallest allowed number.
         below: the upper bound of allowed numbers, exclusive.
+        is_none: whether the field is None until `Config` knows whether a setting that excludes it was given.
 
     Returns:
         A `dataclasses.Field`, typed as its default because that is how dataclasses read it.
     """
-    metadata = {"group": group, "help": help, "choices": choices, "minimum": minimum, "below": below}
-    field: Any = dataclasses.field(default=default, metadata=metadata)
+    metadata = dict(group=group, default=default, help=help, choices=choices, minimum=minimum, below=below)
+    field: Any = dataclasses.field(default=None if is_none else default, metadata=metadata)
     return field
 
 
@@ -82,12 +86,8 @@ class Config:
     until: int | str = setting(
         RUN, "", "Train for this duration, over all interruptions, then end: 2 h, 3 epochs, 1e6 examples; empty: unset."
     )
-    batch_size: int = setting(
-        RUN, 256, "Examples per step, over all replicas, of arrays given to fit; a dataset has its own."
-    )
-    replica_batch_size: int = setting(
-        RUN, 0, "Examples per step of each replica, in place of batch_size, which it sets to 0; 0: unset."
-    )
+    batch_size: int = setting(RUN, 256, "Examples per step, over all replicas; a dataset has its own.", is_none=True)
+    replica_batch_size: int = setting(RUN, 0, "Examples per step of each replica, in place of batch_size; 0: unset.")
     seed: int = setting(RUN, 0, "Seed of Python, NumPy, Keras and TensorFlow.", below=2**32)
     max_secs: float = setting(RUN, 0.0, "Save and exit with code 75 after this many seconds; 0: no limit.")
 
@@ -214,7 +214,10 @@ class Config:
         choices=("raise", "skip"),
     )
     unread_entries: str = setting(
-        FAILURES, "ignore", "If no loss_fn reads a batch entry; ignore: name it.", choices=("ignore", "warn", "refuse")
+        FAILURES,
+        "name",
+        "What is done where no loss_fn reads an entry of a batch; name: print a line.",
+        choices=("name", "ignore", "warn", "refuse"),
     )
     locate_nonfinite: bool = setting(
         FAILURES, False, "Name the operation that produced the first inf or NaN of a failed step; slower."
@@ -271,11 +274,12 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
+            value = getattr(self, field.name)
+            if value is None and field.default is None:  # batch_size, which nobody gave
+                value = 0 if self.replica_batch_size else field.metadata["default"]
+            object.__setattr__(self, field.name, _checked(field, value))
         durations.profile_window(self.profile)
         contradictions.check(self)
-        if self.replica_batch_size:
-            object.__setattr__(self, "batch_size", 0)
 
     @property
     def local_workdir(self) -> str:
@@ -314,7 +318,7 @@ class Config:
 
 def _describe_fields() -> str:
     """Returns the section of `Config`'s docstring with each field, for `help(distloop.Config)`."""
-    described = (f"{name} ({field.default!r}): {field.metadata['help']}" for name, field in fields().items())
+    described = ("{} ({default!r}): {help}".format(name, **field.metadata) for name, field in fields().items())
     wrap = functools.partial(textwrap.wrap, width=100, initial_indent=" " * 8, subsequent_indent=" " * 12)
     lines = ["", "    Attributes, with their defaults:", *itertools.chain(*map(wrap, described)), "    "]
     return "\n".join(lines)
@@ -353,29 +357,16 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     """
     if field.type == int | str and isinstance(value, str) and value == field.default:
         return value  # "auto", or empty
-    converted = _converted(field.type, value)
+    converted = durations.converted(field.type, value)
     choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
     is_number = field.type in (int, float, CountOrAuto) and isinstance(converted, int | float)
     is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
         raise ValueError(
             f"{field.name}={durations.shown(value)} is not allowed: give {_allowed(field)}, or leave it out for the "
-            f"default, {field.default!r}."
+            f"default, {field.metadata['default']!r}."
         )
     return urls.expand(converted) if field.name in _PATHS else converted
-
-
-def _converted(kind: Any, value: Any) -> Any:
-    """Returns `value` as a `kind`, or None if the conversion would be a guess."""
-    if kind == int | str:
-        return durations.normalize(value)
-    if kind == CountOrAuto and isinstance(value, str):
-        return "auto" if value == "auto" else int(value) if re.fullmatch(r"\d{1,18}", value) else None
-    if kind is bool or isinstance(value, bool):
-        return value if kind is bool and isinstance(value, bool) else None
-    if kind is str:
-        return os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    return durations.finite_number(value) if kind is float else durations.whole_number(value)
 
 
 def _allowed(field: dataclasses.Field[Any]) -> str:

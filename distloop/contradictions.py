@@ -50,9 +50,9 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "as block.",
     ),
     (
-        lambda config: config.replica_batch_size and config.batch_size not in (0, 256),  # 256: nothing was given
+        lambda config: config.replica_batch_size and config.batch_size,
         "batch_size={config.batch_size} and replica_batch_size={config.replica_batch_size} were both given; one "
-        "follows from the other and the number of replicas: leave either out.",
+        "follows from the other and the number of replicas: leave either out, or set it to 0.",
     ),
     (
         lambda config: not config.replica_batch_size and config.batch_size == 0,

@@ -1,27 +1,27 @@
 """Durations: when something is due or how long it takes, as a number of steps or a text with a unit; no TensorFlow.
 
-    parse(500), parse("500 steps")                  # Duration(500.0, "steps")
-    units = Units(steps_per_epoch=lambda: 40, examples_per_step=lambda: 64, run=Period(steps=2_000))
-    units.period("2 epochs")                        # Period(steps=80)
-    units.period("10 min")                          # Period(secs=600.0)
-    units.period("25 %")                            # Period(steps=500), of the run
-
-It does not know what is due, nor the time.
+parse(500), parse("500 steps")                  # Duration(500.0, "steps")
+units = Units(steps_per_epoch=lambda: 40, examples_per_step=lambda: 64, run=Period(steps=2_000))
+units.period("2 epochs")                        # Period(steps=80)
+units.period("10 min")                          # Period(secs=600.0)
+units.period("25 %")                            # Period(steps=500), of the run
 """
 
 import copy
 import functools
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 ALLOWED = (
     "a number of steps, or a text with a unit, such as '500 steps', '2 epochs', '1e6 examples', '90 s', '15 min', "
     "'2 h' or '25 %' of the run"
 )
 
+CountOrAuto: TypeAlias = int | Literal["auto"]
 MOST_STEPS = 2**63  # above what TensorFlow counts in an int64
 
 _SECS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -195,3 +195,16 @@ def profile_window(text: str) -> tuple[int, int]:
             "profile=100:110 for the steps after 100, up to 110."
         )
     return int(match[1]), int(match[2])
+
+
+def converted(kind: Any, value: Any) -> Any:
+    """Returns a setting's value as its type, or None if the conversion would be a guess."""
+    if kind == int | str:
+        return normalize(value)
+    if kind == CountOrAuto and isinstance(value, str):
+        return "auto" if value == "auto" else int(value) if re.fullmatch(r"\d{1,18}", value) else None
+    if kind is bool or isinstance(value, bool):
+        return value if kind is bool and isinstance(value, bool) else None
+    if kind is str:
+        return os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return finite_number(value) if kind is float else whole_number(value)

@@ -60,7 +60,7 @@ def groups() -> dict[str, list[Setting]]:
     grouped: dict[str, list[Setting]] = {}
     for name, field in fields().items():
         kind: Any = field.type
-        item = Setting(name, kind, field.default, field.metadata["choices"], field.metadata["help"])
+        item = Setting(name, kind, *(field.metadata[key] for key in ("default", "choices", "help")))
         grouped.setdefault(field.metadata["group"], []).append(item)
     return grouped
 
@@ -221,9 +221,9 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
     """
     settings = fields()
     shown = shown_settings(config)
-    groups = {name: field.metadata["group"] for name, field in settings.items()}
-    names = {name for name in settings if groups[name] not in _NOT_OF_TRIALS} | {"init_from"}
-    names = {name for name in names - {"workdir", "max_secs"} if getattr(config, name) != settings[name].default}
+    metadata = {name: field.metadata for name, field in settings.items()}
+    names = {name for name in settings if metadata[name]["group"] not in _NOT_OF_TRIALS} | {"init_from"}
+    names = {name for name in names - {"workdir", "max_secs"} if getattr(config, name) != metadata[name]["default"]}
     values = {name: shown[name] for name in settings if name in names | {"seed"}}
     for fact in facts(config):
         # A boolean flag that is false is written as --noname.

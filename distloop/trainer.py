@@ -35,7 +35,7 @@ from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale
 from distloop.parts import import_part
-from distloop.training import run_length
+from distloop.training import elasticity, run_length
 from distloop.training.evaluation import EvalLoop, make_evaluations
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
@@ -372,7 +372,7 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    with loss_scale.policy(config.precision):
+    with elasticity.divisible(strategy, config), loss_scale.policy(config.precision):
         state = TrainState.make(
             model_fn,
             strategy,

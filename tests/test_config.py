@@ -17,7 +17,7 @@ from distloop.config import Config, fields
 
 def test_help_describes_every_field():
     assert all(
-        f"\n        {name} ({field.default!r}): {field.metadata['help'][:20]}" in Config.__doc__
+        f"\n        {name} ({field.metadata['default']!r}): {field.metadata['help'][:20]}" in Config.__doc__
         for name, field in fields().items()
     )
 
@@ -120,10 +120,10 @@ def test_the_batch_of_a_replica_makes_the_global_one():
 
 
 def test_two_batch_sizes_are_refused():
-    with pytest.raises(
-        ValueError, match="batch_size=64 and replica_batch_size=32 were both given; .* leave either out"
-    ):
-        Config(batch_size=64, replica_batch_size=32)
+    for size in (64, 256):  # the default too, where it is given
+        sentence = f"batch_size={size} and replica_batch_size=32 were both given; .* leave either out"
+        with pytest.raises(ValueError, match=sentence):
+            Config(batch_size=size, replica_batch_size=32)
 
 
 def test_a_setting_that_does_not_exist_is_refused_with_what_may_be_meant():

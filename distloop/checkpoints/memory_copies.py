@@ -14,7 +14,6 @@ copies, and `report --prune`, delete those of workdirs that are gone.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -37,7 +36,7 @@ from distloop.monitoring.console import say
 MEMORY = "/dev/shm"  # of Linux
 _NAME = "copies.json"
 _OWNER = "workdir.json"  # in a directory of copies: whose they are; its process holds a lock on it
-_MOST_IDS = 2**48  # that a collective of float64 hands on exactly
+_MOST_IDS = 2**48  # of 12 hexadecimal digits
 
 
 class MemoryCopies:
@@ -76,14 +75,13 @@ class MemoryCopies:
                 f"copy_every was given, but this machine has no {MEMORY}, where Linux keeps files in memory: give "
                 "copy_every=0, and a smaller checkpoint_every."
             )
-        self._run = workers.Workers(self._strategy).broadcast(run)
-        number = self._find_number(is_wanted) if workers.is_chief(self._strategy) else 0
-        host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
-        numbers, hosts = workers.gather(self._strategy, [number, host]).T
-        if not numbers[0]:
+        of_all = workers.Workers(self._strategy)
+        self._run = of_all.broadcast(run)
+        number = of_all.broadcast(self._find_number(is_wanted) if of_all.is_chief else 0)
+        if not number:
             return
-        self._writes = list(hosts).index(host) == workers.worker_index(self._strategy)
-        self._copies = self._in_memory(int(numbers[0]))
+        self._writes = of_all.gather(socket.gethostname()).index(socket.gethostname()) == of_all.index
+        self._copies = self._in_memory(number)
         if self._writes and is_wanted:
             for path in left_in_memory():
                 remove(path)
@@ -108,8 +106,8 @@ class MemoryCopies:
             return
         if self.has_gone_back:  # hosts that are away now may have copies of what was left
             self.has_gone_back = False
-            number = self._draw() if workers.is_chief(self._strategy) else 0
-            if number := int(workers.gather(self._strategy, number)[0]):
+            of_all = workers.Workers(self._strategy)
+            if number := of_all.broadcast(self._draw() if of_all.is_chief else 0):
                 if self._writes:
                     self._remove()
                 self._copies = self._in_memory(number)

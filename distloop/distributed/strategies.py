@@ -108,18 +108,19 @@ def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
     return strategy
 
 
+class Indivisible(ValueError):
+    """Virtual replicas that the replicas of a strategy cannot share out evenly."""
+
+
 def virtual_replicas_each(strategy: tf.distribute.Strategy, count: int) -> int:
     """Returns how many virtual replicas each replica runs; `count` of all, 0: none.
 
     Raises:
-        ValueError: if they cannot be shared out evenly.
+        Indivisible: if they cannot be shared out evenly.
     """
     each, rest = divmod(count, strategy.num_replicas_in_sync)
     if rest:
-        if membership := notes.find_membership():  # its launcher starts another number of workers, if it may
-            devices = strategy.num_replicas_in_sync // workers.num_workers(strategy)
-            membership.tell(sizes=[n for n in range(1, membership.most + 1) if count % (n * devices) == 0])
-        raise ValueError(
+        raise Indivisible(
             f"virtual_replicas={count} was given for {describe(strategy)}, and each runs as many virtual ones as the "
             f"others: give a number of devices and workers that divides {count}."
         )

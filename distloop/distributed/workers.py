@@ -10,7 +10,6 @@ It does not know how the workers met (`strategies`), nor how a failure is notice
 
 import base64
 import functools
-import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -157,11 +156,10 @@ def require_same(strategy: tf.distribute.Strategy, what: str, facts: Mapping[str
     if num_workers(strategy) == 1:
         return
     texts = {"what to do": what, **{name: str(value) for name, value in facts.items()}}
-    digest = int.from_bytes(hashlib.sha256(repr(sorted(texts.items())).encode()).digest()[:6], "big")
-    if len(set(gather(strategy, float(digest)))) == 1:  # of 48 bits, which a number of 64 holds
-        return
     chief, *others = Workers(strategy).gather(texts)
-    index, other = next((i, other) for i, other in enumerate(others, 1) if other != chief)
+    index, other = next(((i, other) for i, other in enumerate(others, 1) if other != chief), (0, chief))
+    if index == 0:
+        return
     name = next(name for name in {**chief, **other} if chief.get(name) != other.get(name))
     raise ValueError(
         f"The workers differ in {name} before they {chief['what to do']}: {_shorten(chief.get(name))} on worker 0, "

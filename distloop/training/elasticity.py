@@ -11,10 +11,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import notes, workers
 from distloop.distributed.notes import Membership
+from distloop.distributed.strategies import Indivisible
 from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.records import append_row
 from distloop.training.state import TrainState
@@ -35,11 +38,22 @@ def announced(state: TrainState, config: Config, source: Source) -> Iterator[Non
         _check(membership, config, source)
     if notes.mark("restored") and membership.cause and workers.is_chief(state.strategy):
         _changes.append(_describe(membership, state, config))
-    membership.tell(begins=int(state.step), sizes=_worker_counts(membership, state, config))
+    membership.tell(begins=int(state.step), sizes=_worker_counts(membership, state.strategy, config))
     try:
         yield
     finally:
         membership.tell(ends=True)
+
+
+@contextlib.contextmanager
+def divisible(strategy: tf.distribute.Strategy, config: Config) -> Iterator[None]:
+    """Tells the launcher which numbers of workers can share out the virtual replicas, if these workers cannot."""
+    try:
+        yield
+    except Indivisible:
+        if membership := notes.find_membership():
+            membership.tell(sizes=_worker_counts(membership, strategy, config))
+        raise
 
 
 def _check(membership: Membership, config: Config, source: Source) -> None:
@@ -63,11 +77,11 @@ def _check(membership: Membership, config: Config, source: Source) -> None:
         )
 
 
-def _worker_counts(membership: Membership, state: TrainState, config: Config) -> list[int]:
+def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, config: Config) -> list[int]:
     """Returns the numbers of workers with which the run can go on."""
-    devices, turns = workers.num_local_replicas(state.strategy), state.virtual_replicas
+    devices, virtual = workers.num_local_replicas(strategy), config.virtual_replicas
     counts = range(1 if config.strategy == "auto" else 2, membership.most + 1)
-    return [count for count in counts if not turns or turns % (count * devices) == 0]
+    return [count for count in counts if not virtual or virtual % (count * devices) == 0]
 
 
 def note_traced(state: TrainState, config: Config) -> None:

@@ -125,7 +125,7 @@ def layer_graphs(models: Any) -> dict[str, LayerGraph]:
 def describe_config(settings: Config) -> str:
     """Returns a table of all settings, first those that differ from their defaults."""
     shown = flags.shown_settings(settings)
-    rows = [(f.name, shown[f.name], f.default) for f in dataclasses.fields(settings)]
+    rows = [(f.name, shown[f.name], f.metadata["default"]) for f in dataclasses.fields(settings)]
     changed = _table(["setting", "value", "default"], [row for row in rows if row[1] != row[2]])
     others = _table(["setting", "value"], [row[:2] for row in rows if row[1] == row[2]])
     return f"Settings that differ from their defaults:\n\n{changed}\n\nAll others:\n\n{others}"

@@ -58,7 +58,7 @@ def report(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
 
     Args:
         reads: of each `loss_fn` of the step.
-        policy: "ignore" prints which ones, "warn" logs a warning, "refuse" raises an error.
+        policy: "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises an error.
         is_shown: whether this process prints and warns.
 
     Raises:
@@ -76,7 +76,7 @@ def report(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
         raise ValueError(sentence)
     if policy == "warn" and is_shown:
         log.warning("%s", sentence)
-    elif is_shown:
+    elif policy == "name" and is_shown:
         say(f"entries of each batch that no loss_fn reads: {names} (loaded all the same)")
 
 

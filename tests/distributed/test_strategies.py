@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.config import Config
-from distloop.distributed import notes, strategies
+from distloop.distributed import strategies
 from distloop.distributed.environment import Cluster
 from distloop.distributed.strategies import TreeSum, tree_sum
 
@@ -132,19 +132,6 @@ def test_tensorflow_does_not_warn_that_eager_steps_are_slow():
     logger.removeFilter(strategies._is_not_about_eager)
     assert [bool(is_logged) for is_logged in logged] == [False, True]
     assert logger.filter(logging.makeLogRecord({"msg": text}))  # it was added once
-
-
-def test_workers_that_do_not_divide_the_virtual_replicas_tell_their_launcher_which_numbers_do(monkeypatch):
-    strategy = strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=3))
-    launcher = notes.Notes()
-    membership = notes.Membership(1, "ab", 1, 4, "", worker=0, pipe=launcher.pipe)
-    monkeypatch.setenv(*next(iter(membership.variables().items())))
-    monkeypatch.setattr(strategies.workers, "num_workers", lambda strategy: 3)  # with a device each
-    with pytest.raises(ValueError, match="virtual_replicas=4 was given for 3 replicas"):
-        strategies.virtual_replicas_each(strategy, 4)
-    launcher.read()
-    assert launcher.sizes == (1, 2, 4)
-    launcher.close()
 
 
 def test_workers_join_once_the_server_of_the_chief_listens(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 import distloop
 from distloop.distributed import notes
+from distloop.training import elasticity
 from tests import problems
 
 pytestmark = pytest.mark.slow
@@ -105,3 +106,20 @@ def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, lau
     launcher._on_traced = lambda step, phases: told.append((step, [*phases]))
     launcher.read()
     assert told == [(2, ["ended", "waited", "imported", "restored", "traced"])]
+
+
+def test_workers_that_do_not_divide_the_virtual_replicas_tell_their_launcher_which_numbers_do(launcher, enter):
+    enter()
+    with pytest.raises(ValueError, match="virtual_replicas=4 was given for 3 replicas"):
+        distloop.Trainer(problems.classifier(), problems.on(1, virtual_replicas=4), strategy=problems.mirrored(3))
+    launcher.read()
+    assert launcher.sizes == ()  # none with three devices each
+
+
+def test_numbers_of_workers_that_divide_the_virtual_replicas_are_told(launcher, enter, monkeypatch):
+    enter()
+    monkeypatch.setattr(elasticity.workers, "num_local_replicas", lambda strategy: 1)  # as on three workers
+    with pytest.raises(ValueError, match="virtual_replicas=4 was given for 3 replicas"):
+        distloop.Trainer(problems.classifier(), problems.on(1, virtual_replicas=4), strategy=problems.mirrored(3))
+    launcher.read()
+    assert launcher.sizes == (1, 2, 4)

@@ -52,12 +52,12 @@ def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
         traced(fn, ENTRIES)
         for fn in (lambda batch: tf.reduce_sum(batch["image"]), lambda batch: batch["meta"]["age"] + 1.0)
     )
-    report([images, ages], "ignore", is_shown=True)
+    report([images, ages], "name", is_shown=True)
     assert (
         capsys.readouterr().out
         == "distloop: entries of each batch that no loss_fn reads: meta/id (loaded all the same)\n"
     )
-    report([images, ages], "ignore", is_shown=False)
+    report([images, ages], "name", is_shown=False)
     assert capsys.readouterr() == ("", "")
     report([images], "warn", is_shown=True)
     assert "warning: No loss_fn reads these entries of a batch, which are loaded" in capsys.readouterr().err
@@ -65,7 +65,7 @@ def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
 
 
 def test_of_many_entries_the_first_are_named(capsys):
-    report([traced(lambda batch: None, {f"x{i}": tf.TensorSpec([2]) for i in range(9)})], "ignore", is_shown=True)
+    report([traced(lambda batch: None, {f"x{i}": tf.TensorSpec([2]) for i in range(9)})], "name", is_shown=True)
     assert capsys.readouterr().out.endswith("x0, x1, x2, x3, x4, x5, x6, x7, 1 more (loaded all the same)\n")
 
 
