@@ -14,7 +14,7 @@ import tensorflow as tf
 import distloop
 from distloop.training import overview
 from tests import forked
-from tests.problems import assert_equal, classification, classifier, everything, on, weights
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, weights
 
 
 def batches(size=16, rows=67, **arguments):
@@ -177,7 +177,7 @@ def test_the_time_of_steps_is_told_in_percentiles():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slow_replica", "least", "most"), [(None, 0.0, 0.7), (1, 0.8, 1.0)])
+@pytest.mark.parametrize(("slow_replica", "least", "most"), mostly_wide([(None, 0.0, 0.7), (1, 0.8, 1.0)]))
 def test_a_slow_replica_is_told(slow_replica, least, most):
     def model_fn():
         spec = classifier()()
@@ -208,8 +208,8 @@ def steps_of_norms(*norms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("precision", mostly_wide(["float32", "mixed_float16"]))
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_clipped_share_is_the_share_of_applied_steps_that_were_clipped_since_the_last_log(replicas, precision):
     model_fn, data = steps_of_norms(1.0, 3.0, 2.0, np.nan, 5.0, 0.5, 1.0, -1.0, 2.0, 3.0, np.inf, 4.0)
     settings = dict(clip_norm=2.0, log_every=3, steps_per_loop=2, on_nonfinite="skip", precision=precision)
@@ -230,6 +230,7 @@ def test_nothing_is_clipped_without_a_norm():
     assert float(trainer.model["weight"].numpy()) == -301.0
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_several_updates_report_a_clipped_share_each():
     def model_fn():
@@ -302,6 +303,7 @@ def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_several_trainers_work_side_by_side():
     alone = distloop.Trainer(classifier(), on(2))
@@ -389,6 +391,7 @@ def test_trainable_picks_what_trains_by_path():
     assert changed == {path for path in before if "logits" in path}
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread(tmp_path):
     program = """
@@ -509,6 +512,7 @@ def test_an_epoch_may_take_some_batches_only():
     assert trainer.step == 6
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_same_batches_again_and_again_are_learned_by_heart():
     model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(0.05))

@@ -62,6 +62,7 @@ def test_data_that_is_no_dataset_is_refused():
         distloop.ActivationHistograms(1)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_with_them_ends_bit_for_bit_as_one_without(tmp_path):
     model_fn = problems.classifier(dropout=0.2, batch_norm="local")

@@ -65,6 +65,7 @@ def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_
     assert "goodput" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_goes_back_to_a_checkpoint_accounts_for_each_second_once(tmp_path):
     data = classification(48)

@@ -12,6 +12,7 @@ from distloop.actions import histograms
 from distloop.actions.histograms import WeightHistograms
 from distloop.optimizers import gradients
 from tests import problems
+from tests.problems import mostly_wide
 
 pytestmark = pytest.mark.slow
 
@@ -41,11 +42,19 @@ def train(workdir, model_fn, replicas=2, steps=9, actions=(), **settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"clip_norm": 0.1, "average_decay": 0.9, "precision": "mixed_float16", "on_nonfinite": "skip", "replicas": 1},
-        {"microbatches": 2},
-        {"jit_compile": True, "replicas": 1},
-    ],
+    mostly_wide(
+        [
+            {
+                "clip_norm": 0.1,
+                "average_decay": 0.9,
+                "precision": "mixed_float16",
+                "on_nonfinite": "skip",
+                "replicas": 1,
+            },
+            {"microbatches": 2},
+            {"jit_compile": True, "replicas": 1},
+        ]
+    ),
     ids=str,
 )
 def test_histograms_change_no_bit_of_a_run(settings, tmp_path):

@@ -37,6 +37,7 @@ class Seen(keras.callbacks.Callback):
         self.calls.append("end")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_callback_is_called_at_the_end_of_an_epoch():
     seen = Seen()
@@ -82,6 +83,7 @@ def test_a_callbacks_counters_resume_with_the_run(tmp_path):
     assert seen.calls[0] == "begin" and seen.epochs_seen == 4
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_callbacks_counters_go_back_with_the_run(tmp_path):
     trainer, seen = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), checkpoint_every=4)), Seen()
@@ -166,6 +168,7 @@ def test_lists_dicts_and_numbers_of_numpy_are_attributes_that_go_on():
     assert kept["losses"] == [3.0, 2.0] and first.losses == [3.0, 2.0, 1.0]  # the state is a copy
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_plateau_reduces_the_rate_after_a_stop_as_without_one(tmp_path):
     def measure(report):

@@ -25,6 +25,7 @@ def untrained():
     return trainer
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_exports_work_without_distloop_and_with_tensorflows_own_command(tmp_path):
     trainer = make_trainer(replicas=2, average_decay=0.5)

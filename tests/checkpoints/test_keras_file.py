@@ -20,7 +20,7 @@ from tests.exports import (
     make_image_trainer,
     make_trainer,
 )
-from tests.problems import assert_equal, classification, classifier, everything, local_values, on, weights
+from tests.problems import assert_equal, classification, classifier, everything, local_values, mostly_wide, on, weights
 
 pytestmark = pytest.mark.slow
 
@@ -151,10 +151,10 @@ def test_a_keras_file_that_answers_otherwise_never_takes_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["model.keras"]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 @pytest.mark.parametrize(
     "make_model",
-    [Registered, lambda: keras.Sequential([keras.layers.Dense(4), keras.layers.Dropout(0.5)])],
+    mostly_wide([Registered, lambda: keras.Sequential([keras.layers.Dense(4), keras.layers.Dropout(0.5)])]),
     ids=["class", "no input shape"],
 )
 def test_a_keras_file_of_a_model_that_the_data_built(make_model, replicas, tmp_path):
@@ -228,7 +228,7 @@ def test_a_keras_file_leaves_pythons_random_numbers_alone(tmp_path):
     assert random.getstate() == before
 
 
-@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"]))
 def test_a_keras_file_keeps_the_precision(precision, tmp_path):
     trainer = make_trainer(precision=precision, replicas=2)
     trainer.fit(dataset(), steps=2)
@@ -243,8 +243,8 @@ def unregistered_loss(y_true, y_pred):
     return keras.losses.mean_squared_error(y_true, y_pred)
 
 
-@pytest.mark.parametrize("is_function", [False, True])
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("is_function", mostly_wide([False, True]))
+@pytest.mark.parametrize("precision", mostly_wide(["float32", "mixed_float16"]))
 def test_a_keras_file_of_a_compiled_model_is_not_compiled(is_function, precision, tmp_path):
     def compiled():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(2)])
@@ -265,7 +265,7 @@ def test_a_keras_file_of_a_compiled_model_is_not_compiled(is_function, precision
     assert trainer.step == 4
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_a_run_starts_from_a_keras_file(replicas, tmp_path, capsys):
     data = distloop.make_dataset(classification(16), 8)
     first = distloop.Trainer(classifier(), on(replicas, average_decay=0.5))

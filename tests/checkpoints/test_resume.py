@@ -14,7 +14,7 @@ from distloop.checkpoints import store
 from distloop.monitoring import run_lock
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.run_starts import read_starts
-from tests.problems import assert_equal, classification, classifier, everything, on, weights
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, weights
 
 EVERYTHING = {"dropout": 0.5, "batch_norm": "local", "metrics": True}  # statistics, seeds and metrics
 
@@ -264,7 +264,7 @@ def test_one_process_at_a_time_writes_to_a_workdir(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("looks_by", ["fit", "restore"])
+@pytest.mark.parametrize("looks_by", mostly_wide(["fit", "restore"]))
 def test_a_run_that_another_process_has_trained_on_meanwhile_is_refused_and_its_work_stays(looks_by, tmp_path):
     first, second = make_trainer(tmp_path), make_trainer(tmp_path)
     first.fit(data(), steps=4)
@@ -284,6 +284,7 @@ def test_a_run_that_another_process_has_trained_on_meanwhile_is_refused_and_its_
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["20", "24", "4"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_earlier_step_leaves_the_later_ones_before_it_cuts_their_rows(tmp_path):
     def train(steps, restored=None, **settings):
@@ -313,6 +314,7 @@ def test_a_run_that_goes_on_from_an_earlier_step_leaves_the_later_ones_before_it
     assert_equal(again, train(10))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
     def generated():
@@ -333,6 +335,7 @@ def test_a_dataset_that_python_makes_goes_on_by_its_count(tmp_path):
     assert_equal(everything(resumed), everything(expected))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_distributed_dataset_goes_on_where_it_was(tmp_path):
     def run(workdir, steps):
@@ -366,6 +369,7 @@ def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monk
     assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_best_are_kept_beside_the_newest(tmp_path):
     best = [4, 6]
@@ -540,8 +544,8 @@ def of_tf_data(rows, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_data", [numbered, of_tf_data])
-@pytest.mark.parametrize("last_step", [4, 5])
+@pytest.mark.parametrize("make_data", mostly_wide([numbered, of_tf_data]))
+@pytest.mark.parametrize("last_step", mostly_wide([4, 5]))
 def test_a_program_that_died_before_its_second_fit_saved_begins_the_second_data(make_data, last_step, tmp_path):
     def program(workdir, *, dies=False):
         trainer = make_trainer(workdir, steps_per_log=2)
@@ -559,6 +563,7 @@ def test_a_program_that_died_before_its_second_fit_saved_begins_the_second_data(
     assert numbers_of_resumed.history["examples_seen"] == numbers.history["examples_seen"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_second_of_two_fits_begins_its_data_after_the_first_has_shown_its_best(tmp_path):
     def program(workdir, restore):

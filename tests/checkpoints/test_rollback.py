@@ -12,7 +12,7 @@ import tensorflow as tf
 import distloop
 from distloop.checkpoints.rollback import Rollback
 from distloop.monitoring.records import OF_THE_MACHINE
-from tests.problems import assert_equal, classification, classifier, everything, on
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
 
 
 def test_the_batch_that_failed_is_left_out_with_those_before():
@@ -111,6 +111,7 @@ def run_without(tmp_path_factory):
     return run
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_back_to_its_start(tmp_path):
     def program(workdir, second):
@@ -122,6 +123,7 @@ def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_ba
     assert [found["checkpoint"] for found in incidents(tmp_path / "bad")] == [12]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_goes_back_to_its_start_has_each_row_once_in_its_file(tmp_path, capsys):
     def make(poison, killed_at=0):
@@ -143,6 +145,7 @@ def test_a_run_that_goes_back_to_its_start_has_each_row_once_in_its_file(tmp_pat
     assert not (tmp_path / "metrics.jsonl.1").exists() and "starting over" not in capsys.readouterr().out
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_whose_batches_became_smaller_leaves_out_the_batch_that_failed(tmp_path):
     rows = classification(160)
@@ -156,7 +159,9 @@ def test_a_run_whose_batches_became_smaller_leaves_out_the_batch_that_failed(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "kind", "precision"),
-    [(2, "nan", "mixed_float16"), (1, "row", "float32"), (2, "inf", "float32"), (1, "jump", "mixed_float16")],
+    mostly_wide(
+        [(2, "nan", "mixed_float16"), (1, "row", "float32"), (2, "inf", "float32"), (1, "jump", "mixed_float16")]
+    ),
 )
 def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind, precision, tmp_path, run_without):
     without, expected, metrics = run_without(replicas, precision)

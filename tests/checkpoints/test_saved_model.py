@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from tests.exports import ROWS, dataset, images, make_image_trainer, make_trainer, serve, signatures_of
-from tests.problems import assert_equal, everything, on
+from tests.problems import assert_equal, everything, mostly_wide, on
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +78,7 @@ def test_an_export_converts_to_tflite(exported):
     np.testing.assert_allclose(runner(x=rows)["output"], predictions, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_ragged_and_nested_entries_are_served(tmp_path):
     words = tf.ragged.constant([[1.0], [2.0, 2.0], [], [4.0]])
     rows = {"x": ROWS["x"][:4], "words": words, "more": {"z": ROWS["more"]["z"][:4]}}
@@ -93,7 +94,7 @@ def test_ragged_and_nested_entries_are_served(tmp_path):
     np.testing.assert_allclose(serve(tmp_path / "model", **parts)["output"], predictions, rtol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"]))
 def test_half_precision_outputs_stay_as_they_are_on_request(precision, tmp_path):
     trainer = make_trainer(precision=precision)
     half = trainer.predict(dataset(), keep_dtypes=True)
@@ -113,7 +114,7 @@ def test_an_export_before_any_data_is_refused(tmp_path):
         make_trainer().export(tmp_path / "model")
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_a_function_that_draws_is_exported_and_moves_no_random_stream(replicas, tmp_path):
     trainer = make_trainer(lambda model, batch: model(batch["x"], training=True), replicas=replicas)  # dropout
     trainer.fit(dataset(), steps=1)
@@ -126,7 +127,7 @@ def test_a_function_that_draws_is_exported_and_moves_no_random_stream(replicas, 
 # Several predict functions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_averages(replicas, tmp_path):
     trainer = make_trainer_of(make_pair, replicas, average_decay=0.9)
     trainer.fit(dataset(), steps=5)
@@ -148,6 +149,7 @@ def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_a
         np.testing.assert_allclose(outputs[name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_without_a_signature_the_first_function_predicts(pair):
     first = pair.predict(dataset(), signature="classify")
     for settings in ({}, {"signature": None}, {"signature": "serving_default"}):
@@ -212,7 +214,7 @@ def save_with(monkeypatch, bias):
     monkeypatch.setattr(tf.saved_model, "save", save_another)
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", mostly_wide([0, 1]))
 def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_path, monkeypatch):
     names = ["embed"]
     names.insert(place, "classify")
@@ -227,6 +229,7 @@ def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_pa
     trainer.export(tmp_path / "model")
 
 
+@pytest.mark.wide
 def test_a_net_that_takes_no_image_of_one_pixel_is_exported_and_compared(tmp_path, monkeypatch):
     signature = {"image": tf.TensorSpec([None, None, None, 1])}
     data = tf.data.Dataset.from_generator(lambda: iter([{"image": images(20)}]), output_signature=signature)

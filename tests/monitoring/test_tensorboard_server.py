@@ -20,6 +20,7 @@ from PIL import Image
 import distloop
 from tests import forked
 from tests.event_files import train_with_media
+from tests.problems import mostly_wide
 
 
 @contextlib.contextmanager
@@ -74,7 +75,7 @@ def site(sweep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("is_fast", mostly_wide([False, True]))
 def test_tensorboard_shows_every_kind(sweep, site, is_fast):
     if is_fast:
         pytest.importorskip("tensorboard_data_server")
@@ -128,6 +129,7 @@ def test_the_hparams_page_lists_the_runs_of_a_sweep(sweep, site):
     assert value["value"] == pytest.approx(last["test/loss"], rel=1e-6) and value["trainingStep"] == 4
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path):
     is_fast = importlib.util.find_spec("tensorboard_data_server") is not None

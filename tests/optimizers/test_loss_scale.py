@@ -21,6 +21,7 @@ from tests.problems import (
     classifier,
     everything,
     local_values,
+    mostly_wide,
     on,
     refused,
 )
@@ -105,7 +106,7 @@ def test_a_trainer_leaves_no_policy_behind(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_class", [None, Lazy], ids=["built", "lazy"])
+@pytest.mark.parametrize("model_class", mostly_wide([None, Lazy]), ids=["built", "lazy"])
 @EACH_HALF
 def test_layers_compute_in_half_precision_and_weights_and_slots_stay_float32(name, model_class):
     trainer, dtypes = make_trainer(name, 2, model_class)
@@ -247,6 +248,7 @@ def test_several_updates_report_a_loss_scale_each():
     assert "loss_scale" not in found
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_trainers_of_different_precisions_keep_their_own_side_by_side():
     data = distloop.make_dataset(classification(40), 16)
@@ -691,6 +693,7 @@ def test_what_is_no_plain_optimizer_is_refused(inner):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_example_of_its_docstring_runs():
     strategy = strategies.make_strategy(on(2))
