@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from tests.problems import assert_close, classification, on, refused, weights
+from tests.problems import assert_close, classification, mostly_wide, on, refused, weights
 
 KERNEL, BIAS = "net/logits/kernel", "net/logits/bias"
 
@@ -99,7 +99,7 @@ def test_gradient_fn_sees_gradients_reduced_divided_and_clipped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("update", mostly_wide([False, True]))
 def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(update):
     steps = {}
     for rates in (None, {"logits/k": 0.25, "logits": 0.5}):
@@ -113,7 +113,7 @@ def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(upda
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [None, 0.1])
+@pytest.mark.parametrize("own", mostly_wide([None, 0.1]))
 def test_muon_decays_each_variable_by_the_weight_decay_of_its_rule(own):
     def nothing(gradients):
         return {path: tf.zeros_like(g) for path, g in gradients.items()}
@@ -149,7 +149,7 @@ def test_what_model_fn_excludes_from_weight_decay_stays_excluded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(replicas):
     def nothing(gradients):
         return {path: tf.zeros_like(g) for path, g in gradients.items()}

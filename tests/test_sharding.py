@@ -15,6 +15,7 @@ from tests.problems import (
     classification,
     classifier,
     local_values,
+    mostly_wide,
     on,
     optimize_graphs,
     refused,
@@ -131,7 +132,7 @@ def large():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", mostly_wide([2, 3, 4]))
 def test_devices_hold_alike(replicas):
     trainer = distloop.Trainer(large, on(replicas, shard_optimizer=True, average_decay=0.9))
     sizes = {device: size - (8 + 4) for device, size in shared(trainer).items()}  # the count of steps, and the rate
@@ -155,6 +156,7 @@ def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_b
     assert_equal(found, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_values_of_a_whole_run_are_taken_apart_and_put_together():
     settings = [on(2, shard_optimizer=is_sharded, average_decay=0.9) for is_sharded in (False, True)]
@@ -172,6 +174,7 @@ def test_values_of_a_whole_run_are_taken_apart_and_put_together():
 # bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut():
     def model_fn():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import classification, on
+from tests.problems import classification, mostly_wide, on
 
 
 def net(units=4, name="net"):
@@ -43,7 +43,7 @@ def assert_same(variables, expected):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="newer than this Keras")
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", mostly_wide([False, True]))
 def test_slots_that_begin_as_the_weights_begin_as_the_new_ones(is_sharded, tmp_path):
     def model_fn():
         model = net()
@@ -73,7 +73,7 @@ def run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "replicas"), [("workdir", 2), ("checkpoint", 1), ("keras", 2), ("h5", 1), ("tensorflow", 2)]
+    ("kind", "replicas"), mostly_wide([("workdir", 2), ("checkpoint", 1), ("keras", 2), ("h5", 1), ("tensorflow", 2)])
 )
 def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsys):
     workdir, model = run

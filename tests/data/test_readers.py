@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from distloop.data.source import Source
 from distloop.training.run_length import batches_per_epoch
-from tests.problems import refused
+from tests.problems import mostly_wide, refused
 from tests.python_batches import ONE, Loader, Numbers, Stateful, batch, endless, failure, taken, three
 
 
@@ -38,8 +38,8 @@ def test_sources_of_one_generator_lose_no_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [endless, lambda: three, Stateful, Loader, Numbers])
-@pytest.mark.parametrize("num_batches", [1, 7])
+@pytest.mark.parametrize("make", mostly_wide([endless, lambda: three, Stateful, Loader, Numbers]))
+@pytest.mark.parametrize("num_batches", mostly_wide([1, 7]))
 def test_a_run_resumes_at_its_place(make, num_batches):
     going_on, again = resumed(make, num_batches)
     assert going_on == again

@@ -9,7 +9,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.source import Source
 from distloop.distributed import strategies
-from tests.problems import batch_taker, mirrored, numbers, sizes_1_to_9
+from tests.problems import batch_taker, mirrored, mostly_wide, numbers, sizes_1_to_9
 
 
 def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
@@ -96,8 +96,8 @@ def shards_of(source, strategy, microbatches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", mostly_wide([1, 2, 3]))
+@pytest.mark.parametrize("count", mostly_wide([1, 2, 3, 4]))
 def test_shards_make_up_the_batch_in_order_and_each_row_counts_once(count, microbatches):
     strategy = mirrored(count)
     read = shards_of(Source(sizes_1_to_9(), strategy, microbatches=microbatches), strategy, microbatches)
@@ -147,7 +147,7 @@ def test_shards_of_a_split_batch_are_the_replicas_parts(microbatches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", mostly_wide([1, 2, 5]))
 def test_nested_batches_with_ragged_and_string_entries_are_sharded(batch_size):
     strategy = mirrored(3)
     words = tf.ragged.constant([[1], [2, 2], [], [4, 4, 4], [5], [6, 6]])

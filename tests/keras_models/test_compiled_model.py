@@ -17,7 +17,7 @@ from tests.compiled_models import (
     copy_of,
     net,
 )
-from tests.problems import on
+from tests.problems import mostly_wide, on
 
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
@@ -59,7 +59,7 @@ def raise_at(step):
     return fail
 
 
-@pytest.mark.parametrize("settings", [{}, {"shard_optimizer": True}, {"fails": True}])
+@pytest.mark.parametrize("settings", mostly_wide([{}, {"shard_optimizer": True}, {"fails": True}]))
 def test_keras_goes_on_from_a_fit_and_from_a_file_saved_after_it(settings, tmp_path):
     settings = dict(settings)
     actions = [raise_at(8)] if settings.pop("fails", False) else []
@@ -146,7 +146,7 @@ def test_the_lines_after_fit_agree_with_the_trainer(tmp_path):
     assert trainer.model.optimizer is trainer.optimizer
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", mostly_wide([KeyboardInterrupt, SystemExit]))
 def test_the_original_model_has_the_weights_after_an_interruption_too(kind):
     def interrupt(report):
         raise kind
@@ -164,7 +164,7 @@ def test_the_original_model_has_the_weights_after_an_interruption_too(kind):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)],
+    mostly_wide([lambda: keras.optimizers.Adam(0.01), lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)]),
     ids=["adam", "momentum"],
 )
 def test_training_goes_on_where_keras_stopped_slots_included(optimizer, replicas=2):

@@ -18,7 +18,7 @@ from tests.compiled_models import (
     measured,
     values_of,
 )
-from tests.problems import on
+from tests.problems import mostly_wide, on
 
 # Outputs by name.
 
@@ -53,23 +53,25 @@ BY_NAME = {"cls": LABEL, "box": Y}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_model", [functional, Subclassed])
+@pytest.mark.parametrize("make_model", mostly_wide([functional, Subclassed]))
 @pytest.mark.parametrize(
     ("kind", "settings", "target"),
-    [
-        (
-            "dict",
-            {"loss": {"cls": SPARSE, "box": "mse"}, "metrics": {"cls": [TopK, "accuracy"], "box": "mae"}},
-            BY_NAME,
-        ),
-        # Lists match the sorted keys.
-        ("dict", {"loss": ["mse", SPARSE], "loss_weights": [2.0, 0.5]}, (Y, LABEL)),
-        ("dict", {"loss": {"cls": SPARSE}}, BY_NAME),
-        ("dict", {"loss": "mse"}, {"cls": ONE_HOT, "box": Y}),
-        ("list", {"loss": [SPARSE, None]}, (LABEL, Y)),
-        ("one", {"loss": {"cls": SPARSE}, "metrics": {"cls": ["accuracy", TopK]}}, {"cls": LABEL}),
-        ("one", {"loss": SPARSE, "metrics": ["accuracy"]}, LABEL),
-    ],
+    mostly_wide(
+        [
+            (
+                "dict",
+                {"loss": {"cls": SPARSE, "box": "mse"}, "metrics": {"cls": [TopK, "accuracy"], "box": "mae"}},
+                BY_NAME,
+            ),
+            # Lists match the sorted keys.
+            ("dict", {"loss": ["mse", SPARSE], "loss_weights": [2.0, 0.5]}, (Y, LABEL)),
+            ("dict", {"loss": {"cls": SPARSE}}, BY_NAME),
+            ("dict", {"loss": "mse"}, {"cls": ONE_HOT, "box": Y}),
+            ("list", {"loss": [SPARSE, None]}, (LABEL, Y)),
+            ("one", {"loss": {"cls": SPARSE}, "metrics": {"cls": ["accuracy", TopK]}}, {"cls": LABEL}),
+            ("one", {"loss": SPARSE, "metrics": ["accuracy"]}, LABEL),
+        ]
+    ),
     ids=["by name", "lists", "partial", "one loss", "no loss", "one by name", "one"],
 )
 def test_outputs_losses_and_metrics_match_as_in_keras(make_model, kind, settings, target):
@@ -100,7 +102,7 @@ LOSSES = {"a": "mse", "b": "sparse_categorical_crossentropy"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "replicas"), [(dict, 1), (dict, 2), (list, 2)])
+@pytest.mark.parametrize(("kind", "replicas"), mostly_wide([(dict, 1), (dict, 2), (list, 2)]))
 def test_several_outputs_train_as_fit_does(kind, replicas):
     given = {"loss": LOSSES, "loss_weights": {"a": 0.5, "b": 2.0}, "metrics": {"a": ["mae"], "b": ["accuracy"]}}
     target = {"a": Y, "b": LABEL}

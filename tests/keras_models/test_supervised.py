@@ -24,7 +24,7 @@ from tests.compiled_models import (
     net,
     values_of,
 )
-from tests.problems import on
+from tests.problems import mostly_wide, on
 
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
@@ -36,11 +36,13 @@ RNG = np.random.default_rng(1)
 
 @pytest.mark.parametrize(
     ("loss", "outputs", "activation", "target"),
-    [
-        ("mse", 2, None, Y),
-        ("binary_crossentropy", 1, "sigmoid", BINARY),
-        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), 3, None, LABEL),
-    ],
+    mostly_wide(
+        [
+            ("mse", 2, None, Y),
+            ("binary_crossentropy", 1, "sigmoid", BINARY),
+            (keras.losses.SparseCategoricalCrossentropy(from_logits=True), 3, None, LABEL),
+        ]
+    ),
     ids=["name", "binary", "object"],
 )
 def test_from_keras_trains_as_fit_does(loss, outputs, activation, target, replicas=2):
@@ -50,7 +52,7 @@ def test_from_keras_trains_as_fit_does(loss, outputs, activation, target, replic
 
 @pytest.mark.parametrize(
     ("loss", "target"),
-    [(keras.losses.CategoricalCrossentropy(label_smoothing=0.1), ONE_HOT), (keras.losses.huber, ONE_HOT)],
+    mostly_wide([(keras.losses.CategoricalCrossentropy(label_smoothing=0.1), ONE_HOT), (keras.losses.huber, ONE_HOT)]),
     ids=["settings", "function"],
 )
 def test_other_ways_to_give_a_loss_train_as_fit_does(loss, target):
@@ -109,13 +111,15 @@ def test_predict_takes_batches_of_inputs_alone():
 
 @pytest.mark.parametrize(
     ("outputs", "activation", "target", "loss"),
-    [
-        (1, "sigmoid", BINARY, "binary_crossentropy"),
-        (1, "sigmoid", BINARY[:, None], "binary_crossentropy"),
-        (3, "softmax", LABEL, "sparse_categorical_crossentropy"),
-        (3, "softmax", LABEL[:, None], "sparse_categorical_crossentropy"),
-        (3, "softmax", ONE_HOT, "categorical_crossentropy"),
-    ],
+    mostly_wide(
+        [
+            (1, "sigmoid", BINARY, "binary_crossentropy"),
+            (1, "sigmoid", BINARY[:, None], "binary_crossentropy"),
+            (3, "softmax", LABEL, "sparse_categorical_crossentropy"),
+            (3, "softmax", LABEL[:, None], "sparse_categorical_crossentropy"),
+            (3, "softmax", ONE_HOT, "categorical_crossentropy"),
+        ]
+    ),
     ids=["binary", "binary-column", "sparse", "sparse-column", "categorical"],
 )
 def test_accuracy_means_what_it_means_in_keras(outputs, activation, target, loss, replicas=1):
@@ -135,10 +139,10 @@ def test_acc_is_accuracy():
 
 @pytest.mark.parametrize(
     ("outputs", "activation", "target"),
-    [(1, "sigmoid", BINARY[:, None]), (3, "softmax", LABEL), (3, "softmax", ONE_HOT)],
+    mostly_wide([(1, "sigmoid", BINARY[:, None]), (3, "softmax", LABEL), (3, "softmax", ONE_HOT)]),
     ids=["binary", "sparse", "categorical"],
 )
-@pytest.mark.parametrize("name", ["crossentropy", "ce"])
+@pytest.mark.parametrize("name", mostly_wide(["crossentropy", "ce"]))
 def test_crossentropy_means_what_it_means_in_keras(outputs, activation, target, name):
     found, expected = evaluated(compiled(net(outputs, activation), name), batches(X, target, batch_size=7))
     assert found == pytest.approx(expected, rel=1e-5)
@@ -297,7 +301,7 @@ class Adds(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("has_targets", mostly_wide([False, True]))
 def test_a_model_trains_by_add_loss_alone(has_targets):
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(2), Adds()]), None)
     twin = copy_of(model)
@@ -340,7 +344,7 @@ def error_of(y_true, y_pred):
     return tf.reduce_mean(tf.square(y_true - y_pred), -1)
 
 
-@pytest.mark.parametrize("loss", ["binary_crossentropy", error_of], ids=["name", "function"])
+@pytest.mark.parametrize("loss", mostly_wide(["binary_crossentropy", error_of]), ids=["name", "function"])
 def test_labels_without_a_last_axis_fit_outputs_with_one(loss, replicas=2):
     model = compiled(net(1, "sigmoid"), loss)
     column = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(batches(X, BINARY[:, None]))
@@ -376,7 +380,7 @@ def test_a_loss_that_sums_is_refused():
         fit(keras.losses.MeanSquaredError(reduction="sum", name="total"))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum_over_batch_size"])
+@pytest.mark.parametrize("reduction", mostly_wide(["none", "mean", "sum_over_batch_size"]))
 def test_other_reductions_all_mean_the_mean(reduction):
     model = compiled(net(), keras.losses.MeanSquaredError(reduction=reduction))
     found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(X, Y, batch_size=7))

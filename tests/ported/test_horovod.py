@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.ported.scripts import assert_equal_losses, run, run_port, section
+from tests.problems import mostly_wide
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +87,7 @@ def eager_functions():
     tf.config.run_functions_eagerly(False)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", mostly_wide([1, 2]))
 def test_each_step_has_the_mean_loss_of_the_processes(processes, eager_functions):
     printed = Processes(processes).printed()
     steps = STEPS if processes == 1 else STEPS // processes * processes

@@ -20,7 +20,7 @@ import distloop
 from tests import forked
 from tests.problems import everything, local_values, on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wide]
 
 RNG = np.random.default_rng(42)
 X = RNG.normal(size=80).astype(np.float32)

@@ -19,7 +19,7 @@ import distloop
 from tests.event_files import steps_in_tensorboard
 from tests.problems import local_values, on, refused
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wide]
 
 FOUR = [5.0, 6.0, 7.0, 8.0]
 

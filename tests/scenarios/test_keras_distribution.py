@@ -17,7 +17,7 @@ import tensorflow as tf
 import distloop
 from tests.problems import local_values, on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wide]
 
 X = np.arange(100, dtype=np.float32)[:, None]
 
