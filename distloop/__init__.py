@@ -19,7 +19,7 @@ _MODULES = {
     "Action": "actions.action",
     "ActivationHistograms": "actions.activations",
     "Audio": "monitoring.media",
-    "BatchTest": "diagnostics.tuning",
+    "BatchTest": "audit.tuning",
     "Config": "config",
     "CsvWriter": "monitoring.csv_writer",
     "ConfusionMatrix": "monitoring.media",
@@ -33,11 +33,11 @@ _MODULES = {
     "LazySGD": "optimizers.lazy",
     "LossScaleOptimizer": "optimizers.loss_scale",
     "MLflowWriter": "monitoring.trackers",
-    "MemoryEstimate": "diagnostics.memory_estimate",
+    "MemoryEstimate": "audit.memory_estimate",
     "Mixture": "data.mixtures",
     "ModelSpec": "training.spec",
     "PRCurve": "monitoring.media",
-    "RateTest": "diagnostics.tuning",
+    "RateTest": "audit.tuning",
     "Report": "actions.action",
     "Evaluation": "actions.evaluate",
     "SaveBest": "actions.save",
@@ -50,11 +50,11 @@ _MODULES = {
     "WandbWriter": "monitoring.trackers",
     "Writer": "monitoring.writers",
     "WorstExamples": "actions.worst_examples",
-    "autotune_batch": "diagnostics.tuning",
+    "autotune_batch": "audit.tuning",
     "define_flags": "flags",
     "digest": "variables",
-    "estimate_memory": "diagnostics.memory_estimate",
-    "find_learning_rate": "diagnostics.tuning",
+    "estimate_memory": "audit.memory_estimate",
+    "find_learning_rate": "audit.tuning",
     "from_callback": "actions.keras_callback",
     "from_keras": "keras_models.compiled_model",
     "gather_rows": "distributed.gathering",
@@ -97,16 +97,16 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.stop_early import StopEarly as StopEarly
     from distloop.actions.summary import Summary as Summary
     from distloop.actions.worst_examples import WorstExamples as WorstExamples
+    from distloop.audit.memory_estimate import MemoryEstimate as MemoryEstimate
+    from distloop.audit.memory_estimate import estimate_memory as estimate_memory
+    from distloop.audit.tuning import BatchTest as BatchTest
+    from distloop.audit.tuning import RateTest as RateTest
+    from distloop.audit.tuning import autotune_batch as autotune_batch
+    from distloop.audit.tuning import find_learning_rate as find_learning_rate
     from distloop.config import Config as Config
     from distloop.data.make_dataset import make_dataset as make_dataset
     from distloop.data.mixtures import Mixture as Mixture
     from distloop.data.packing import pack as pack
-    from distloop.diagnostics.memory_estimate import MemoryEstimate as MemoryEstimate
-    from distloop.diagnostics.memory_estimate import estimate_memory as estimate_memory
-    from distloop.diagnostics.tuning import BatchTest as BatchTest
-    from distloop.diagnostics.tuning import RateTest as RateTest
-    from distloop.diagnostics.tuning import autotune_batch as autotune_batch
-    from distloop.diagnostics.tuning import find_learning_rate as find_learning_rate
     from distloop.distributed.gathering import gather_rows as gather_rows
     from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare

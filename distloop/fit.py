@@ -57,7 +57,6 @@ from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
 from distloop.training import elasticity, overview, run_length, tables, unread_entries
 from distloop.training.agreement import require_same_run, require_same_trainable
-from distloop.training.held_memory import held_by_device
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -105,7 +104,7 @@ class Fit:
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
-        self._notes: list[Action] = [MemoryUse(workdir, held_by_device), self._goodput] if workdir else []
+        self._notes: list[Action] = [MemoryUse(workdir), self._goodput] if workdir else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])

@@ -17,12 +17,8 @@ from distloop.checkpoints import sidecar
 from distloop.checkpoints.formats import write_export
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.config import Config
-from distloop.data.arrays import as_dataset, with_labels
-from distloop.data.copies import fresh_copy
+from distloop.data.arrays import with_labels
 from distloop.data.source import Data, Passes, Source
-from distloop.diagnostics import dry_run, tryouts
-from distloop.diagnostics.audit import audit
-from distloop.diagnostics.findings import Audit
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
 from distloop.fit import Fit, check_arguments, make_train_loop, make_training_source
@@ -43,6 +39,7 @@ from distloop.training.prediction import Predictor
 from distloop.training.prediction_files import write_outputs
 from distloop.training.spec import ModelSpec, check_model_fn
 from distloop.training.state import TrainState
+from distloop.urls import expand
 
 
 @with_short_tracebacks
@@ -79,7 +76,8 @@ class Trainer:
         strategies.prepare_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
         config = loss_scale.with_policy_of_keras(config)
-        self.config = config = dated_workdir.resolve(dry_run.settings(config, owner=self), self.workers)
+        settings = _tryouts("fast_dev_run").dry_settings(config, owner=self) if config.fast_dev_run else config
+        self.config = config = dated_workdir.resolve(settings, self.workers)
         self._say = speaker(self.workers.is_chief, config.console)
         self.state = _make_state(model_fn, self.strategy, config)
         self._checkpoints = RunCheckpoints(self.state, config)
@@ -152,7 +150,8 @@ class Trainer:
             SystemExit: with code 75 after an interruption; with `audit`, `memory` or `autotune_batch` without training.
         """
         clock, data = Clock(), read_arguments(train, evals, keras_arguments, y)
-        tryouts.run_instead(self, data)
+        if asked := next((name for name in ("audit", "autotune_batch", "memory") if getattr(self.config, name)), ""):
+            _tryouts(asked).run_instead(self, data)
         check_arguments(actions, writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
         length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)
@@ -175,9 +174,10 @@ class Trainer:
             run.resume()
             with run.delivering(), run.interruptible():
                 run.train()
-        result, another_step = run.result(), functools.partial(self._train_loop.train, source, self.step + 1, [])
-        for line in dry_run.check(self, [source.data, *(action.data for action in evaluations)], another_step):
-            self._say(f"fast_dev_run: {line}")
+        result = run.result()
+        if self.config.fast_dev_run:
+            another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
+            _tryouts("fast_dev_run").check_dry_run(self, source.data, evaluations, another_step, self._say)
         return result
 
     @functools.cached_property
@@ -207,27 +207,22 @@ class Trainer:
         with weights_returned(self.state):
             self._checkpoints.restore(path)
 
-    def audit(self, dataset: Data, y: Any = None) -> Audit:
+    def audit(self, dataset: Data, y: Any = None) -> Any:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.
 
-        `distloop.diagnostics.audit` lists the checks. One device is enough. A model that is not built yet is built.
+        `distloop.audit.audit` lists the checks. One device is enough. A model that is not built yet is built.
 
         Args:
             dataset: as for `fit`; its first batches are read.
             y: as for `fit`.
 
         Returns:
-            The findings, each with `what`, `name` and `hint`; `print` shows a line for each kind.
+            An `Audit`: its `findings`, each with `what`, `name` and `hint`; `print` shows a line for each kind.
 
         Raises:
             ValueError: on several workers, if the first batch has less than two rows, or `loss_fn` breaks a rule.
         """
-        if workers.num_workers(self.strategy) > 1:
-            raise ValueError("audit was called on several workers: call it in one process, without TF_CONFIG.")
-        dataset = as_dataset(with_labels(dataset, y), self._passes.batch_size, self.config.seed)
-        source = Source(fresh_copy(dataset), self.strategy)
-        self._build(source)
-        return audit(self.state, dataset, seed=self.config.seed, microbatches=self.config.first_microbatches)
+        return _tryouts("Trainer.audit").audit(self, dataset, y)
 
     def evaluate(self, dataset: Data, y: Any = None) -> dict[str, float]:
         """Evaluates on one pass over a dataset, with the averaged weights if there are any; changes nothing.
@@ -335,7 +330,9 @@ class Trainer:
         Raises:
             ValueError: if something else is at the path, no dataset was seen yet, or the file predicts otherwise.
         """
-        path = dry_run.export_path(path, self.config, self._say)
+        path = expand(path)
+        if self.config.fast_dev_run:
+            path = _tryouts("fast_dev_run").export_path(path, self.config, self._say)
         write_export(self.state, self._predictor, self._element_spec, path, keep_dtypes)
 
     def build(self, dataset: Data, y: Any = None) -> None:
@@ -365,6 +362,11 @@ class Trainer:
         limit = self.config.limit_eval_batches
         source = self._build(self._passes.source(data, may_be_endless=limit > 0))
         return functools.partial(self._eval_loop.evaluate, source, limit)
+
+
+def _tryouts(given: str) -> Any:
+    """Returns the module by which the part `audit` is known; `given` is the setting or the method that needs it."""
+    return import_part("audit.tryouts", given)
 
 
 def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:

@@ -21,10 +21,9 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
-    ["records", "recompute", "pipeline"],  # parts, which can be taken away: tests/test_without_parts.py
+    ["audit", "records", "recompute", "pipeline"],  # parts, which can be taken away: tests/test_without_parts.py
     ["trainer"],
     ["fit"],
-    ["diagnostics"],
     ["checkpoints"],
     ["keras_models"],
     ["training"],

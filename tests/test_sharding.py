@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.actions.memory_use import held_by_device
 from distloop.optimizers import keras_hooks, parts
 from distloop.training import overview
-from distloop.training.held_memory import held_by_device
 from distloop.training.saved_state import SavedState
 from tests.problems import (
     assert_equal,

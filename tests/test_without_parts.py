@@ -15,6 +15,7 @@ PROGRAM = pathlib.Path(without_part.__file__)
 
 # Each part, and what a user does that needs it.
 PARTS = {
+    "audit": lambda: distloop.Trainer(classifier(), on(1, fast_dev_run=True)),
     "launcher": None,  # a command; nothing within a program
     "pipeline": lambda: distloop.split,
     "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),

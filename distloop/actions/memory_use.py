@@ -1,11 +1,100 @@
-"""`MemoryUse`: the action that notes in the workdir what a run's memory holds on each device, and what it took."""
+"""Memory: what variables hold on each device, what a process took, and `MemoryUse`, the action that notes both.
 
-from collections.abc import Callable, Mapping
+    held_by_device(state)      # {"CPU:0": {"weights": 41_000_000, "optimizer slots": 82_000_000}, ...}
+    peaks()                    # {"host_memory_gb": 1.2}
+
+What a step needs besides variables is estimated by the part `audit`.
+"""
+
+import resource
+import sys
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 from distloop.actions.action import Action, Report
-from distloop.log import log
-from distloop.monitoring import memory, memory_file
+from distloop.distributed import devices
+from distloop.monitoring import memory_file
+from distloop.variables import layers_by_path, tensorflow_variable
+
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
+
+
+def held_by_device(state: Any) -> dict[str, dict[str, int]]:
+    """Returns the bytes of this worker's variables by device and by kind; kinds without bytes are left out.
+
+    Args:
+        state: a `TrainState`; its variables are counted where they are placed, whatever the settings say.
+    """
+    tables = {id(tensorflow_variable(v)) for v in embedding_tables(state.model).values()}
+    held: dict[str, dict[str, int]] = {}
+
+    def count(name: str, variables: Any) -> None:
+        for component in (component for v in variables for component in state.replica_variables(v)):
+            of_device = held.setdefault(devices.short_device(component.device), {})
+            of_device[name] = of_device.get(name, 0) + variable_bytes(component)
+
+    count("weights", [v for v in state.model_variables() if id(v) not in tables])
+    count("weights", state.sharding.copies if state.sharding is not None else [])
+    count(memory_file.TABLES, [v for v in state.model_variables() if id(v) in tables])
+    count("optimizer slots", state.slots)
+    count("averages of weights", state.average.stored if state.average is not None else [])
+    return dict(sorted(held.items()))
+
+
+def embedding_tables(model: Any) -> dict[str, Any]:
+    """Returns the tables of a model's embedding layers, by the paths of the layers.
+
+    Args:
+        model: as for `named_variables`.
+    """
+    layers = [(path, v) for path, v in layers_by_path(model).items() if isinstance(v, keras.layers.Embedding)]
+    return {path: layer._embeddings for path, layer in layers if layer.built}  # one may be unused
+
+
+def variable_bytes(variable: Any) -> int:
+    """Returns the bytes of a variable's numbers, or of a tensor's; 0 if its shape is unknown."""
+    return int(variable.shape.num_elements() or 0) * int(tf.as_dtype(variable.dtype).size)
+
+
+def peaks() -> dict[str, float]:
+    """Returns the peak memory since the process began, in GB (10^9 bytes).
+
+    Returns:
+        `host_memory_gb`, the memory of this process on the host. With GPUs or TPUs also `device_memory_gb`, the memory
+        that TensorFlow allocated on the device of this process where it allocated most.
+    """
+    peak = {"host_memory_gb": _host_peak_bytes() / 1e9}
+    accelerators = [device.name for device in tf.config.list_logical_devices() if device.device_type != "CPU"]
+    if accelerators:  # CPUs use the host's memory
+        peak["device_memory_gb"] = max(device_peak_gb(devices.short_device(name)) for name in accelerators)
+    return peak
+
+
+def _host_peak_bytes() -> int:
+    """Returns the peak memory of this program; `getrusage` may return that of the parent process, if it was higher."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):  # not on Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
+
+
+def device_peak_gb(device: str) -> float:
+    """Returns the peak memory of a GPU or TPU, such as `GPU:0`, since the process began, in GB (10^9 bytes)."""
+    return float(tf.config.experimental.get_memory_info(device)["peak"]) / 1e9
+
+
+def describe_use(device: str) -> str:
+    """Returns the memory in use on a GPU or TPU for a sentence: ` (70.1 GB in use, 78.9 at most)`; empty for others."""
+    if "CPU:" in device:  # they keep no account, or one of zeros
+        return ""
+    try:
+        info = tf.config.experimental.get_memory_info(device)
+    except (ValueError, tf.errors.OpError):
+        return ""
+    return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
 
 
 class MemoryUse(Action):
@@ -19,15 +108,9 @@ class MemoryUse(Action):
     phase = "logging"
     chief_only = True
 
-    def __init__(self, workdir: str, hold: Callable[[Any], Mapping[str, Mapping[str, int]]]):
-        """Stores what to measure.
-
-        Args:
-            workdir: of the run.
-            hold: of a `TrainState`, returns the bytes of variables by device, as in `CPU:0`, and by what they are.
-        """
+    def __init__(self, workdir: str):
+        """Stores the workdir of the run."""
         self._workdir = workdir
-        self._hold = hold
         self._gb_before = 0.0
 
     def __call__(self, report: Report) -> None:
@@ -35,34 +118,27 @@ class MemoryUse(Action):
 
     def on_start(self, report: Report) -> None:
         """Writes what is held."""
-        self._gb_before = memory.peaks()["host_memory_gb"]
-        self._write(self._held(report), {})
+        self._gb_before = peaks()["host_memory_gb"]
+        self._write(report, has_ended=False)
 
     def on_end(self, report: Report) -> None:
         """Writes what is held and was taken: the peak of each GPU, or on CPUs how much the process has grown."""
-        held = self._held(report)
-        taken = {device: self._gb_taken(device) for device in memory_file.measured(held)}
-        self._write(held, {device: int(1e9 * gigabytes) for device, gigabytes in taken.items()})
+        self._write(report, has_ended=True)
+
+    def _write(self, report: Report, has_ended: bool) -> None:
+        """Writes the bytes that are held, estimated ones included, and the most that calls of `fit` took."""
+        held = held_by_device(report.state)
+        earlier = memory_file.read(self._workdir) or memory_file.Memory({}, {})
+        for device, parts in held.items():
+            known = earlier.devices.get(device, {})
+            parts |= {part: known[part] for part in memory_file.ESTIMATED if part in known}
+        taken = memory_file.taken_on(earlier, held)
+        if has_ended:
+            for device in memory_file.measured(held):
+                taken[device] = max(int(1e9 * self._gb_taken(device)), taken.get(device, 0))
+        memory_file.write(self._workdir, memory_file.Memory(held, taken))
 
     def _gb_taken(self, device: str) -> float:
         if device == memory_file.HOST:
-            return memory.peaks()["host_memory_gb"] - self._gb_before
-        return memory.device_peak_gb(device)
-
-    def _held(self, report: Report) -> dict[str, dict[str, int]]:
-        """Returns the bytes by device and part, estimated ones included."""
-        earlier = memory_file.read(self._workdir)
-        held = {}
-        for device, parts in self._hold(report.state).items():
-            known = earlier.devices.get(device, {}) if earlier is not None else {}
-            held[device] = {**parts, **{part: known[part] for part in memory_file.ESTIMATED if part in known}}
-        return held
-
-    def _write(self, held: dict[str, dict[str, int]], taken: dict[str, int]) -> None:
-        """Writes what is held and was taken, unless an earlier call of `fit` took more."""
-        most = memory_file.taken_before(self._workdir, held)
-        most |= {device: max(count, most.get(device, 0)) for device, count in taken.items()}
-        try:
-            memory_file.write(self._workdir, memory_file.Memory(held, most))
-        except OSError as error:
-            log.warning("The report will lack the memory of this run: %s.", error.strerror or error)
+            return peaks()["host_memory_gb"] - self._gb_before
+        return device_peak_gb(device)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from distloop.actions import memory_use
 from distloop.actions.action import Action, Report
-from distloop.monitoring import device_usage, memory
+from distloop.monitoring import device_usage
 from distloop.monitoring.profiler import Profile
 
 
@@ -34,7 +35,7 @@ class PipelineUsage(Action):
         metrics = {}
         for stage, device in enumerate(self._devices):
             if not device.startswith("CPU"):
-                metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
+                metrics[f"stage_{stage}/device_memory_gb"] = memory_use.device_peak_gb(device)
             if device in usage:
                 metrics[f"stage_{stage}/device_busy_share"] = usage[device].busy_share
         return metrics

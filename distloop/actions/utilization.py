@@ -2,8 +2,8 @@
 
 import math
 
+from distloop.actions import memory_use
 from distloop.actions.action import Action, Report
-from distloop.monitoring import memory
 
 _MEMORY_SECS = 1.0  # the least time between two queries of the peak memory, which take longer than a small step
 
@@ -31,7 +31,7 @@ class Utilization(Action):
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the metrics; queries the memory at most once a second, and at the end."""
         if report.time > self._memory_time + _MEMORY_SECS or report.step >= report.until:
-            self._memory, self._memory_time = memory.peaks(), report.time
+            self._memory, self._memory_time = memory_use.peaks(), report.time
         metrics = dict(self._memory)
         if self._flops_per_example:
             metrics["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]

@@ -1,9 +1,7 @@
 """Memory file: what a run's memory holds on each device, as estimated and as taken, in `memory.json`; no TensorFlow.
 
-    write("run", Memory({"CPU:0": {"weights": 4_000_000, "activations": 138_000_000}}, {"host": 150_000_000}))
-    read("run")             # None: there is none
-
-It does not know how bytes are measured.
+write("run", Memory({"CPU:0": {"weights": 4_000_000, "activations": 138_000_000}}, {"host": 150_000_000}))
+read("run")             # None: there is none
 """
 
 import json
@@ -16,8 +14,9 @@ from distloop.log import log
 from distloop.monitoring.records import is_count, read_json
 
 FILE = "memory.json"
+TABLES = "embedding tables"
 # What devices hold, in the order in which it is shown: from step to step; what a step needs besides, as estimated.
-HELD = ("weights", "embedding tables", "optimizer slots", "averages of weights")
+HELD = ("weights", TABLES, "optimizer slots", "averages of weights")
 ESTIMATED = ("batch", "activations", "gradients")
 PARTS = (*HELD, *ESTIMATED)
 HOST = "host"  # stands for all virtual CPUs, which share the memory of a process
@@ -37,14 +36,14 @@ class Memory(NamedTuple):
 
 
 def write(workdir: str, memory: Memory) -> None:
-    """Writes the file.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    with atomic_files.replacing(os.path.join(workdir, FILE)) as temporary:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(memory._asdict(), file, indent=2)
+    """Writes the file; an error is logged, and the report will lack it."""
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        with atomic_files.replacing(os.path.join(workdir, FILE)) as temporary:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(memory._asdict(), file, indent=2)
+    except OSError as error:
+        log.warning("The report will lack the memory of this run: %s.", error.strerror or error)
 
 
 def read(workdir: str, warn: Callable[[str], None] = log.warning) -> Memory | None:
@@ -57,19 +56,19 @@ def _as_memory(content: Any) -> Memory:
     return Memory(devices, _counts(content["taken"]))
 
 
-def measured(devices: Iterable[str]) -> list[str]:
-    """Returns of which devices, such as `CPU:0`, the memory that was taken is known: the GPUs, or "host"."""
-    return [device for device in devices if not device.startswith("CPU")] or [HOST]
-
-
-def taken_before(workdir: str, devices: Iterable[str]) -> dict[str, int]:
-    """Returns what the file says was taken on such devices; an empty dict if it says nothing."""
-    earlier, names = read(workdir), measured(devices)
-    return {name: count for name, count in earlier.taken.items() if name in names} if earlier is not None else {}
-
-
 def _counts(values: dict[str, Any]) -> dict[str, int]:
     counts = {name: int(value) for name, value in values.items()}
     if not all(map(is_count, counts.values())):
         raise ValueError(f"no numbers of bytes: {values}")
     return counts
+
+
+def measured(devices: Iterable[str]) -> list[str]:
+    """Returns of which devices, such as `CPU:0`, the memory that was taken is known: the GPUs, or "host"."""
+    return [device for device in devices if not device.startswith("CPU")] or [HOST]
+
+
+def taken_on(memory: Memory | None, devices: Iterable[str]) -> dict[str, int]:
+    """Returns what an earlier run took on such devices; an empty dict if that is unknown."""
+    names = measured(devices)
+    return {name: count for name, count in memory.taken.items() if name in names} if memory is not None else {}

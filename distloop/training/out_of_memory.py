@@ -14,14 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from distloop.actions import memory_use
 from distloop.data import shards
 from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.log import log
-from distloop.monitoring import memory
 from distloop.training.compiled_loop import compiled
-from distloop.training.held_memory import held_bytes
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -69,9 +68,10 @@ def _explain(
     message = error.message or ""
     device = match[1] if (match := _DEVICE.search(message)) else "the device"
     tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
-    held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in held_bytes(state).items())
-    sentence = f"{device} ran out of memory {when}{memory.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
-    return tf.errors.ResourceExhaustedError(None, None, f"{sentence}{advice}.")
+    most = max(memory_use.held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
+    held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in most.items())
+    sentence = f"{device} ran out of memory {when}{memory_use.describe_use(device)}{tensor}; {held}, {rest} the rest"
+    return tf.errors.ResourceExhaustedError(None, None, f"{sentence}: try {advice}.")
 
 
 def _half_precision(state: TrainState) -> str:

@@ -23,6 +23,7 @@ import tensorboard
 import tensorflow as tf
 
 from distloop import flags
+from distloop.actions import memory_use
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
@@ -34,7 +35,6 @@ from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
 from distloop.training import run_length
-from distloop.training.held_memory import held_by_device
 from distloop.training.state import TrainState
 from distloop.urls import is_url
 from distloop.variables import count_parameters, named_variables, top_layers
@@ -384,7 +384,7 @@ def _describe_sharding(state: TrainState) -> str:
     if state.sharding is None:
         return "slots are on the only replica: shard_optimizer changes nothing"
     shared = ("optimizer slots", "averages of weights")
-    sizes = {d: sum(held.get(name, 0) for name in shared) for d, held in held_by_device(state).items()}
+    sizes = {d: sum(held.get(name, 0) for name in shared) for d, held in memory_use.held_by_device(state).items()}
     of_workers = workers.Workers(state.strategy).gather(sizes)
     by_device = ", ".join(
         f"{size / 1e6:,.1f} MB on {device}" + (f" of worker {worker}" if len(of_workers) > 1 else "")

@@ -1,8 +1,75 @@
-"""The action that notes a run's memory."""
+"""The memory that variables hold and a process takes, and the action that notes both."""
 
+import os
+
+import keras
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.actions import memory_use
 from distloop.actions.action import Report
-from distloop.actions.memory_use import MemoryUse
-from distloop.monitoring import memory, memory_file
+from distloop.actions.memory_use import MemoryUse, held_by_device
+from distloop.monitoring import memory_file
+from distloop.training.state import TrainState
+from tests import forked
+
+
+def make_state(average_decay=0.0):
+    def model_fn():
+        model = keras.Sequential(
+            [keras.Input((2,), dtype="int32"), keras.layers.Embedding(1000, 4, name="items"), keras.layers.Dense(3)],
+            name="net",
+        )
+        return distloop.ModelSpec(model, keras.optimizers.SGD(momentum=0.9), lambda batch, training: {"loss": batch})
+
+    return TrainState.make(model_fn, tf.distribute.get_strategy(), average_decay)
+
+
+def test_weights_tables_slots_and_averages_are_told_apart():
+    (held,) = held_by_device(make_state(0.9)).values()
+    assert set(held) == set(memory_file.HELD)
+    dense, table = 4 * (4 * 3 + 3), 4 * 1000 * 4
+    assert 0 <= held.pop("optimizer slots") - (dense + table) <= 12  # the rate and the count of steps
+    assert held == {"weights": dense, "embedding tables": table, "averages of weights": dense + table}
+
+
+def test_variables_count_where_they_are_placed():
+    state = make_state()
+    slot = state.optimizer.variables[-1]
+    before = held_by_device(state)
+    with tf.device("CPU:1"):
+        slot._value = tf.Variable(tf.zeros(slot.shape))
+    size = 4 * slot.value.shape.num_elements()
+    after = held_by_device(state)
+    assert after["CPU:1"] == {"optimizer slots": size}
+    assert after["CPU:0"]["optimizer slots"] == before["CPU:0"]["optimizer slots"] - size
+
+
+@pytest.mark.slow
+def test_the_peak_includes_memory_that_was_freed(tmp_path):
+    program = """
+import numpy as np
+from distloop.actions import memory_use
+from tests import forked
+print(memory_use.peaks()["host_memory_gb"])
+taken = np.ones(2_000_000_000, np.uint8)
+del taken
+print(memory_use.peaks()["host_memory_gb"])
+"""
+    (tmp_path / "program.py").write_text(program)
+    process = forked.run([str(tmp_path / "program.py")], env=os.environ, timeout=120)
+    before, after = map(float, process.stdout.split())
+    assert before < 1.0 and 2.0 < after < 3.0
+
+
+def test_only_accelerators_have_device_memory(monkeypatch):
+    assert set(memory_use.peaks()) == {"host_memory_gb"}
+    devices = [tf.config.LogicalDevice(f"/device:{name}", name[:3]) for name in ("CPU:0", "GPU:0", "GPU:1")]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: devices)
+    held = {"GPU:0": 3_000_000_000, "GPU:1": 5_000_000_000}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda name: {"peak": held[name], "current": 0})
+    assert memory_use.peaks()["device_memory_gb"] == 5.0
 
 
 def test_what_is_held_is_noted_before_the_first_step_and_what_was_taken_at_the_end(tmp_path, monkeypatch):
@@ -10,31 +77,24 @@ def test_what_is_held_is_noted_before_the_first_step_and_what_was_taken_at_the_e
     of_device = {"weights": 4, "averages of weights": 4, "activations": 3}
     estimated = {"GPU:0": of_device, "GPU:1": of_device}  # with other settings
     memory_file.write(workdir, memory_file.Memory(estimated, {"GPU:0": 6}))
-    monkeypatch.setattr(memory, "device_peak_gb", lambda device: 3.0)
-    note, report = MemoryUse(workdir, lambda state: held), Report(10, 30, {}, None)
+    monkeypatch.setattr(memory_use, "device_peak_gb", lambda device: 3.0)
+    monkeypatch.setattr(memory_use, "held_by_device", lambda state: {device: dict(of) for device, of in held.items()})
+    note, report = MemoryUse(workdir), Report(10, 30, {}, None)
     note.on_start(report)
     assert memory_file.read(workdir) == memory_file.Memory({"GPU:0": {"weights": 5, "activations": 3}}, {"GPU:0": 6})
     note.on_end(report)
     assert memory_file.read(workdir).taken == {"GPU:0": 3 * 10**9}
-    monkeypatch.setattr(memory, "device_peak_gb", lambda device: 2.0)  # of another process
+    monkeypatch.setattr(memory_use, "device_peak_gb", lambda device: 2.0)  # of another process
     note.on_end(report)
     assert memory_file.read(workdir).taken == {"GPU:0": 3 * 10**9}
 
 
-def test_a_second_fit_of_a_process_keeps_how_much_the_first_took(tmp_path, monkeypatch):
+def test_on_cpus_the_growth_of_the_process_counts_and_a_second_fit_keeps_what_the_first_took(tmp_path, monkeypatch):
     peaks = iter([1.0, 1.5, 1.5, 1.5])
-    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(peaks)})
+    monkeypatch.setattr(memory_use, "held_by_device", lambda state: {"CPU:0": {"weights": 5}})
+    monkeypatch.setattr(memory_use, "peaks", lambda: {"host_memory_gb": next(peaks)})
     for _ in range(2):
-        note, report = MemoryUse(str(tmp_path), lambda state: {"CPU:0": {"weights": 5}}), Report(1, 1, {}, None)
+        note, report = MemoryUse(str(tmp_path)), Report(1, 1, {}, None)
         note.on_start(report)
         note.on_end(report)
         assert memory_file.read(str(tmp_path)).taken == {"host": 5 * 10**8}
-
-
-def test_on_cpus_the_growth_of_the_process_counts(tmp_path, monkeypatch):
-    peaks = iter([1.0, 1.5])
-    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(peaks)})
-    note, report = MemoryUse(str(tmp_path), lambda state: {"CPU:0": {"weights": 5}}), Report(1, 1, {}, None)
-    note.on_start(report)
-    note.on_end(report)
-    assert memory_file.read(str(tmp_path)).taken == {"host": 5 * 10**8}

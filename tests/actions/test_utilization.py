@@ -1,13 +1,13 @@
 """How much of the machine a run uses."""
 
+from distloop.actions import memory_use
 from distloop.actions.action import Report
 from distloop.actions.utilization import Utilization
-from distloop.monitoring import memory
 
 
 def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
     levels = iter(range(1, 10))
-    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(levels)})
+    monkeypatch.setattr(memory_use, "peaks", lambda: {"host_memory_gb": next(levels)})
     measure = Utilization()
     peaks = [
         measure(Report(step, 40, {}, state=None, time=when))["host_memory_gb"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.diagnostics.live_memory import peak_of
+from distloop.audit.memory_estimate import peak_of
 from distloop.graph_functions import graph_function
 from distloop.operations import RECOMPUTED_SCOPE
 from distloop.recompute.recomputation import recomputing

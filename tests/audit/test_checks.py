@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.diagnostics import checks
-from distloop.diagnostics.probe import Trace, TwoSteps
-from distloop.diagnostics.tracing import VariableCreated
+from distloop.audit import checks
+from distloop.audit.checks import Audit, Finding
+from distloop.audit.probe import Trace, TwoSteps
+from distloop.audit.tracing import VariableCreated
 
 
 def findings(check, **observations):
@@ -62,7 +63,7 @@ def test_a_constant_that_changes_between_traces_is_found():
     [([0.5], [0.5], True), ([0.5], [0.6], False), ([7], [7], False), ([1] * 16, [1] * 16, True)],
 )
 def test_equal_draws_are_found_unless_chance_may_explain_them(one, other, is_found, monkeypatch):
-    monkeypatch.setattr(checks.nonfinite, "describe", lambda op, layers: op)
+    monkeypatch.setattr(checks.step_operations, "describe", lambda op, layers: op)
     drawn = [("Normal", tf.constant(one), tf.constant(other))]
     expected = [("identical random numbers", "Normal")] if is_found else []
     assert findings(checks.identical_draws, draws=drawn, layers=[]) == expected
@@ -76,3 +77,15 @@ def test_gradients_that_are_missing_or_stay_zero_are_found():
         ("zero gradient", "a"),
         ("no gradient", "d"),
     ]
+
+
+def test_an_audit_prints_a_line_for_each_kind_of_finding_and_for_what_was_not_checked():
+    findings = [Finding("no gradient", f"net/kernel{i}", "use it in the loss") for i in range(52)]
+    other = Finding("no gradient", "net/bias", "leave it out")
+    assert str(Audit((*findings, other), ("the rest",))).splitlines() == [
+        "no gradient: net/kernel0, net/kernel1, net/kernel2 and 49 more: use it in the loss.",
+        "no gradient: net/bias: leave it out.",
+        "not checked: the rest.",
+    ]
+    assert str(findings[0]) == "no gradient: net/kernel0: use it in the loss."
+    assert str(Audit(())) == "nothing found."

@@ -9,30 +9,59 @@ work space of libraries such as cuDNN, memory that the allocator cannot use, and
 
 import math
 import os
+import re
+import subprocess
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from distloop.actions.memory_use import embedding_tables, held_by_device, variable_bytes
+from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.data.source import Data, Source
-from distloop.diagnostics.live_memory import Peak, peak_of
-from distloop.diagnostics.tracing import as_replica, compiled
-from distloop.diagnostics.tuning import Trainable
 from distloop.distributed import strategies, workers
 from distloop.keras_models.fit_arguments import FitData, read_arguments
-from distloop.log import log
-from distloop.monitoring import memory, memory_file
+from distloop.monitoring import memory_file
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
+from distloop.operations import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 from distloop.optimizers.sparse_gradients import Rows, values_of
+from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.held_memory import TABLES, held_by_device, table_bytes
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.virtual_replicas import side_by_side
 
 _NAMED_BYTES = 10**6  # the least size of an embedding table that is named
 _MAX_NAMES = 5
+_RECOMPUTED = re.compile(rf"(^|/){RECOMPUTED_SCOPE}(_\d+)?/")  # those of a forward pass within the backward pass
+# Operations that pass on their first input: TensorFlow copies nothing.
+_SAME_MEMORY = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
+_SAME_MEMORY |= {"CheckNumerics", "EnsureShape"}
+# There before, or a few numbers.
+_NO_MEMORY = {"Placeholder", "ReadVariableOp", "Const", "VarHandleOp", "BroadcastGradientArgs", "Shape"}
+_LOOPS = {"While", "StatelessWhile"}
+_ELEMENTS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # operation -> which input becomes an element of a list
+
+
+class Peak(NamedTuple):
+    """What is in memory where a function needs most, in bytes.
+
+    Attributes:
+        activations: results of the forward pass that the backward pass still reads, recomputed ones included.
+        gradients: results of the backward pass.
+        num_unknown: tensors of unknown size, which are not counted.
+    """
+
+    activations: int = 0
+    gradients: int = 0
+    num_unknown: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.activations + self.gradients
 
 
 class MemoryEstimate(NamedTuple):
@@ -73,7 +102,7 @@ class MemoryEstimate(NamedTuple):
         lines = [f"Estimated memory of each device, where a step of {self.rows} rows{parts} needs most:"]
         lines += self._of_devices() or [f"  {_show(size)}  {name}" for name, size in self.parts.items()]
         shown = list(self.tables.items())[:_MAX_NAMES]
-        lines += [f"  {_show(size)}  in {path}, of the {TABLES}" for path, size in shown]
+        lines += [f"  {_show(size)}  in {path}, of the {memory_file.TABLES}" for path, size in shown]
         of = "" if self.available is None else f", of {show_bytes(self.available)} that are available"
         lines.append(f"  {_show(self.total)}  together{of}")
         if self.num_unknown:
@@ -99,7 +128,7 @@ class MemoryEstimate(NamedTuple):
         return "It does not fit with any number of microbatches: give a smaller model, or optimizers with fewer slots."
 
 
-def estimate_memory(trainer: Trainable, dataset: Data) -> MemoryEstimate:
+def estimate_memory(trainer: Trainer, dataset: Data) -> MemoryEstimate:
     """Estimates the memory that each device needs for a train step; runs none and changes nothing.
 
     On CPUs it is a part of the process's memory: TensorFlow itself takes about half a gigabyte more. A model of several
@@ -115,7 +144,7 @@ def estimate_memory(trainer: Trainable, dataset: Data) -> MemoryEstimate:
     return _estimate(trainer, read_arguments(dataset, None, {}))
 
 
-def print_and_exit(trainer: Trainable, data: FitData) -> None:
+def print_and_exit(trainer: Trainer, data: FitData) -> None:
     """Prints the estimate for the data of a call of `fit` and ends the process; with a workdir, the report knows it.
 
     Raises:
@@ -126,16 +155,12 @@ def print_and_exit(trainer: Trainable, data: FitData) -> None:
         for line in str(estimate).splitlines():
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
-            try:
-                os.makedirs(workdir, exist_ok=True)
-                taken = memory_file.taken_before(workdir, estimate.devices)  # by a run that has begun
-                memory_file.write(workdir, memory_file.Memory(estimate.devices, taken))
-            except OSError as error:
-                log.warning("The report will lack this estimate: %s.", error.strerror or error)
+            taken = memory_file.taken_on(memory_file.read(workdir), estimate.devices)  # by a run that has begun
+            memory_file.write(workdir, memory_file.Memory(estimate.devices, taken))
     raise SystemExit(0 if estimate.fits else 1)
 
 
-def _estimate(trainer: Trainable, data: FitData) -> MemoryEstimate:
+def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     state, settings = trainer.state, trainer.config
     trainer.build(data.train)
     batch_size = settings.global_batch_size(state.strategy)
@@ -143,7 +168,8 @@ def _estimate(trainer: Trainable, data: FitData) -> MemoryEstimate:
     rows = _rows_of_replica(source, state.strategy)
     count, held = int(shards.batch_size(rows)), held_by_device(state)
     available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
-    tables = dict(table_bytes(state.model, _NAMED_BYTES))
+    sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
+    tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
     first = microbatches = min(settings.first_microbatches, count)
     while True:
         batch, peak = _bytes_of(rows), _peak(state, rows, microbatches)
@@ -209,20 +235,51 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
 def _bytes_of_gradient(gradient: Any, parts: int) -> int:
     """Returns the bytes of a gradient; a sparse one has rows of each part of the batch."""
     if not isinstance(gradient, (Rows, tf.IndexedSlices)):
-        return _static_bytes(gradient)
-    return parts * _static_bytes(values_of(gradient))
-
-
-def _static_bytes(tensor: tf.Tensor) -> int:
-    return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
+        return variable_bytes(gradient)
+    return parts * variable_bytes(values_of(gradient))
 
 
 def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:
     """Returns the bytes for each replica, with those that its variables hold already; None: unknown."""
     if strategies.has_gpus(strategy):
-        size = memory.gpu_memory_gb()
+        size = gpu_memory_gb()
         return None if size is None else int(1e9 * size)
-    return int(1e9 * memory.available_gb()) // workers.num_local_replicas(strategy) + held
+    return int(1e9 * available_gb()) // workers.num_local_replicas(strategy) + held
+
+
+def gpu_memory_gb() -> float | None:
+    """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in output.splitlines()) * 2**20 / 1e9  # it counts in MiB
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def available_gb() -> float:
+    """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
+
+    On Linux this is the kernel's estimate, or the rest of a container's limit (cgroup 2) if that is smaller; on other
+    systems half of the physical memory.
+    """
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
+        available = sizes["MemAvailable"]
+    except (OSError, KeyError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        available = min(available, limit - used)
+    except (OSError, ValueError):  # no limit
+        pass
+    return max(0, available) / 1e9
+
+
+def _read_number(path: str) -> int:
+    with open(path, encoding="ascii") as file:
+        return int(file.read())
 
 
 def _bytes_of(rows: Any) -> int:
@@ -233,3 +290,102 @@ def _bytes_of(rows: Any) -> int:
 
 def _show(size: int) -> str:
     return f"{show_bytes(size):>8}"
+
+
+def peak_of(graph: Any) -> Peak:
+    """Returns the most memory that the tensors of a function's graph take at a time.
+
+    Args:
+        graph: a `FuncGraph`; operations that its outputs do not need are left out.
+    """
+    operations = _needed(graph)
+    last_use = {id(_memory_of(tensor)): i for i, op in enumerate(operations) for tensor in op.inputs}
+    last_use |= {id(_memory_of(tensor)): len(operations) for tensor in graph.outputs}
+    freed: dict[int, list[tuple[bool, int]]] = {}  # after which operation: bytes, and of which pass
+    live = {False: 0, True: 0}  # whether of the backward pass -> bytes
+    peaks, num_unknown, has_turned = [Peak()], 0, False
+    for i, op in enumerate(operations):
+        has_turned |= BACKWARD_SCOPE in op.name
+        is_backward = has_turned and (BACKWARD_SCOPE in op.name or not _RECOMPUTED.search(op.name))
+        for most in [peak_of(called) for called in called_graphs(op)]:
+            num_unknown += most.num_unknown
+            peaks.append(_with(live, Peak(0, most.total) if is_backward else most))
+        for tensor in op.outputs:
+            size = _bytes(tensor)
+            num_unknown += size is None
+            if size and _memory_of(tensor) is tensor:
+                live[is_backward] += size
+                freed.setdefault(last_use.get(id(tensor), i), []).append((is_backward, size))
+        peaks.append(_with(live, Peak()))
+        for is_of_backward, size in freed.pop(i, []):
+            live[is_of_backward] -= size
+    return max(peaks, key=lambda peak: peak.total)._replace(num_unknown=num_unknown)
+
+
+def _with(live: dict[bool, int], more: Peak) -> Peak:
+    return Peak(live[False] + more.activations, live[True] + more.gradients)
+
+
+def _needed(graph: Any) -> list[tf.Operation]:
+    """Returns the operations that a function runs, in order: TensorFlow leaves out those that no result needs."""
+    needed: set[int] = set()
+    stack = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
+    while stack:
+        op = stack.pop()
+        if id(op) not in needed:
+            needed.add(id(op))
+            stack += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+    return [op for op in graph.get_operations() if id(op) in needed]
+
+
+def _memory_of(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor whose memory a tensor shares; itself if it has its own."""
+    while tensor.op.type in _SAME_MEMORY:
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
+
+
+def _bytes(tensor: tf.Tensor) -> int | None:
+    """Returns the bytes that a tensor adds; None: its size is unknown while tracing."""
+    if tensor.op.type in _NO_MEMORY or tensor.dtype in (tf.resource, tf.string):
+        return 0
+    return _bytes_of_list(tensor) if tensor.dtype == tf.variant else _size(tensor)
+
+
+def _size(tensor: tf.Tensor) -> int | None:
+    elements = tensor.shape.num_elements()
+    return None if elements is None else int(elements) * int(tensor.dtype.size)
+
+
+def _bytes_of_list(tensor: tf.Tensor) -> int | None:
+    """Returns the bytes that a loop collects in a list of tensors, an element in each iteration."""
+    op = tensor.op
+    if op.type == "TensorListFromTensor":
+        return _bytes(op.inputs[0])
+    if op.type not in _LOOPS:
+        return 0
+    (body,) = called_graphs(op, "body")
+    added = _memory_of(body.outputs[tensor.value_index])
+    if added.op.type not in _ELEMENTS:
+        return 0
+    element = _memory_of(added.op.inputs[_ELEMENTS[added.op.type]])
+    after = [_memory_of(b) for a, b in zip(body.inputs, body.outputs, strict=True) if a is element]
+    if after and (after[0] is element or id(after[0]) in _elements(body)):
+        return 0  # it is the same in all iterations, or an element of another list since the iteration before
+    size, iterations = _size(element), _most_iterations(op)
+    return None if size is None or iterations is None else size * iterations
+
+
+def _elements(body: Any) -> set[int]:
+    """Returns the `id` of each tensor that a loop's body adds to a list."""
+    operations = [op for op in body.get_operations() if op.type in _ELEMENTS]
+    return {id(_memory_of(op.inputs[_ELEMENTS[op.type]])) for op in operations}
+
+
+def _most_iterations(loop: tf.Operation) -> int | None:
+    """Returns the `maximum_iterations` of a loop; None: it has none, or it is unknown while tracing."""
+    limit = loop.inputs[1]
+    if limit.op.type == "Max":  # of one number, as Keras's recurrent layers give it
+        limit = limit.op.inputs[0]
+    value = tf.get_static_value(limit)
+    return None if value is None or np.max(value) < 0 else int(np.max(value))

@@ -10,19 +10,21 @@ the list. This module does not know how a run goes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
+from distloop.audit import checks, replica_checks
+from distloop.audit.checks import Audit, Finding, Unchecked, failure
+from distloop.audit.probe import Probe
 from distloop.data import shards
+from distloop.data.arrays import as_dataset, with_labels
+from distloop.data.copies import fresh_copy
 from distloop.data.source import Data
-from distloop.diagnostics import checks, replica_checks
-from distloop.diagnostics.findings import Audit, Finding, Unchecked, failure
-from distloop.diagnostics.probe import Probe
-from distloop.distributed import devices
+from distloop.distributed import devices, workers
 from distloop.log import log
-from distloop.monitoring.console import say
+from distloop.trainer import Trainer
 from distloop.training.out_of_memory import explain_pass
-from distloop.training.state import TrainState
 
 Check = Callable[[Probe], Iterator[Finding | Unchecked]]
 
@@ -41,21 +43,16 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def audit(state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1) -> Audit:
-    """Checks a model and its data; changes neither.
-
-    Args:
-        state: of a built model.
-        data: as for `Trainer.audit`.
-        seed: of the run.
-        microbatches: as for `TrainStep`.
-
-    Raises:
-        ValueError: if the data is a `DistributedDataset`, or its first batch has one row.
-    """
+def audit(trainer: Trainer, dataset: Data, y: Any = None) -> Audit:
+    """Checks a trainer's model and data; changes neither. As `Trainer.audit`."""
+    if workers.num_workers(trainer.strategy) > 1:
+        raise ValueError("audit was called on several workers: call it in one process, without TF_CONFIG.")
+    config = trainer.config
+    data = as_dataset(with_labels(dataset, y), config.global_batch_size(trainer.strategy), config.seed)
+    trainer.build(fresh_copy(data))
     results: list[Finding | Unchecked]
     with devices.preserved_random_state():
-        probe = Probe(state, data, seed=seed, microbatches=microbatches)
+        probe = Probe(trainer.state, data, seed=config.seed, microbatches=config.first_microbatches)
         results = _results([checks.data_order], probe)
         obstacles = _results(FIRST_CHECKS, probe)
         results += obstacles or _results(CHECKS, probe)
@@ -77,16 +74,3 @@ def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | Unchecked]
             if has_ended:  # so would the other checks, after ten seconds each in which TensorFlow waits for memory
                 break
     return results
-
-
-def print_and_exit(result: Audit) -> None:
-    """Prints an audit and ends the process.
-
-    Raises:
-        SystemExit: with code 1 if there are findings, else 0.
-    """
-    count = len(result.findings)
-    say(f"audit: {count} {'finding' if count == 1 else 'findings'}")
-    for line in str(result).splitlines():
-        say(line)
-    raise SystemExit(1 if result.findings else 0)

@@ -1,14 +1,76 @@
-"""The dry run: everything once, and nothing left behind."""
+"""What `fit` does in place of training; the dry run: everything once, and nothing left behind."""
 
+import inspect
 import os
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.diagnostics import dry_run
+from distloop.audit import tryouts
+from distloop.audit.tuning import BatchTrial
+from distloop.data.opening import WorkerContext
+from distloop.keras_models.fit_arguments import read_arguments
 from distloop.training.saved_state import SavedState
 from tests.problems import classification, classifier, on
+
+X, Y = (classification(16)[name] for name in ("x", "label"))
+
+
+def weighted():
+    """A model that is not built yet, for batches `(x, y, sample_weight)`."""
+    model = keras.Sequential([keras.layers.Dense(4)])
+
+    def loss_fn(batch, training):
+        x, y, weight = batch
+        logits = model(x, training=training)
+        loss = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        return {"loss": distloop.weighted(loss, weight)}
+
+    return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+
+def test_the_search_begins_with_the_batch_size_of_fit(monkeypatch):
+    sizes = []
+
+    def measure(meter, batch_size):
+        sizes.append(batch_size)
+        return BatchTrial(batch_size, 100.0 * batch_size, 1.0)
+
+    monkeypatch.setattr(tryouts.tuning._Meter, "__call__", measure)
+    trainer = distloop.Trainer(classifier(), on(1, autotune_batch=True, console="quiet"))
+    with pytest.raises(SystemExit):
+        trainer.fit(classification(16), batch_size=4, steps=1)
+    assert sizes == [4, 8]
+
+
+@pytest.mark.parametrize("name", ["audit", "memory", "autotune_batch"])  # and each ends the process with code 0
+def test_batches_have_the_class_weights_of_fit(monkeypatch, name):
+    monkeypatch.setattr(tryouts.tuning, "_MEASURED_SECS", 0.01)
+    trainer = distloop.Trainer(weighted, on(1, console="quiet", **{name: True}))
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit((X, Y), batch_size=8, class_weight={0: 2.0}, steps=1)
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "signature"),
+    [
+        (lambda batches: lambda: batches, "()"),
+        (lambda batches: lambda context: batches.shard(context.num_input_pipelines, 0), "(context)"),
+        (lambda batches: (batch for batch in batches), "()"),
+    ],
+)
+def test_data_of_any_kind_gets_class_weights(make, signature):
+    data = make(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
+    mapped = tryouts._as_trained_on(read_arguments(data, None, {"class_weight": {1: 3.0}}), 64, 0)
+    assert str(inspect.signature(mapped.train)) == signature and mapped.map_batch is None
+    arguments = [WorkerContext(1, 0)] if signature == "(context)" else []
+    x, y, weights = next(iter(mapped.train(*arguments)))
+    assert x.shape == (8, 8)
+    np.testing.assert_array_equal(weights, np.where(Y[:8] == 1, 3, 1))
 
 
 def batches():
@@ -50,7 +112,7 @@ def test_what_a_program_does_after_fit_still_works(tmp_path):
 
 def test_the_directory_goes_with_its_owner():
     owner = set()  # anything that can be referred to weakly
-    directory = dry_run.settings(on(1, fast_dev_run=True), owner).workdir
+    directory = tryouts.dry_settings(on(1, fast_dev_run=True), owner).workdir
     assert os.path.isdir(directory)
     del owner
     assert not os.path.exists(directory)
@@ -93,7 +155,7 @@ def test_a_predict_fn_that_reads_what_training_batches_lack_is_told(has_evaluati
     evals = {"test": batches().map(lambda rows: rows | {"inputs": rows["x"]})} if has_evaluation else {}
     distloop.Trainer(model_fn, on(1, fast_dev_run=True, steps=5)).fit(batches(), evals=evals)
     untried = (
-        "not tried: serving_default and the export, as predict_fn takes no batch of fit's data (ValueError at test_dry_"
+        "not tried: serving_default and the export, as predict_fn takes no batch of fit's data (ValueError at test_try"
     )
     printed = capsys.readouterr().out
     assert (untried in printed) != has_evaluation and ("read the export back" in printed) == has_evaluation

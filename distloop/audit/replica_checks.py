@@ -6,11 +6,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from distloop.audit import checks
+from distloop.audit.checks import Finding, Unchecked
+from distloop.audit.probe import REPLICAS, Measurement, Probe
 from distloop.comparison import relative_difference
 from distloop.data import shards
-from distloop.diagnostics import checks
-from distloop.diagnostics.findings import Finding, Unchecked
-from distloop.diagnostics.probe import REPLICAS, Measurement, Probe
 from distloop.training import step_operations
 from distloop.training.spec import Update
 from distloop.variables import named_variables

@@ -19,11 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.data import shards
-from distloop.data.copies import fresh_copy
-from distloop.data.opening import open_data
-from distloop.data.source import Data, Source
-from distloop.diagnostics.tracing import (
+from distloop.audit.tracing import (
     VariableCreated,
     as_replica,
     compiled,
@@ -32,6 +28,10 @@ from distloop.diagnostics.tracing import (
     labelled_operations,
     no_new_variables,
 )
+from distloop.data import shards
+from distloop.data.copies import fresh_copy
+from distloop.data.opening import open_data
+from distloop.data.source import Data, Source
 from distloop.distributed import devices
 from distloop.operations import written_resources
 from distloop.training.forward_backward import ForwardBackward

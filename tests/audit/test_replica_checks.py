@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.diagnostics import replica_checks
-from distloop.diagnostics.probe import Measurement, TwoSteps
+from distloop.audit import replica_checks
+from distloop.audit.probe import Measurement, TwoSteps
 
 UPDATE = SimpleNamespace(name="")
 WHOLE = Measurement({"kernel": np.array([1.0, 2.0]), "bias": None}, {"loss": 2.5}, 4.0, {})
@@ -50,7 +50,7 @@ def test_a_gradient_that_differs_is_named_unless_it_is_small_beside_the_others()
 
 
 def test_the_first_operation_whose_rows_differ_is_named(monkeypatch):
-    monkeypatch.setattr(replica_checks.nonfinite, "describe", lambda op, layers: op.name)
+    monkeypatch.setattr(replica_checks.step_operations, "describe", lambda op, layers: op.name)
 
     def operation(name, *inputs):
         return SimpleNamespace(name=name, inputs=[op.outputs[0] for op in inputs], outputs=[object()])

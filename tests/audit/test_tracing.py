@@ -1,7 +1,7 @@
 import pytest
 import tensorflow as tf
 
-from distloop.diagnostics.tracing import (
+from distloop.audit.tracing import (
     VariableCreated,
     as_replica,
     compiled,

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import distloop
-from distloop.diagnostics import tuning
+from distloop.audit import tuning
 from tests.problems import assert_equal, classification, classifier, everything, on, refused, weights
 
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.diagnostics.probe import Probe
+from distloop.audit.probe import Probe
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 OUTSIDE = tf.Variable(1.0, name="outside")

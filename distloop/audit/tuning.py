@@ -9,24 +9,26 @@ The trainer's own model trains, with its settings, on a pass of its own over the
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.actions import memory_use
 from distloop.actions.action import Action, Report
+from distloop.audit import memory_estimate
 from distloop.config import Config
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
-from distloop.monitoring import memory
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
+from distloop.trainer import Trainer
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
@@ -38,16 +40,6 @@ _WARM_UP_STEPS, _MAX_STEPS = 2, 1000  # of a measurement
 _MEASURED_SECS = 1.0  # of a measurement, about
 _LEAST_SPEEDUP = 1.05  # that makes a larger batch worth it
 _PATIENCE = 2  # doublings without this speedup before the search ends
-
-
-class Trainable(Protocol):
-    """The part of a `Trainer` that tuning needs."""
-
-    config: Config
-    state: TrainState
-
-    def build(self, dataset: Data) -> None:
-        """Creates the variables that depend on the shape of a batch."""
 
 
 class RateTest(NamedTuple):
@@ -70,7 +62,7 @@ class RateTest(NamedTuple):
 
 
 def find_learning_rate(
-    trainer: Trainable,
+    trainer: Trainer,
     dataset: Data,
     *,
     lowest: float = 1e-7,
@@ -164,7 +156,7 @@ class BatchTest(NamedTuple):
         return f"BatchTest(suggestion={self.suggestion}, {len(self.trials)} trials, {self.reason})"
 
 
-def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
+def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
     """Measures batch sizes for the one that processes most examples a second and fits into memory.
 
     It trains for about a second on the dataset's first batch, then on its examples repeated to twice as many and so on,
@@ -195,7 +187,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
     batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     max_rows = source.info.num_certain_rows
     measure = _Meter(state, settings, rows)
-    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
+    memory_before, max_memory = memory_use.peaks()["host_memory_gb"], memory_share * memory_estimate.available_gb()
     trials: list[BatchTrial] = []
     reason = ""
     with unchanged(state), _rates_of_zero(state):
@@ -209,7 +201,7 @@ def autotune_batch(trainer: Trainable, dataset: Data, *, memory_share: float = 0
             batch_size *= 2
             if max_rows is not None and batch_size > max_rows:
                 reason = f"a batch of {batch_size} is more than the dataset has"
-            elif 2 * (memory.peaks()["host_memory_gb"] - memory_before) > max_memory:
+            elif 2 * (memory_use.peaks()["host_memory_gb"] - memory_before) > max_memory:
                 reason = f"a batch of {batch_size} may take more than {max_memory:.2g} GB of memory"
             elif not _is_getting_faster(trials):
                 reason = "larger ones are no faster"
@@ -339,7 +331,7 @@ class _Meter:
 
         steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
         speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
-        levels = memory.peaks()
+        levels = memory_use.peaks()
         return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
 
 
