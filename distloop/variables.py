@@ -34,6 +34,29 @@ class ModelRunner:
     parts: Sequence[Any]
 
 
+class ComposedVariable:
+    """Base class of objects that are used as one variable, and whose value several TensorFlow variables hold.
+
+    Attributes:
+        dtype: of the value.
+        parts: those of TensorFlow that have the same elements, or some of them each.
+        is_mirrored: whether every replica has all of it.
+        is_here: whether this worker has all of it; else all workers convert it to a tensor, or none.
+    """
+
+    dtype: tf.DType
+    parts: tuple[Any, ...]
+    is_mirrored: bool = True
+    is_here: bool = True
+
+    def raw(self) -> dict[str, tf.Tensor]:
+        """Returns what is stored beside the value, by name, without which a run does not go on with the same bits."""
+        return {}
+
+    def restore_raw(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Sets what is stored to what `raw` returned."""
+
+
 def unwrap_model(model: Any) -> Any:
     """Returns the model inside a `ModelRunner`; any other model as it is."""
     return model.whole if isinstance(model, ModelRunner) else model

@@ -21,7 +21,8 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
-    ["audit", "records", "recompute", "pipeline"],  # parts, which can be taken away: tests/test_without_parts.py
+    # parts, which can be taken away: tests/test_without_parts.py
+    ["audit", "records", "recompute", "pipeline", "sharding"],
     ["trainer"],
     ["fit"],
     ["checkpoints"],

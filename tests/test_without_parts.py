@@ -20,6 +20,7 @@ PARTS = {
     "pipeline": lambda: distloop.split,
     "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),
     "records": lambda: distloop.open_records,
+    "sharding": lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)),
 }
 
 

@@ -19,11 +19,13 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import tensorflow_internals, workers
 from distloop.monitoring.records import OF_THE_MACHINE
-from distloop.optimizers import gradients, parts, sparse_gradients
+from distloop.optimizers import gradients, sparse_gradients
+from distloop.sharding import variable_parts
 from distloop.training import overview
 from distloop.training.saved_state import SavedState
-from tests import many_rows, test_bits, test_sharding
+from tests import many_rows, test_bits
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
+from tests.sharding import test_sharding
 from tests.training import test_tables
 
 ROWS = 67
@@ -58,8 +60,8 @@ def sharded(make, workdir):
     rows["x"][33] = np.inf
     with (
         in_small_messages(),
-        unittest.mock.patch.object(parts, "_SMALLEST_ROW", 48),  # one variable is cut between rows
-        unittest.mock.patch.object(parts, "_FEWEST_ROWS", 8),
+        unittest.mock.patch.object(variable_parts, "_SMALLEST_ROW", 48),  # one variable is cut between rows
+        unittest.mock.patch.object(variable_parts, "_FEWEST_ROWS", 8),
         unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 200),
     ):
         trainer = make(
@@ -72,7 +74,7 @@ def sharded(make, workdir):
             clip_norm=0.05,
             shard_optimizer=True,
         )
-        assert (trainer.state.sharding is None) == (workers.num_workers(trainer.strategy) == 1)
+        assert (trainer.state.slot_placement.num_shares == 1) == (workers.num_workers(trainer.strategy) == 1)
         trainer.fit(distloop.make_dataset(rows, 16), steps=9)
     with trainer.state.averaged():
         averages = {f"average/{path}": value for path, value in weights(trainer).items()}

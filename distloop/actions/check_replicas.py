@@ -14,7 +14,6 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.distributed import workers
 from distloop.graph_functions import graph_function
-from distloop.optimizers.parts import JoinedVariable
 from distloop.variables import tensorflow_variable
 
 _INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
@@ -39,7 +38,7 @@ class CheckReplicas(Action):
         state, strategy = report.state, report.state.strategy
         own = {id(v) for v in (*state.seeds, *state.recurrent_states)}
         variables = state.all_variables()
-        shared = {n: v for n, v in variables.items() if id(v) not in own and not isinstance(v, JoinedVariable)}
+        shared = {n: v for n, v in variables.items() if id(v) not in own and getattr(v, "is_mirrored", True)}
         if self._checksums is None:  # traced once
             parts = [strategy.experimental_local_results(tensorflow_variable(v)) for v in shared.values()]
             self._checksums = graph_function(lambda: [[checksum(p) for p in of] for of in parts])

@@ -224,8 +224,8 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
         return segments, others
 
     peak = peak_of(compiled(trace, part).graph)
-    if state.sharding is not None and update.gradient_fn is None:
-        sizes[1] //= state.strategy.num_replicas_in_sync
+    if update.gradient_fn is None:
+        sizes[1] //= state.slot_placement.num_shares
     held = max(microbatches > 1, state.turns.bit_length() - 1)
     at_once = min(side_by_side(state.strategy), state.turns * microbatches) if state.virtual_replicas else 1
     peak = peak._replace(activations=at_once * peak.activations, gradients=peak.gradients + held * sizes[0])

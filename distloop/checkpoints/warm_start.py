@@ -96,11 +96,7 @@ def _start_slots(state: TrainState) -> None:
     for update in state.optimizer_updates:
         slots = keras_hooks.slots_that_begin_as_weights(state.plain_optimizers[update.name])
         variables = state.variables_of_update[update.name] if slots else []
-        if state.sharding is None:
-            values = [tensorflow_variable(variable).read_value() for variable in variables]
-        else:  # an empty slot for the part of another worker
-            values = [p.value() if p.is_here else p.view.read_value() for p in state.sharding.parts(variables)]
-        for slot, value in zip(slots, values, strict=True):
+        for slot, value in zip(slots, state.slot_placement.weights(variables), strict=True):
             tensorflow_variable(slot).assign(value)
 
 

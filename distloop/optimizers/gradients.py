@@ -12,14 +12,13 @@ A segment is a flat vector, or the rows of a large table that a sparse gradient 
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from distloop.optimizers import sparse_gradients
-from distloop.optimizers.parts import Part
 from distloop.optimizers.sparse_gradients import Rows, Segment, map_values, values_of
 
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
@@ -27,23 +26,6 @@ LARGEST_PACKED_BYTES = 256 * 1024
 
 Reduce = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 Gather = Callable[[Rows], Rows]
-
-
-class _Place(NamedTuple):
-    """Where a piece is updated."""
-
-    device: str  # "": on any
-    worker: int = 0  # if all update it, 0
-    is_here: bool = True  # on this worker
-
-
-class _Piece(NamedTuple):
-    """Some elements of a flat gradient: all of them, or those of a part that one device updates."""
-
-    variable: int  # position
-    start: int
-    size: int
-    place: _Place
 
 
 class Packing:
@@ -54,8 +36,7 @@ class Packing:
 
     Attributes:
         dtypes: of each segment.
-        devices: on which each segment is updated; empty if no device is prescribed.
-        owners: the worker that updates each segment; 0 if all do.
+        devices: of each segment; empty if no device is prescribed.
         sparse: the segments that were `Rows` when a loop over microbatches was traced last.
     """
 
@@ -63,51 +44,42 @@ class Packing:
         self,
         variables: Sequence[Any],
         devices: Sequence[str] | None = None,
-        parts: Sequence[Sequence[Part]] | None = None,
+        workers: Sequence[int] | None = None,
         *,
         keeps_sparse: bool = False,
     ):
         """Plans the layout.
 
         Args:
-            variables: with static shapes.
+            variables: with static shapes and dtypes.
             devices: the device of each variable's gradient, on which it is packed and unpacked; None: no device is
                 prescribed.
-            parts: of each variable, in order; parts of different devices are in different segments. None: each is one.
-            keeps_sparse: whether large sparse gradients stay sparse, those of variables in one part.
+            workers: the worker of this device; None: all have the same.
+            keeps_sparse: whether large sparse gradients stay sparse.
         """
         self._shapes = [tuple(v.shape) for v in variables]
-        self._pieces: list[_Piece] = []
-        self._groups: list[list[int]] = []  # positions of the pieces in each segment
-        vectors: dict[tuple[tf.DType, _Place], list[int]] = {}
-        self._of_variables = list(devices or [""] * len(variables))
+        self._places = list(devices or [""] * len(variables))
+        workers = workers or [0] * len(variables)
+        self._groups: list[list[int]] = []  # positions of the variables in each segment
+        vectors: dict[tuple[tf.DType, int, str], list[int]] = {}
         for i, variable in enumerate(variables):
             dtype = tf.as_dtype(variable.dtype)
-            slices = [(0, self._size(i), _Place(self._of_variables[i]))]
-            if parts is not None:
-                slices = [(p.start, p.size, _Place(p.device, p.worker, p.is_here)) for p in parts[i]]
-            for start, size, place in slices:
-                number = len(self._pieces)
-                self._pieces.append(_Piece(i, start, size, place))
-                if size * dtype.size > LARGEST_PACKED_BYTES:
-                    self._groups.append([number])
-                else:
-                    vectors.setdefault((dtype, place), []).append(number)
+            if self._size(i) * dtype.size > LARGEST_PACKED_BYTES:
+                self._groups.append([i])
+            else:
+                vectors.setdefault((dtype, workers[i], self._places[i]), []).append(i)
         self._groups.extend(vectors.values())
-        places = [self._pieces[group[0]].place for group in self._groups]
-        self.devices = [place.device for place in places]
-        self.owners = [place.worker for place in places]
-        self._are_here = [place.is_here for place in places]
-        self._devices = self.devices if parts is None else [""] * len(self._groups)  # on which replicas pack and add
+        self.devices = [self._places[group[0]] for group in self._groups]
+        self._packed_on = self.devices  # where replicas pack and add
         self._keeps_sparse = keeps_sparse
         self.sparse: set[int] = set()
-        self.dtypes = [tf.as_dtype(variables[self._pieces[group[0]].variable].dtype) for group in self._groups]
+        self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
 
     def _size(self, i: int) -> int:
         return int(tf.TensorShape(self._shapes[i]).num_elements())
 
     def _sizes(self, group: Sequence[int]) -> list[int]:
-        return [self._pieces[number].size for number in group]
+        return [self._size(i) for i in group]
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
@@ -117,21 +89,16 @@ class Packing:
     def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs one gradient a variable into segments; with `keeps_sparse=False`, into flat vectors alone."""
         segments: list[Segment] = []
-        for group, device in zip(self._groups, self._devices, strict=True):
+        for group, device in zip(self._groups, self._packed_on, strict=True):
             with tf.device(device):
-                first = gradients[self._pieces[group[0]].variable]
+                first = gradients[group[0]]
                 if keeps_sparse and self._keeps_sparse and len(group) == 1 and isinstance(first, tf.IndexedSlices):
                     segments.append(sparse_gradients.from_slices(first, self._shape(group)))
                     continue
-                flat = [self._take(gradients, self._pieces[number]) for number in group]
+                # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
+                flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
                 segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
         return segments
-
-    def _take(self, gradients: Sequence[Any], piece: _Piece) -> tf.Tensor:
-        # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
-        size = self._size(piece.variable)
-        flat = tf.reshape(tf.convert_to_tensor(gradients[piece.variable]), [size])
-        return flat if piece.size == size else tf.slice(flat, [piece.start], [piece.size])
 
     def unpack(
         self, segments: Sequence[Segment], scale: tf.Tensor | None = None, *, keeps_sparse: bool = False
@@ -143,36 +110,33 @@ class Packing:
             scale: a scalar; None: 1.
             keeps_sparse: whether sparse gradients are returned as `tf.IndexedSlices`.
         """
-        of_variables: list[list[Any]] = [[] for _ in self._shapes]
-        for piece, gradient in zip(self._pieces, self.unpack_parts(segments, scale), strict=True):
-            of_variables[piece.variable].append(gradient)
         gradients: list[Any] = []
-        for parts, shape, device in zip(of_variables, self._shapes, self._of_variables, strict=True):
+        for flat, shape, device in zip(self.unpack_flat(segments, scale), self._shapes, self._places, strict=True):
             with tf.device(device):
-                if keeps_sparse and isinstance(parts[0], Rows):
-                    gradients.append(sparse_gradients.to_slices(parts[0], shape))
-                    continue
-                flats = [sparse_gradients.to_dense(part, shape) if isinstance(part, Rows) else part for part in parts]
-                gradients.append(tf.reshape(tf.concat(flats, 0) if len(flats) > 1 else flats[0], shape))
+                if keeps_sparse and isinstance(flat, Rows):
+                    gradients.append(sparse_gradients.to_slices(flat, shape))
+                else:
+                    dense = sparse_gradients.to_dense(flat, shape) if isinstance(flat, Rows) else flat
+                    gradients.append(tf.reshape(dense, shape))
         return gradients
 
-    def unpack_parts(self, segments: Sequence[Segment], scale: tf.Tensor | None = None) -> list[Segment]:
-        """Returns the flat gradient of each part of each variable, times `scale` as in `scaled`.
-
-        Of the parts that another worker updates, it is empty.
-        """
-        flats: list[Any] = [None] * len(self._pieces)
-        for group, segment, device, is_here in zip(self._groups, segments, self.devices, self._are_here, strict=True):
+    def unpack_flat(self, segments: Sequence[Segment], scale: tf.Tensor | None = None) -> list[Segment]:
+        """Returns the flat gradient of each variable, times `scale` as in `scaled`."""
+        flats: list[Any] = [None] * len(self._shapes)
+        for group, segment, device in zip(self._groups, segments, self.devices, strict=True):
             with tf.device(device):
                 (segment,) = [segment] if scale is None else scaled([segment], scale)
-                pieces = tf.split(segment, self._sizes(group)) if len(group) > 1 and is_here else [segment] * len(group)
-                for number, piece in zip(group, pieces, strict=True):
-                    flats[number] = piece
+                parts = [segment] if len(group) == 1 else self._split(segment, self._sizes(group))
+                for i, part in zip(group, parts, strict=True):
+                    flats[i] = part
         return flats
+
+    def _split(self, segment: tf.Tensor, sizes: Sequence[int]) -> Sequence[tf.Tensor]:
+        return tf.split(segment, sizes)
 
     def _shape(self, group: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the variable that a segment begins with."""
-        return self._shapes[self._pieces[group[0]].variable]
+        return self._shapes[group[0]]
 
     def _dense(self, group: Sequence[int], segment: Segment) -> tf.Tensor:
         """Returns a segment as a flat vector."""
@@ -183,7 +147,7 @@ class Packing:
     def add(self, segments: Sequence[Segment], others: Sequence[Segment]) -> list[Segment]:
         """Returns the sums of two microbatches' segments."""
         sums: list[Segment] = []
-        for a, b, group, device in zip(segments, others, self._groups, self._devices, strict=True):
+        for a, b, group, device in zip(segments, others, self._groups, self._packed_on, strict=True):
             with tf.device(device):
                 if isinstance(a, Rows) and isinstance(b, Rows):
                     sums.append(sparse_gradients.join([a, b]))
@@ -210,14 +174,10 @@ class Packing:
             squares: the squared norm of each segment.
 
         Returns:
-            `[diagnosis_size]`, float32, for `find_nonfinite`; 0 for small gradients that another worker has.
+            `[diagnosis_size]`, float32, for `find_nonfinite`.
         """
-        parts: list[tf.Tensor] = []
-        for group, segment, square, is_here in zip(self._groups, segments, squares, self._are_here, strict=True):
-            if len(group) == 1:
-                parts.append(square[tf.newaxis])
-            else:
-                parts.append(segment if is_here else tf.zeros([sum(self._sizes(group))]))
+        pairs = zip(self._groups, segments, squares, strict=True)
+        parts = [square[tf.newaxis] if len(group) == 1 else segment for group, segment, square in pairs]
         return tf.concat([tf.cast(part, tf.float32) for part in parts], 0)
 
     @property
@@ -232,10 +192,9 @@ class Packing:
         return sorted({i for i, part in zip(positions, parts, strict=True) if not np.isfinite(part).all()})
 
     def _diagnosis_sizes(self) -> Iterator[tuple[int, int]]:
-        """Yields the variable of each piece and how many numbers of `diagnosis` are about it."""
+        """Yields each variable and how many numbers of `diagnosis` are about it."""
         for group in self._groups:
-            for piece in (self._pieces[number] for number in group):
-                yield piece.variable, piece.size if len(group) > 1 else 1
+            yield from ((i, self._size(i) if len(group) > 1 else 1) for i in group)
 
     def all_reduce(
         self,

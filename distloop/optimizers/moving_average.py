@@ -7,27 +7,13 @@ It does not know evaluations. The warm-up of the decay is that of `tf.train.Expo
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function
-from distloop.optimizers.parts import Part
 from distloop.optimizers.table_average import TableAverage
 from distloop.variables import tensorflow_variable
-
-
-class Sharding(Protocol):
-    """What `distributed.sharding.Sharding` offers here."""
-
-    def parts(self, variables: Sequence[Any]) -> list[Part]:
-        """Returns the parts of variables."""
-
-    def join(self, name: str, variable: Any, stored: Sequence[Any]) -> Any:
-        """Returns what is stored for the parts of a variable as one."""
-
-    def send(self, pairs: Sequence[tuple[Any, Sequence[tf.Variable]]]) -> None:
-        """Assigns values that are stored in parts to variables on all replicas."""
 
 
 class MovingAverage(tf.Module):
@@ -125,50 +111,3 @@ class MovingAverage(tf.Module):
             self._swap()
             for (variable, _), weight in zip(tables, weights, strict=True):
                 variable.assign(weight)
-
-
-class ShardedAverage(MovingAverage):
-    """Moving averages that are stored in parts, each on the device that updates that part of the weights."""
-
-    def __init__(self, variables: Sequence[Any], decay: float, sharding: Sharding):
-        """Creates the averages with the variables' values; outside of strategies, as each is on one device.
-
-        Args:
-            variables: the variables to average.
-            decay: d, in (0, 1).
-            sharding: knows their parts.
-        """
-        tf.Module.__init__(self, name="average")
-        self.decay = decay
-        self._variables = list(variables)
-        self._sharding = sharding
-        self._stored: dict[int, list[tuple[Part, tf.Variable]]] = {}
-        self._averaged = {}
-        for variable in self._variables:
-            stored = self._stored[id(variable)] = []
-            for part in sharding.parts([variable]):
-                with tf.device(part.device):
-                    stored.append((part, tf.Variable(tf.identity(part.value()), trainable=False)))
-            self._averaged[id(variable)] = sharding.join("average", variable, [average for _, average in stored])
-
-        @graph_function
-        def swap() -> None:
-            stored = [pair for variable in self._variables for pair in self._stored[id(variable)]]
-            weights = [tf.identity(part.value()) for part, _ in stored]
-            sharding.send([(v, [average for _, average in self._stored[id(v)]]) for v in self._variables])
-            for (_, average), weight in zip(stored, weights, strict=True):
-                average.assign(weight)
-
-        self._swap = swap
-
-    @property
-    def stored(self) -> list[tf.Variable]:
-        """The variables that hold the averages, on the device of each part."""
-        return [average for stored in self._stored.values() for _, average in stored]
-
-    def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
-        """Moves the averages of some of the variables; outside of replicas, after an update was applied."""
-        rate = self._rate(applied_steps)
-        for part, average in (pair for variable in variables for pair in self._stored[id(variable)]):
-            with tf.device(part.device):
-                average.assign_add(tf.cast(rate, average.dtype) * (part.value() - average))

@@ -11,10 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.optimizers import row_updates
-from distloop.variables import tensorflow_variable
+from distloop.variables import ComposedVariable, tensorflow_variable
 
 
-class TableAverage:
+class TableAverage(ComposedVariable):
     """The moving average of a table; for all but its own methods, a variable with the average of today.
 
     Attributes:
@@ -30,6 +30,7 @@ class TableAverage:
         self._marks = tf.Variable(tf.zeros(self._table.shape[:1], tf.float64), trainable=False)
         self._decay = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self.stored = {"rows": self._rows, "marks": self._marks, "decay": self._decay}
+        self.parts = (self._rows,)
         self.name, self.shape, self.dtype = self._rows.name, self._rows.shape, self._rows.dtype
         self.trainable = False
         self._is_sparse = False  # the gradient of the update that is traced
@@ -85,8 +86,9 @@ class TableAverage:
 
     def restore_raw(self, values: Mapping[str, tf.Tensor]) -> None:
         """Sets what is stored to what `raw` returned."""
-        for name, value in values.items():
-            self.stored[name].assign(value)
+        for name, variable in self.stored.items():
+            if name in values:
+                variable.assign(values[name])
 
     def _up_to_date(self, rows: tf.Tensor, weights: tf.Tensor, marks: tf.Tensor) -> tf.Tensor:
         """Returns the average of today of some rows, `[n, ...]`, which has been `rows` at their marks, `[n]`."""

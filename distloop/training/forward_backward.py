@@ -20,7 +20,6 @@ from distloop.data.shards import Batch, Layout
 from distloop.distributed import gathering, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.errors import explaining_merge_call
-from distloop.optimizers.gradients import Packing
 from distloop.optimizers.sparse_gradients import Segment
 from distloop.training import metrics, variable_writes
 from distloop.training.differentiation import Differentiation, divisor_of
@@ -51,11 +50,8 @@ class ForwardBackward:
         variables: the variables to differentiate by.
         overwritten: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
             summed nor scaled, they get the maximum over microbatches and replicas.
-        writable: the variables that the forward pass may write.
-        written_values: what becomes of the values that the forward pass writes.
-        packing: the layout of their gradients.
-        is_summed_apart: whether the step sums gradients where they are used, after the pass of all replicas.
-        reduce: sums tensors over all replicas.
+        writable, written_values: the variables that the forward pass may write, and what becomes of their values.
+        packing, reduce: the layout of their gradients; sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         tables: what becomes of sparse gradients.
         reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
@@ -84,8 +80,11 @@ class ForwardBackward:
         self.overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
-        self.is_summed_apart = _is_summed_apart(state, update, needs_whole_gradients)
-        self.packing = _make_packing(state, self.variables, is_in_parts=self.is_summed_apart)
+        self.packing = state.slot_placement.make_packing(
+            *(self.variables, state.placement.gradient_devices(self.variables)),
+            needs_whole=bool(state.virtual_replicas or update.gradient_fn or update.step_fn),
+            needs_all=needs_whole_gradients,
+        )
         self.tables = Tables(state, update, self.variables, self.packing)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
@@ -292,20 +291,6 @@ class ForwardBackward:
         are_written = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
         self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
         return self.trace.written
-
-
-def _is_summed_apart(state: TrainState, update: Update, needs_whole_gradients: bool) -> bool:
-    """Returns whether each part of the gradients is needed on one device alone."""
-    if state.sharding is None or state.virtual_replicas or update.gradient_fn or update.step_fn:
-        return False
-    return state.sharding.num_workers == 1 or not needs_whole_gradients
-
-
-def _make_packing(state: TrainState, variables: Sequence[Any], *, is_in_parts: bool) -> Packing:
-    """Returns the layout of the gradients of some variables."""
-    devices, sharding = state.placement.gradient_devices(variables), state.sharding
-    parts = [sharding.parts([v]) for v in variables] if sharding is not None and is_in_parts else None
-    return Packing(variables, devices, parts, keeps_sparse=devices is None and sharding is None)
 
 
 def _explain_merge_call(update: ForwardBackward) -> str:

@@ -190,11 +190,8 @@ def _look(
 ) -> Look:
     """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
     local = update(batch, layout, factor, value, again_from=again_from)
-    if update.is_summed_apart:
-        segments, sums = local.segments, update.packing.all_reduce([], local.sums, update.reduce)[1]
-    else:
-        segments, gather = update.tables.gatherable(local.segments, batch, layout)
-        segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
+    segments, gather = update.tables.gatherable(local.segments, batch, layout)
+    segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
     if "pulled_back" in sums:
         segments = update.packing.add(segments, sums["pulled_back"])
     tallies = sums["tallies"]

@@ -23,7 +23,6 @@ import tensorboard
 import tensorflow as tf
 
 from distloop import flags
-from distloop.actions import memory_use
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
@@ -357,8 +356,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     lines += state.placement.describe()
     if virtual and strategies.has_gpus(state.strategy):
         lines.append("virtual replicas are untested on GPUs; TensorFlow's deterministic operations are on")
-    if settings.shard_optimizer:
-        lines.append(_describe_sharding(state))
+    lines += state.slot_placement.describe(state)
     if settings.average_decay:
         lines.append(f"averaged weights, decay {settings.average_decay:g}: evaluate, predict and export use them")
     if settings.microbatches != 1:
@@ -377,18 +375,3 @@ def _tensorboard() -> str:
         return "tensorboard"
     relative = os.path.relpath(sys.executable)
     return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
-
-
-def _describe_sharding(state: TrainState) -> str:
-    """Returns where slots and averages are, measured from the variables, as in `slots 0.6 MB on CPU:0, ...`."""
-    if state.sharding is None:
-        return "slots are on the only replica: shard_optimizer changes nothing"
-    shared = ("optimizer slots", "averages of weights")
-    sizes = {d: sum(held.get(name, 0) for name in shared) for d, held in memory_use.held_by_device(state).items()}
-    of_workers = workers.Workers(state.strategy).gather(sizes)
-    by_device = ", ".join(
-        f"{size / 1e6:,.1f} MB on {device}" + (f" of worker {worker}" if len(of_workers) > 1 else "")
-        for worker, sizes in enumerate(of_workers)
-        for device, size in sizes.items()
-    )
-    return f"slots {'and averages ' if state.average is not None else ''}{by_device}"

@@ -18,16 +18,14 @@ from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import graph_function
 from distloop.log import log
-from distloop.optimizers.parts import JoinedVariable
-from distloop.optimizers.table_average import TableAverage
 from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState, optimizer_prefix
-from distloop.variables import tensorflow_variable
+from distloop.variables import ComposedVariable, tensorflow_variable
 
 # Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.
 _CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
 _METRICS = "metrics/"
-_AVERAGES = "stored/"  # of tables: what their averages are computed from
+_STORED = "stored/"  # what values of composed variables are computed from
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
 _CHECKED_PREFIXES = ("model/", "optimizer/", "average/")
 
@@ -53,23 +51,23 @@ class SavedState:
 
         Returns:
             The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them,
-            `stored/average/<path>/<part>` as `TableAverage.raw` does, and `optimizer/class` and
+            `stored/average/<path>/<part>` as `ComposedVariable.raw` does, and `optimizer/class` and
             `optimizer/initial_learning_rate`. Random streams have the value of the first replica;
             those of the others are `SEED_STRIDE` apart.
         """
         state = self._state
         with tf.device(HOST):
             variables = {name: tensorflow_variable(v) for name, v in state.all_variables().items()}
-            far = {name: v for name, v in variables.items() if isinstance(v, JoinedVariable) and not v.is_here}
+            far = {name: v for name, v in variables.items() if isinstance(v, ComposedVariable) and not v.is_here}
             values = {name: tf.identity(v) for name, v in variables.items() if name not in far}
             values |= self._read_far(far, is_needed=is_needed) if far else {}
             values |= self._first_streams(values)
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
-            for name, average in self._table_averages().items():
-                values |= {f"{_AVERAGES}{name}/{part}": value for part, value in average.raw().items()}
+            for name, composed in self._composed().items():
+                values |= {f"{_STORED}{name}/{part}": value for part, value in composed.raw().items()}
             return values | self._optimizer_facts()
 
-    def _read_far(self, variables: Mapping[str, JoinedVariable], *, is_needed: bool) -> dict[str, tf.Tensor]:
+    def _read_far(self, variables: Mapping[str, ComposedVariable], *, is_needed: bool) -> dict[str, tf.Tensor]:
         """Returns the values of variables of which other workers have parts, if they are needed here."""
 
         def read(is_needed: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -124,14 +122,15 @@ class SavedState:
                     self._restore_seed(variable, values[name])
                 else:
                     tensorflow_variable(variable).assign(values[name])
-            for name, average in self._table_averages().items():
-                names = {part: f"{_AVERAGES}{name}/{part}" for part in average.stored}
-                average.restore_raw({part: values[n] for part, n in names.items() if n in values})
+            for name, composed in self._composed().items():
+                prefix = f"{_STORED}{name}/"
+                raw = {n.removeprefix(prefix): value for n, value in values.items() if n.startswith(prefix)}
+                composed.restore_raw(raw)
             of_metrics = {n.removeprefix(_METRICS): v for n, v in values.items() if n.startswith(_METRICS)}
             self._state.keras_metrics.restore(of_metrics)
 
-    def _table_averages(self) -> dict[str, TableAverage]:
-        return {n: v for n, v in self._state.all_variables().items() if isinstance(v, TableAverage)}
+    def _composed(self) -> dict[str, ComposedVariable]:
+        return {n: v for n, v in self._state.all_variables().items() if isinstance(v, ComposedVariable)}
 
     def _first_streams(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns the states of random streams, as the first replica has them, from those of this worker's first."""

@@ -14,16 +14,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.distributed import strategies, tensorflow_internals
+from distloop.distributed import strategies
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
-from distloop.distributed.sharding import Sharding
 from distloop.errors import raise_as_user_error
 from distloop.optimizers import gradients, keras_hooks, loss_scale, row_updates
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.optimizers.moving_average import MovingAverage, ShardedAverage
-from distloop.optimizers.parts import JoinedVariable
-from distloop.optimizers.table_average import TableAverage
+from distloop.optimizers.moving_average import MovingAverage
+from distloop.optimizers.slot_placement import SlotPlacement, make_slot_placement
 from distloop.training import user_functions
 from distloop.training.layers import Frozen, frozen_layers, keep_losses_apart
 from distloop.training.loss_spikes import LossWatch
@@ -31,12 +29,12 @@ from distloop.training.metric_state import KerasMetrics
 from distloop.training.random_streams import RandomStreams
 from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.variables import (
+    ComposedVariable,
     is_seed,
     mark_frozen,
     named_variables,
     portable_names,
     recurrent_states,
-    slot_names,
     tensorflow_variable,
     top_layers,
 )
@@ -53,7 +51,7 @@ class TrainState(tf.Module):
         virtual_replicas: as `Config.virtual_replicas`.
         turns: how many of them each replica runs; 1 without them.
         placement: the devices of the model, if it is a pipeline.
-        sharding: the devices that update parts of the weights; None: every replica updates all.
+        slot_placement: where slots and averages are: on every replica, or cut over them.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
         plain_optimizers: by name of the update, the Keras optimizers.
         loss_scalers: by name of the update, those of the optimizers that scale the loss.
@@ -84,7 +82,7 @@ class TrainState(tf.Module):
         virtual_replicas: int,
         created: dict[int, Any],
         *,
-        sharding: Sharding | None,
+        slot_placement: SlotPlacement,
     ):
         """Use `make`."""
         super().__init__(name="state")
@@ -99,7 +97,7 @@ class TrainState(tf.Module):
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
         self.created = created
-        self.sharding = sharding
+        self.slot_placement = slot_placement
         self.initial_learning_rates: dict[str, float] = {}
         self.is_built = False
         self.placement = make_placement(spec.model)
@@ -141,7 +139,7 @@ class TrainState(tf.Module):
         Raises:
             ValueError: if `model_fn` returns something else, or a model or optimizer that was created elsewhere.
         """
-        sharding = Sharding(strategy) if shard_optimizer and strategies.can_shard(strategy) else None
+        slot_placement = make_slot_placement(strategy, shard_optimizer=shard_optimizer)
         created: dict[int, Any] = {}
         with strategy.scope(), user_functions.recorded(created):
             try:
@@ -153,7 +151,9 @@ class TrainState(tf.Module):
                 f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
                 "return distloop.ModelSpec(model, optimizer, loss_fn)."
             )
-        return cls(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created, sharding=sharding)
+        return cls(
+            *(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created), slot_placement=slot_placement
+        )
 
     @property
     def model(self) -> Any:
@@ -204,8 +204,7 @@ class TrainState(tf.Module):
             loss_scale.follow_policy(part for layer in layers for part in loss_scale.inheriting(layer))
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
-        if self.sharding is not None:
-            self.sharding.add_all((self.plain_optimizers[n], of) for n, of in self.variables_of_update.items())
+        self.slot_placement.prepare((self.plain_optimizers[n], of) for n, of in self.variables_of_update.items())
         for update in self.optimizer_updates:
             _build_optimizer(self, update)
         keep_losses_apart(layers)
@@ -218,7 +217,8 @@ class TrainState(tf.Module):
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
             _refuse_lazy(self.plain_optimizers.values(), self._average_decay)
-            self.average = _make_average(self, self._average_decay)
+            tables = _updated_by_rows(self)
+            self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, tables)
         _refuse_synchronized(layers, self.virtual_replicas)
         replicas = self.strategy.num_replicas_in_sync * self.turns
         self.recurrent_states = _find_recurrent_states(layers, replicas)
@@ -256,8 +256,8 @@ class TrainState(tf.Module):
         for update in self.optimizer_updates:
             prefix = optimizer_prefix(update.name)
             trained = self.variables_of_update[update.name]
-            named = slot_names if self.sharding is None else self.sharding.slots
-            slots = named(self.plain_optimizers[update.name], trained, [names[id(v)] for v in trained])
+            plain = self.plain_optimizers[update.name]
+            slots = self.slot_placement.slots(plain, trained, [names[id(v)] for v in trained])
             variables |= {f"{prefix}/{name}": slot for name, slot in slots.items()}
             if (scaler := self.loss_scalers.get(update.name)) is not None:
                 variables |= {f"{prefix}/loss_scale": scaler.loss_scale, f"{prefix}/streak": scaler.streak}
@@ -268,12 +268,8 @@ class TrainState(tf.Module):
 
     def replica_variables(self, variable: Any) -> tuple[Any, ...]:
         """Returns the TensorFlow variable of each replica of this worker; of one that is stored in parts, the parts."""
-        if isinstance(variable, JoinedVariable):
-            return variable.parts
-        if isinstance(variable, TableAverage):
-            variable = variable.stored["rows"]
-        replicas: tuple[Any, ...] = self.strategy.experimental_local_results(tensorflow_variable(variable))
-        return replicas
+        parts = variable.parts if isinstance(variable, ComposedVariable) else [tensorflow_variable(variable)]
+        return tuple(replica for part in parts for replica in self.strategy.experimental_local_results(part))
 
     def changed_by(self, update: Update) -> list[Any]:
         """Returns the variables that applying an update changes: weights, slots and averages; their parts, if any."""
@@ -306,32 +302,19 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
         excluded = {id(v) for v in variables if not plain._use_weight_decay(tensorflow_variable(v))}
         not_decayed = [v for v in variables if id(v) not in decayed - excluded]
         plain.exclude_from_weight_decay(not_decayed)
-    if state.sharding is not None:
-        state.sharding.build(plain, variables)
-    elif not optimizer.built:
-        optimizer.build(variables)
+    state.slot_placement.build(optimizer, variables)
     keras_hooks.skip_reduction(plain)
     row_updates.update_rows(plain)
-    pairs = list(zip(variables, factors, strict=True))
-    if state.sharding is None:
-        keras_hooks.simplify_adam(plain)
-    else:
-        keras_hooks.simplify_adam(plain, state.sharding.whole_sizes(variables))
-        pairs = [(part.view, factor) for v, factor in pairs for part in state.sharding.parts([v])]
+    views = [state.slot_placement.views(v) for v in variables]
+    elements = [int(tf.TensorShape(v.shape).num_elements()) for v in variables]
+    sizes = [(view, size) for of, size in zip(views, elements, strict=True) for view in of]
+    keras_hooks.simplify_adam(plain, sizes)
     if update.learning_rates:
+        pairs = [(view, factor) for of, factor in zip(views, factors, strict=True) for view in of]
         keras_hooks.scale_learning_rates(plain, pairs)
     state.placement.adapt_optimizer(plain)
     if isinstance(rate := plain._learning_rate, keras.Variable):
         state.initial_learning_rates[update.name] = float(rate.numpy())
-
-
-def _make_average(state: TrainState, decay: float) -> MovingAverage:
-    """Returns the moving average of the trained variables; in the strategy's scope."""
-    if state.sharding is None:
-        return MovingAverage(state.trained_variables, decay, _updated_by_rows(state))
-    state.sharding.add(state.trained_variables, are_whole=False)
-    with tensorflow_internals.outside_strategies():
-        return ShardedAverage(state.trained_variables, decay, state.sharding)
 
 
 def _updated_by_rows(state: TrainState) -> set[int]:

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, Layout
-from distloop.distributed import gathering, tensorflow_internals, workers
+from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients
 from distloop.optimizers.clipping import Clipping
@@ -203,14 +203,13 @@ class TrainStep:
     def _forward(self, update: ForwardBackward, batch: Batch, layout: Layout, examples: tf.Tensor) -> _Forward:
         """Computes and reduces an update's gradients and sums, on all replicas."""
 
-        def on_replica(batch: Batch, examples: tf.Tensor) -> _Forward | Look:
-            look = gradient_step.run(update, batch, layout, update.loss_factor(examples))
-            return look._replace(written=[]) if update.is_summed_apart else self._judge(update, look)
+        def look(batch: Batch, examples: tf.Tensor) -> Look:
+            return gradient_step.run(update, batch, layout, update.loss_factor(examples))
 
-        with tensorflow_internals.all_reduce_without_graph_walks():
-            replica_fn = gathering.with_max_rows(on_replica, layout.max_replica_rows)
-            result = self._strategy.run(replica_fn, args=(batch, examples))
-        return self._judge(update, self.application.sum_apart(update, result)) if update.is_summed_apart else result
+        look_fn = gathering.with_max_rows(look, layout.max_replica_rows)
+        judge = functools.partial(self._judge, update)
+        forward: _Forward = self.application.reduce(update, look_fn, judge, (batch, examples))
+        return forward
 
     def _judge(self, update: ForwardBackward, look: Look) -> _Forward:
         """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""

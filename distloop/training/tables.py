@@ -25,8 +25,6 @@ from distloop.optimizers.sparse_gradients import Rows, Segment
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 
-# Why a gradient is whole before it is packed.
-_IS_SHARDED = "shard_optimizer cuts gradients into parts"
 _HAS_NO_SIZE = (
     "it is not known how many rows replicas exchange: let the dataset end with batch(size, drop_remainder=True), a "
     "size that replicas and microbatches divide"
@@ -55,8 +53,8 @@ class Tables:
         """Returns a variable's gradient; a sparse one is dense where sharding or an unknown size wants that."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
-        if self._state.sharding is not None:
-            self.reasons[id(variable)] = _IS_SHARDED
+        if self._state.slot_placement.why_dense is not None:
+            self.reasons[id(variable)] = self._state.slot_placement.why_dense
         elif self._needs_sizes and gradient.indices.shape[0] is None:
             self.reasons[id(variable)] = _HAS_NO_SIZE
         else:
@@ -77,6 +75,8 @@ class Tables:
         """
         if not strategies.uses_collectives(self._state.strategy):
             return list(segments), lambda rows: Rows(*gathering.gather_lists(rows, None))
+        if not any(isinstance(segment, Rows) for segment in segments):
+            return list(segments), lambda rows: rows
         turns = range(self._state.turns)
         sizes = [shards.batch_size(shards.take_shard(batch, layout, 1, turn)[0]) for turn in turns]
         shard_size = sum(sizes) if all(isinstance(size, int) for size in sizes) else None
@@ -96,7 +96,8 @@ class Tables:
     def unpack(self, segments: Sequence[Segment], scale: tf.Tensor, optimizer: keras.optimizers.Optimizer) -> list[Any]:
         """Returns the gradients for an optimizer, one a variable, times a scale; sparse where it updates rows alone."""
         gradients = self._packing.unpack(segments, scale, keeps_sparse=self._update.gradient_fn is None)
-        self.reasons = {i: reason for i, reason in self.reasons.items() if reason in (_IS_SHARDED, _HAS_NO_SIZE)}
+        known = (self._state.slot_placement.why_dense, _HAS_NO_SIZE)
+        self.reasons = {i: reason for i, reason in self.reasons.items() if reason is not None and reason in known}
         for i, (gradient, variable) in enumerate(zip(gradients, self.variables, strict=True)):
             if isinstance(gradient, tf.IndexedSlices):
                 reason = self.reasons[id(variable)] = row_updates.why_whole(optimizer, variable)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.optimizers import gradients, sparse_gradients
+from distloop.sharding.sharded_application import ShardedPlacement
 from distloop.training import tables
 from distloop.training.saved_state import SavedState
 from tests.problems import assert_close, assert_equal, local_values, on, refused
@@ -234,7 +235,8 @@ def test_a_moving_average_of_a_lazily_trained_table_is_refused():
 
 
 def test_with_sharded_updates_the_gradient_of_a_table_is_whole_and_the_console_says_so(capsys):
-    state = types.SimpleNamespace(sharding=object(), virtual_replicas=0, strategy=tf.distribute.get_strategy())
+    state = types.SimpleNamespace(virtual_replicas=0, strategy=tf.distribute.get_strategy())
+    state.slot_placement = types.SimpleNamespace(why_dense=ShardedPlacement.why_dense)
     table = types.SimpleNamespace(shape=(200_000, 2))
     state.paths = {id(table): "ids/embeddings"}
     of_update = tables.Tables(state, None, [table], None)

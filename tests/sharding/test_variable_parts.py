@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.optimizers.parts import JoinedVariable, Slice, has_rows, plan, unit
+from distloop.sharding.variable_parts import JoinedVariable, Slice, has_rows, plan, unit
 
 RNG = np.random.default_rng(0)
 

@@ -1,10 +1,8 @@
 """Parts of variables: which device updates which part, and variables that are stored in parts as one.
 
-    plan([1280, 320], [64, 64], 2, [0, 0])     # [[Slice(0, 768, 0), Slice(768, 512, 1)], [Slice(0, 320, 1)]]
-    joined = JoinedVariable("momentum", [first, second], (120, 100))
-    joined.assign(value), tf.identity(joined)                      # as if it were one variable
-
-It does not know optimizers, or who asks for parts.
+plan([1280, 320], [64, 64], 2, [0, 0])     # [[Slice(0, 768, 0), Slice(768, 512, 1)], [Slice(0, 320, 1)]]
+joined = JoinedVariable("momentum", [first, second], (120, 100))
+joined.assign(value), tf.identity(joined)                      # as if it were one variable
 """
 
 import math
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function
-from distloop.variables import tensorflow_variable
+from distloop.variables import ComposedVariable, tensorflow_variable
 
 # TensorFlow takes slices that begin at 64 bytes without a copy: 16 elements of float32.
 _ALIGNMENT = 16
@@ -120,17 +118,17 @@ class Part:
             return tf.reshape(flat, self.view.shape)
 
 
-class JoinedVariable:
+class JoinedVariable(ComposedVariable):
     """Variables on several devices as one, of which each has some elements.
 
     All workers convert it to a tensor, or none, if some parts are on others: each waits until all are there.
 
     Attributes:
-        name: of the whole.
+        name, shape, dtype: of the whole.
         parts: the TensorFlow variables, in the order of their elements; those of other workers have no value here.
-        shape, dtype: of the whole.
-        is_here: whether this worker has all parts.
     """
+
+    is_mirrored = False
 
     def __init__(
         self,

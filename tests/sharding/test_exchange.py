@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed import exchange, tensorflow_internals
+from distloop.distributed import tensorflow_internals
 from distloop.distributed.strategies import make_strategy
+from distloop.sharding import exchange
 from tests import forked
 
 WORKERS = 3
@@ -51,7 +52,7 @@ def main(out):
 
 @pytest.mark.slow
 def test_sums_arrive_on_their_owner_alone_and_values_on_every_worker(tmp_path):
-    program = ["-m", "tests.distributed.test_exchange", str(tmp_path)]
+    program = ["-m", "tests.sharding.test_exchange", str(tmp_path)]
     done = forked.launch([f"--workers={WORKERS}", *program], env=os.environ, timeout=100)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     for worker in range(WORKERS):

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions.memory_use import held_by_device
-from distloop.optimizers import keras_hooks, parts
+from distloop.optimizers import keras_hooks
+from distloop.sharding import variable_parts
 from distloop.training import overview
 from distloop.training.saved_state import SavedState
 from tests.problems import (
@@ -84,8 +85,8 @@ def half_precision():
     with pytest.MonkeyPatch.context() as patch:  # Adam in one operation, also for a part of the larger variable
         patch.setattr(keras_hooks, "MIN_FUSED_BYTES", 1000)
         patch.setattr("distloop.optimizers.gradients.LARGEST_PACKED_BYTES", 200)
-        patch.setattr(parts, "_SMALLEST_ROW", 48)  # the variable is cut between rows
-        patch.setattr(parts, "_FEWEST_ROWS", 8)
+        patch.setattr(variable_parts, "_SMALLEST_ROW", 48)  # the variable is cut between rows
+        patch.setattr(variable_parts, "_FEWEST_ROWS", 8)
         whole, sharded = (train(decaying, rows, shard_optimizer=s, **settings) for s in (False, True))
     return whole, sharded
 
@@ -94,7 +95,7 @@ def half_precision():
 def test_a_sharded_run_ends_with_the_same_bits_by_the_same_names(half_precision):
     whole, sharded = half_precision
     assert int(sharded.state.skipped_steps) == 2
-    shapes = [tuple(part.view.shape) for part in sharded.state.sharding.parts(sharded.state.trained_variables)]
+    shapes = [tuple(part.view.shape) for part in sharded.state.slot_placement.parts(sharded.state.trained_variables)]
     assert sorted(shapes) == [(1, 48), (4,), (7, 48), (48,), (48, 4)]  # of 4 variables: one is cut
     assert_equal(all_of(sharded), all_of(whole))
 
@@ -189,14 +190,14 @@ def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut():
         return distloop.ModelSpec(model, updates=updates)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_SMALLEST_ROW", 8)
-        patch.setattr(parts, "_FEWEST_ROWS", 2)
+        patch.setattr(variable_parts, "_SMALLEST_ROW", 8)
+        patch.setattr(variable_parts, "_FEWEST_ROWS", 2)
         whole, sharded = (
             train(model_fn, classification(16), steps=3, shard_optimizer=is_sharded) for is_sharded in (False, True)
         )
     assert all(
         part.shape == tuple(part.variable.shape)
-        for part in sharded.state.sharding.parts(sharded.state.trained_variables)
+        for part in sharded.state.slot_placement.parts(sharded.state.trained_variables)
     )
     assert_equal(weights(whole), weights(sharded))
 
@@ -230,5 +231,5 @@ def test_the_console_says_where_slots_are(half_precision):
     lines = overview.console_lines(trainer.state, trainer.config, source)
     assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in lines
     one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
-    assert one.state.sharding is None
+    assert one.state.slot_placement.num_shares == 1
     assert any("changes nothing" in line for line in overview.console_lines(one.state, one.config, source))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from tests.problems import assert_close, classification
-from tests.test_sharding import ROWS, all_of, train
+from tests.sharding.test_sharding import ROWS, all_of, train
 
 
 def two_updates():
@@ -54,7 +54,7 @@ def several_updates(tmp_path_factory):
 def test_an_update_is_undone_and_its_slots_too(several_updates):
     whole, sharded = several_updates
     assert int(sharded.state.skipped_steps) == int(whole.state.skipped_steps) == 2
-    parts = sharded.state.sharding.parts(sharded.state.trained_variables)
+    parts = sharded.state.slot_placement.parts(sharded.state.trained_variables)
     assert [tuple(part.view.shape) for part in parts if part.view is not part.replica] == [(384,), (96,)]
     assert_close(all_of(sharded), all_of(whole))
 

@@ -7,8 +7,7 @@
 
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) and Xu et al. 2020 (arXiv:2004.13336). The optimizer works on the
 weights of the replica on its device, or on a copy of the part, if the variable is cut. With several workers, each has
-variables without elements for the parts of the others, so that all have the same names in the same order. It does not
-know how a step goes.
+variables without elements for the parts of the others, so that all have the same names in the same order.
 """
 
 import functools
@@ -20,9 +19,11 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals, workers
-from distloop.distributed.exchange import Exchange
 from distloop.optimizers import gradients, keras_hooks, row_updates
-from distloop.optimizers.parts import JoinedVariable, Part, Slice, has_rows, plan, unit
+from distloop.optimizers.slot_placement import SlotPlacement
+from distloop.sharding.exchange import Exchange
+from distloop.sharding.variable_parts import JoinedVariable, Part, Slice, has_rows, plan, unit
+from distloop.training.spec import plain_optimizer
 from distloop.variables import slot_names, tensorflow_variable
 
 # Each element of their updates depends on the same element of the gradient, the weight and the slots, and on no other.
@@ -40,7 +41,7 @@ _BY_ELEMENT = (
 )
 
 
-class Sharding:
+class Sharding(SlotPlacement):
     """The parts of the trained variables, each with the device that updates it.
 
     Attributes:
@@ -49,11 +50,14 @@ class Sharding:
         exchange: between them.
     """
 
+    why_dense = "shard_optimizer cuts gradients into parts"
+
     def __init__(self, strategy: tf.distribute.Strategy):
         """Starts without a variable; `strategy` has several replicas."""
         self.devices = list(strategy.extended.worker_devices)
         self._worker, self.num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
         self.exchange = Exchange(strategy)
+        self.num_shares = strategy.num_replicas_in_sync
         self._strategy = strategy
         self._parts: dict[int, list[Part]] = {}  # by the variable's `id`
         self._joined: dict[tuple[int, ...], Any] = {}  # by the `id` of the parts: the same object each time
@@ -64,9 +68,8 @@ class Sharding:
         """Returns the parts of variables, in order, those on other workers included."""
         return [part for variable in variables for part in self._parts[id(variable)]]
 
-    @property
     def copies(self) -> list[tf.Variable]:
-        """The variables that have the weights of a part once more."""
+        """Returns the variables that have the weights of a part once more."""
         return [part.view for parts in self._parts.values() for part in parts if part.view is not part.replica]
 
     def add(self, variables: Sequence[Any], *, are_whole: bool) -> None:
@@ -110,22 +113,19 @@ class Sharding:
         trained.constraint = getattr(variable, "constraint", None)
         return Part(variable, replica, start, size, shape, place, worker, view, trained)
 
-    def add_all(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
+    def prepare(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
         """Shares out the variables of optimizers that need whole ones, before `build` cuts others."""
         for optimizer, variables in pairs:
             if type(optimizer) not in _BY_ELEMENT:
                 self.add(variables, are_whole=True)
 
-    def build(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Makes an optimizer's slots, each on the device of its part; in the strategy's scope.
-
-        Args:
-            optimizer: a plain Keras optimizer, not built yet.
-            variables: those that it trains.
 
         Raises:
             ValueError: if it is built, with slots on every replica, or lazy.
         """
+        optimizer = plain_optimizer(optimizer)
         if getattr(optimizer, "is_lazy", False):
             raise ValueError(
                 f"shard_optimizer=True was given with {type(optimizer).__name__}, which updates the rows of a batch, "
@@ -148,9 +148,13 @@ class Sharding:
         for slot, shapes in zip(slots, zip(*of_workers, strict=True), strict=True):
             self._slot_shapes[id(slot)] = [tuple(shape) for shape in shapes]
 
-    def whole_sizes(self, variables: Sequence[Any]) -> list[tuple[tf.Variable, int]]:
-        """Returns the view of each part of variables, with the elements of the whole variable."""
-        return [(part.view, int(part.replica.shape.num_elements())) for part in self.parts(variables)]
+    def views(self, variable: Any) -> list[tf.Variable]:
+        """Returns the view of each part of a variable, which an optimizer updates in its stead."""
+        return [part.view for part in self._parts[id(variable)]]
+
+    def weights(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns the weights of each part of variables, without elements if the part is on another worker."""
+        return [part.value() if part.is_here else part.view.read_value() for part in self.parts(variables)]
 
     def slots(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], names: Sequence[str]
@@ -203,7 +207,7 @@ class Sharding:
                 shaped.append(tf.reshape(gradient, part.view.shape))
         with tensorflow_internals.outside_strategies():
             gradients.apply(optimizer, shaped, [part.trained for part, _ in pairs])
-        self.send([(variable, [part.view for part in self._parts[id(variable)]]) for variable in variables])
+        self.send([(variable, self.views(variable)) for variable in variables])
 
     def send(self, pairs: Sequence[tuple[Any, Sequence[tf.Variable]]]) -> None:
         """Assigns values to variables of the model on all replicas; all workers call it, outside of replicas.

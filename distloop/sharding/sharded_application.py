@@ -1,0 +1,298 @@
+"""Application of updates whose slots are cut over the replicas: gradients are summed where they are used.
+
+    placement = place_slots(strategy)
+    packing = placement.make_packing(...)           # segments that each belong to one device
+    application = placement.adapt(Application(state))
+
+`sharding.py` knows the parts.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.actions.memory_use import held_by_device
+from distloop.distributed import strategies, tensorflow_internals, workers
+from distloop.graph_functions import graph_function
+from distloop.optimizers import gradients
+from distloop.optimizers.gradients import Gather, Packing, Reduce
+from distloop.optimizers.moving_average import MovingAverage
+from distloop.optimizers.slot_placement import SlotPlacement
+from distloop.optimizers.sparse_gradients import Segment
+from distloop.sharding.sharding import Sharding
+from distloop.sharding.variable_parts import Part
+from distloop.training import variable_writes
+from distloop.training.application import Application, reached
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.gradient_step import Look
+from distloop.training.state import TrainState
+from distloop.variables import tensorflow_variable
+
+
+class SplitPacking(Packing):
+    """The layout of gradients of which each part is summed on the device that updates it.
+
+    Attributes:
+        owners: the worker that updates each segment.
+    """
+
+    def __init__(self, variables: Sequence[Any], parts: Sequence[Sequence[Part]]):
+        """Plans the layout: parts of different devices are in different segments.
+
+        Args:
+            variables: with static shapes.
+            parts: of each variable, in order.
+        """
+        pairs = [(i, part) for i, of in enumerate(parts) for part in of]
+        flat = [tf.TensorSpec([part.size], variables[i].dtype) for i, part in pairs]
+        super().__init__(flat, [part.device for _, part in pairs], [part.worker for _, part in pairs])
+        self._packed_on = [""] * len(self.devices)
+        self._of_variables = [(tuple(v.shape), list(of)) for v, of in zip(variables, parts, strict=True)]
+        self._positions = [i for i, _ in pairs]
+        firsts = [pairs[group[0]][1] for group in self._groups]
+        self.owners = [part.worker for part in firsts]
+        self._are_here = [part.is_here for part in firsts]
+
+    def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
+        """Packs one gradient a variable into segments."""
+        flats: list[tf.Tensor] = []
+        for gradient, (shape, parts) in zip(gradients, self._of_variables, strict=True):
+            size = int(tf.TensorShape(shape).num_elements())
+            flat = tf.reshape(tf.convert_to_tensor(gradient), [size])
+            flats += [flat if part.size == size else tf.slice(flat, [part.start], [part.size]) for part in parts]
+        return super().pack(flats)
+
+    def unpack(
+        self, segments: Sequence[Segment], scale: tf.Tensor | None = None, *, keeps_sparse: bool = False
+    ) -> list[Any]:
+        """Returns the gradients in segments, one a variable, multiplied by `scale`; all workers have all of them."""
+        flats, unpacked = iter(self.unpack_flat(segments, scale)), []
+        for shape, parts in self._of_variables:
+            of_parts = [next(flats) for _ in parts]
+            unpacked.append(tf.reshape(tf.concat(of_parts, 0) if len(of_parts) > 1 else of_parts[0], shape))
+        return unpacked
+
+    def unpack_parts(self, segments: Sequence[Segment], scale: tf.Tensor) -> list[list[tf.Tensor]]:
+        """Returns the flat gradient of each part of each variable; without elements if another worker updates it."""
+        flats = iter(self.unpack_flat(segments, scale))
+        return [[next(flats) for _ in parts] for _, parts in self._of_variables]
+
+    def _split(self, segment: tf.Tensor, sizes: Sequence[int]) -> Sequence[tf.Tensor]:
+        return [segment] * len(sizes) if segment.shape[0] == 0 else super()._split(segment, sizes)
+
+    def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
+        """As in `Packing`; 0 for small gradients that another worker has."""
+        triples = zip(segments, self.shapes, self._are_here, strict=True)
+        return super().diagnosis([s if is_here else tf.zeros(shape) for s, shape, is_here in triples], squares)
+
+    def find_nonfinite(self, diagnosis: np.ndarray) -> list[int]:
+        """Returns the positions of the variables whose gradients are not finite."""
+        return sorted({self._positions[i] for i in super().find_nonfinite(diagnosis)})
+
+    def all_reduce(
+        self,
+        segments: Sequence[Segment],
+        sums: Mapping[str, Any],
+        reduce: Reduce | None = None,
+        gather: Gather | None = None,
+    ) -> tuple[list[Segment], dict[str, Any]]:
+        """Sums values by name over all replicas and workers; segments stay those of this replica."""
+        return list(segments), super().all_reduce([], sums, reduce)[1]
+
+
+class ShardedApplication(Application):
+    """The application of updates where each part of the weights has its slots on one device."""
+
+    def __init__(self, state: TrainState, sharding: Sharding):
+        """Stores what is trained, and its parts."""
+        super().__init__(state)
+        self._sharding = sharding
+
+    def apply(self, update: ForwardBackward, segments: Any, scale: Any, new_values: Any) -> None:
+        """Changes weights, slots and averages; segments that were summed apart are each on the device of its part."""
+        variables = reached(update)
+        optimizer = self.state.plain_optimizers[update.name]
+        self._sharding.apply(optimizer, variables, self._gradients_of_parts(update, segments, scale))
+        if update.overwritten:
+            assign = functools.partial(variable_writes.assign, update.overwritten)
+            self._strategy.run(assign, args=(new_values,))
+        if self.state.average is not None:
+            applied_steps = tf.convert_to_tensor(optimizer.iterations)
+            self.state.average.update([*update.variables, *update.overwritten], applied_steps)
+
+    def _gradients_of_parts(self, update: ForwardBackward, segments: Any, scale: Any) -> list[tf.Tensor]:
+        """Returns the gradient of each part of the variables that the loss reaches, on the part's device."""
+        if isinstance(update.packing, SplitPacking):
+            pairs = zip(update.packing.unpack_parts(segments, scale), update.trace.reached, strict=True)
+            return [gradient for of_parts, is_reached in pairs if is_reached for gradient in of_parts]
+        if update.update.gradient_fn is not None:
+            on_replicas = self._strategy.run(functools.partial(self.gradients, update), args=(segments, scale))
+            pairs = zip(reached(update), on_replicas, strict=True)
+            return [gradient for variable, of in pairs for gradient in self._sharding.cut(variable, of)]
+        on_replicas = self._strategy.run(update.packing.unpack, args=(segments,))
+        (scale, *_) = self._strategy.experimental_local_results(scale)
+        scaled = []
+        for variable, of, is_reached in zip(update.variables, on_replicas, update.trace.reached, strict=True):
+            for part in self._sharding.cut(variable, of) if is_reached else ():
+                with tf.device(part.device):
+                    scaled += gradients.scaled([part], scale)  # of the part alone
+        return scaled
+
+    def read_all(self, variables: Sequence[Any]) -> Any:
+        """Returns the values of variables: per replica, and those that are on one device."""
+        mirrored, single = self._apart(variables)
+        values = []
+        for variable in single:
+            with tf.device(variable.device):
+                values.append(tf.identity(variable))
+        return super().read_all(mirrored), values
+
+    def assign_all(self, variables: Sequence[Any], values: Any) -> None:
+        """Assigns what `read_all` returned."""
+        mirrored, single = self._apart(variables)
+        super().assign_all(mirrored, values[0])
+        variable_writes.assign(single, values[1])
+
+    def _apart(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the variables that each replica has, and the others."""
+        plain = [tensorflow_variable(v) for v in variables]
+        are_mirrored = [isinstance(v, tf.distribute.DistributedValues) for v in plain]
+        mirrored = [v for v, is_mirrored in zip(variables, are_mirrored, strict=True) if is_mirrored]
+        return mirrored, [v for v, is_mirrored in zip(plain, are_mirrored, strict=True) if not is_mirrored]
+
+    def reduce(
+        self, update: ForwardBackward, look_fn: Callable[..., Look], judge: Callable[[Look], Any], args: Any
+    ) -> Any:
+        """Computes an update's gradients on all replicas, and what follows from their sums."""
+        packing = update.packing
+        if not isinstance(packing, SplitPacking):
+            return super().reduce(update, look_fn, judge, args)
+        with tensorflow_internals.all_reduce_without_graph_walks():
+            look = self._strategy.run(lambda *args: look_fn(*args)._replace(written=[]), args=args)
+        return judge(self._sum_where_used(packing, look))
+
+    def _sum_where_used(self, packing: SplitPacking, look: Look) -> Look:
+        """Returns a look whose gradients are summed on the devices that use them; all else is the first replica's."""
+
+        def first(value: Any) -> Any:
+            return tf.nest.map_structure(lambda v: self._strategy.experimental_local_results(v)[0], value)
+
+        segments = []
+        for of_replicas, device in zip(look.segments, packing.devices, strict=True):
+            with tf.device(device):
+                segments.append(tf.add_n(self._strategy.experimental_local_results(of_replicas)))
+        if self._sharding.num_workers > 1:
+            segments = self._sharding.exchange.collect(segments, packing.owners)
+        return look._replace(
+            segments=segments,
+            weight=first(look.weight),
+            tallies=first(look.tallies),
+            new_values=first(look.new_values),
+            secs=None if look.secs is None else first(look.secs),
+        )
+
+    def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""
+        is_shared = isinstance(update.packing, SplitPacking) and self._sharding.num_workers > 1
+        return functools.partial(workers.sum_over_workers, self._strategy) if is_shared else None
+
+
+class ShardedAverage(MovingAverage):
+    """Moving averages that are stored in parts, each on the device that updates that part of the weights."""
+
+    def __init__(self, variables: Sequence[Any], decay: float, sharding: Sharding):
+        """Creates the averages with the variables' values; outside of strategies, as each is on one device.
+
+        Args:
+            variables: the variables to average.
+            decay: d, in (0, 1).
+            sharding: knows their parts.
+        """
+        tf.Module.__init__(self, name="average")
+        self.decay = decay
+        self._variables = list(variables)
+        self._sharding = sharding
+        self._stored: dict[int, list[tuple[Part, tf.Variable]]] = {}
+        self._averaged = {}
+        for variable in self._variables:
+            stored = self._stored[id(variable)] = []
+            for part in sharding.parts([variable]):
+                with tf.device(part.device):
+                    stored.append((part, tf.Variable(tf.identity(part.value()), trainable=False)))
+            self._averaged[id(variable)] = sharding.join("average", variable, [average for _, average in stored])
+
+        @graph_function
+        def swap() -> None:
+            stored = [pair for variable in self._variables for pair in self._stored[id(variable)]]
+            weights = [tf.identity(part.value()) for part, _ in stored]
+            sharding.send([(v, [average for _, average in self._stored[id(v)]]) for v in self._variables])
+            for (_, average), weight in zip(stored, weights, strict=True):
+                average.assign(weight)
+
+        self._swap = swap
+
+    @property
+    def stored(self) -> list[tf.Variable]:
+        """The variables that hold the averages, on the device of each part."""
+        return [average for stored in self._stored.values() for _, average in stored]
+
+    def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
+        """Moves the averages of some of the variables; outside of replicas, after an update was applied."""
+        rate = self._rate(applied_steps)
+        for part, average in (pair for variable in variables for pair in self._stored[id(variable)]):
+            with tf.device(part.device):
+                average.assign_add(tf.cast(rate, average.dtype) * (part.value() - average))
+
+
+class ShardedPlacement(Sharding):
+    """Slots and averages that are shared out to the replicas."""
+
+    def describe(self, state: TrainState) -> list[str]:
+        """Returns a line on where slots and averages are, as in `slots 0.6 MB on CPU:0, ...`."""
+        shared = ("optimizer slots", "averages of weights")
+        of_device = {d: sum(held.get(name, 0) for name in shared) for d, held in held_by_device(state).items()}
+        of_workers = workers.Workers(state.strategy).gather(of_device)
+        by_device = ", ".join(
+            f"{size / 1e6:,.1f} MB on {device}" + (f" of worker {worker}" if len(of_workers) > 1 else "")
+            for worker, sizes in enumerate(of_workers)
+            for device, size in sizes.items()
+        )
+        return [f"slots {'and averages ' if state.average is not None else ''}{by_device}"]
+
+    def make_average(self, variables: Sequence[Any], decay: float, tables: Collection[int]) -> ShardedAverage:
+        """Returns moving averages, each part on the device that updates it."""
+        self.add(variables, are_whole=False)
+        with tensorflow_internals.outside_strategies():
+            return ShardedAverage(variables, decay, self)
+
+    def make_packing(
+        self, variables: Sequence[Any], devices: Sequence[str] | None, *, needs_whole: bool, needs_all: bool
+    ) -> Packing:
+        """Returns the layout of gradients: of their parts, if each is needed on one device alone."""
+        if needs_whole or (needs_all and self.num_workers > 1):
+            return Packing(variables, devices)
+        return SplitPacking(variables, [self._parts[id(variable)] for variable in variables])
+
+    def adapt(self, application: Application) -> ShardedApplication:
+        """Returns the application of updates to parts."""
+        return ShardedApplication(application.state, self)
+
+
+class OnlyReplica(SlotPlacement):
+    """The placement of slots where there is nothing to share out."""
+
+    def describe(self, state: TrainState) -> list[str]:
+        """Returns a line that says so."""
+        return ["slots are on the only replica: shard_optimizer changes nothing"]
+
+
+def place_slots(strategy: tf.distribute.Strategy) -> SlotPlacement:
+    """Returns a placement that shares out slots and averages to the replicas, if there are several.
+
+    Raises:
+        ValueError: if there are several, and distloop cannot do so.
+    """
+    return ShardedPlacement(strategy) if strategies.can_shard(strategy) else OnlyReplica()
