@@ -21,9 +21,9 @@ _MODULES = {
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
     "Config": "config",
-    "CsvWriter": "monitoring.csv_writer",
+    "CsvWriter": "trackers.csv_writer",
     "ConfusionMatrix": "monitoring.media",
-    "Export": "actions.exports",
+    "Export": "exports.action",
     "GradientStep": "training.gradient_step",
     "Histogram": "monitoring.media",
     "History": "monitoring.history",
@@ -32,7 +32,7 @@ _MODULES = {
     "LazyAdamW": "optimizers.lazy",
     "LazySGD": "optimizers.lazy",
     "LossScaleOptimizer": "optimizers.loss_scale",
-    "MLflowWriter": "monitoring.trackers",
+    "MLflowWriter": "trackers.trackers",
     "MemoryEstimate": "audit.memory_estimate",
     "Mixture": "data.mixtures",
     "ModelSpec": "training.spec",
@@ -47,7 +47,7 @@ _MODULES = {
     "Text": "monitoring.media",
     "Trainer": "trainer",
     "Update": "training.spec",
-    "WandbWriter": "monitoring.trackers",
+    "WandbWriter": "trackers.trackers",
     "Writer": "monitoring.writers",
     "WorstExamples": "actions.worst_examples",
     "autotune_batch": "audit.tuning",
@@ -91,7 +91,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import StopTraining as StopTraining
     from distloop.actions.activations import ActivationHistograms as ActivationHistograms
     from distloop.actions.evaluate import Evaluation as Evaluation
-    from distloop.actions.exports import Export as Export
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.stop_early import StopEarly as StopEarly
@@ -110,11 +109,11 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.distributed.gathering import gather_rows as gather_rows
     from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare
+    from distloop.exports.action import Export as Export
     from distloop.flags import define_flags as define_flags
     from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
-    from distloop.monitoring.csv_writer import CsvWriter as CsvWriter
     from distloop.monitoring.history import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
@@ -123,8 +122,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.media import PRCurve as PRCurve
     from distloop.monitoring.media import Text as Text
     from distloop.monitoring.records import read_metrics as read_metrics
-    from distloop.monitoring.trackers import MLflowWriter as MLflowWriter
-    from distloop.monitoring.trackers import WandbWriter as WandbWriter
     from distloop.monitoring.writers import Writer as Writer
     from distloop.notebook import notebook_launch as notebook_launch
     from distloop.optimizers.lazy import LazyAdam as LazyAdam
@@ -136,6 +133,9 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.pipeline.pipeline import split as split
     from distloop.pipeline.pipeline import stages as stages
     from distloop.records.record_files import open_records as open_records
+    from distloop.trackers.csv_writer import CsvWriter as CsvWriter
+    from distloop.trackers.trackers import MLflowWriter as MLflowWriter
+    from distloop.trackers.trackers import WandbWriter as WandbWriter
     from distloop.trainer import Trainer as Trainer
     from distloop.training.gradient_step import GradientStep as GradientStep
     from distloop.training.metrics import weighted as weighted

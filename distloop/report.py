@@ -57,13 +57,14 @@ from typing import Any, NoReturn
 from rich.cells import cell_len
 
 from distloop.log import printable
-from distloop.monitoring import ledger, memory_file, run_exports, run_files, text_tables
+from distloop.monitoring import ledger, memory_file, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.records import show_bytes, show_number
-from distloop.monitoring.run_files import Run
+from distloop.monitoring.run_files import Run, Series
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
+from distloop.parts import import_part
 from distloop.remote.fetching import fetch_reports
 from distloop.urls import expand, is_url
 
@@ -87,13 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_picture(runs, options.png)
             _complain(f"the curves are in {options.png}")
         if options.csv:
-            run_exports.write_csv(runs, options.csv)
+            import_part("trackers.csv_writer", "--csv").write_csv(runs, options.csv)
             _complain(f"the rows are in {options.csv}")
     except ValueError as error:
         _complain(str(error))
         return 2
     if options.json:
-        print(json.dumps(run_exports.as_json(runs), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(runs), indent=2, allow_nan=False))
         return 0
     console = text_tables.make_console()
     width = console.width if text_tables.is_terminal(console) else math.inf
@@ -102,6 +103,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if table.rows:
             text_tables.show(table, console)
     return 0
+
+
+def _as_json(runs: Sequence[Run]) -> Any:
+    """Returns the content of the tables as JSON can hold it; nan becomes null."""
+
+    def known(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    def of_metric(series: Series) -> dict[str, Any]:
+        value, step = series.best or (None, None)
+        numbers = {"last": series.last, "least": series.least, "largest": series.largest}
+        rest = {"better": run_files.better(series.name), "best": value, "best_step": step}
+        return {name: known(number) for name, number in numbers.items()} | rest
+
+    listed = [
+        {
+            "name": run.name,
+            "workdir": run.path if is_url(run.path) else os.path.abspath(run.path),
+            "status": run.status,
+            "step": run.step,
+            "until": run.until,
+            "stop_reason": run.stop_reason,
+            "training_secs": known(run.training_secs),
+            "elapsed_secs": known(run.elapsed_secs),
+            "silent_secs": run.silent_secs,
+            "steps_per_sec": known(run.steps_per_sec),
+            "examples_per_sec": known(run.examples_per_sec),
+            "device_hours": known(run.device_hours),
+            "seen": {name: known(value) for name, value in run.seen.items()},
+            "starts": run.starts,
+            "time_spent": run.time_spent,
+            "goodput": known(ledger.goodput(run.time_spent)),
+            "memory": None if run.memory is None else run.memory._asdict(),
+            "metrics": {name: of_metric(series) for name, series in run.series.items()},
+            "incidents": run.incidents,
+            "settings": run.settings,
+        }
+        for run in runs
+    ]
+    return _without_nan({"runs": listed, "different_settings": list(run_files.different_settings(runs))})
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns a value of JSON with null in place of numbers that are not finite, as a file of a run may hold them."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _load(options: argparse.Namespace) -> list[Run]:

@@ -14,7 +14,6 @@ from typing_extensions import Unpack
 from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
-from distloop.checkpoints.formats import write_export
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.config import Config
 from distloop.data.arrays import with_labels
@@ -319,9 +318,8 @@ class Trainer:
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes the model for use without distloop, with the averaged weights if there are any.
 
-        `.keras` makes a Keras file: layers and weights, without optimizer and losses; `.npz` holds the trained weights
-        alone. Any other path becomes a SavedModel, with `.tflite` one quantized file of it: a signature for each
-        `predict_fn`, the first as `serving_default`, too; from batch entries to outputs by name, with any batch size.
+        `.keras`: layers and weights, no optimizer; `.npz`: the trained weights; `.tflite`: one quantized file; else a
+        SavedModel: a signature for each `predict_fn`, the first as `serving_default`, too, of entries by name.
 
         Args:
             path: a file if it has one of these suffixes, else a directory; replaces an older one when complete.
@@ -333,7 +331,8 @@ class Trainer:
         path = expand(path)
         if self.config.fast_dev_run:
             path = _tryouts("fast_dev_run").export_path(path, self.config, self._say)
-        write_export(self.state, self._predictor, self._element_spec, path, keep_dtypes)
+        exports = import_part("exports.formats", "trainer.export")
+        exports.write_export(self.state, self._predictor, self._element_spec, path, keep_dtypes)
 
     def build(self, dataset: Data, y: Any = None) -> None:
         """Builds a model that does not know its input shapes yet, as `fit` does; reads no more than a batch.

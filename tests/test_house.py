@@ -22,7 +22,7 @@ ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
     # parts, which can be taken away: tests/test_without_parts.py
-    ["audit", "records", "recompute", "pipeline", "sharding"],
+    ["audit", "records", "recompute", "pipeline", "sharding", "trackers", "exports"],
     ["trainer"],
     ["fit"],
     ["checkpoints"],
@@ -76,8 +76,8 @@ WITHOUT_TENSORFLOW = {
     "atomic_files",
     "versions",
 }
-WITHOUT_TENSORFLOW |= {"actions.schedule"}
-WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("delivery", "writers", "csv_writer", "wandb_files")}
+WITHOUT_TENSORFLOW |= {"actions.schedule", "trackers.csv_writer", "trackers.wandb_files"}
+WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("delivery", "writers")}
 WITHOUT_TENSORFLOW |= {
     f"monitoring.{name}"
     for name in "records run_files run_starts run_costs run_lock console text_tables curves timing deliveries".split()

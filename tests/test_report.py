@@ -359,6 +359,23 @@ def test_a_run_that_cannot_be_read_is_one_line_and_the_others_are_reported(tmp_p
     assert report.main([str(tmp_path / "odd")]) == 2
 
 
+def test_json_holds_what_a_run_has_read_and_no_nan():
+    run = run_files.Run(
+        "a",
+        "runs/a",
+        [{"step": 100, "time": 1.0, "loss": math.nan, "examples_seen": 640.0, "epochs_seen": 2.5}],
+        [],
+        {"seed": 1},
+        100,
+        None,
+        0.0,
+        [],
+    )
+    (only,) = json.loads(json.dumps(report._as_json([run]), allow_nan=False))["runs"]
+    assert only["seen"] == {"examples_seen": 640.0, "epochs_seen": 2.5}
+    assert only["metrics"]["loss"]["last"] is None and only["steps_per_sec"] is None
+
+
 def test_csv_has_a_row_of_all_names_for_each_row_of_each_run(sweep, capsys):
     assert report.main([str(sweep), f"--csv={sweep}/rows.csv"]) == 0
     assert capsys.readouterr().err == f"distloop.report: the rows are in {sweep}/rows.csv\n"

@@ -17,10 +17,12 @@ PROGRAM = pathlib.Path(without_part.__file__)
 PARTS = {
     "audit": lambda: distloop.Trainer(classifier(), on(1, fast_dev_run=True)),
     "launcher": None,  # a command; nothing within a program
+    "exports": lambda: distloop.Trainer(classifier(), on(1)).export("model"),
     "pipeline": lambda: distloop.split,
     "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),
     "records": lambda: distloop.open_records,
     "sharding": lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)),
+    "trackers": lambda: distloop.CsvWriter,
 }
 
 

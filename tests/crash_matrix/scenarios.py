@@ -11,8 +11,8 @@ import tensorflow as tf
 from distloop.atomic_files import leftovers
 from distloop.checkpoints import checkpoint
 from distloop.checkpoints.checkpoint import Saved
-from distloop.checkpoints.export import prepare_path, writing
 from distloop.checkpoints.store import Checkpoints
+from distloop.exports.export import prepare_path, writing
 from tests.crash_matrix.faults import EIO, ENOSPC, KILL, Faults, Killed
 from tests.crash_matrix.power_loss import states, write_state
 

@@ -8,10 +8,10 @@ It does not know how a format is written.
 import pathlib
 from typing import Any
 
-from distloop.checkpoints.adapters import write_trained_weights
-from distloop.checkpoints.keras_file import write_keras_file
-from distloop.checkpoints.saved_model import write_saved_model
-from distloop.checkpoints.tflite_file import write_tflite_file
+from distloop.exports.adapters import write_trained_weights
+from distloop.exports.keras_file import write_keras_file
+from distloop.exports.saved_model import write_saved_model
+from distloop.exports.tflite_file import write_tflite_file
 from distloop.training.prediction import Predictor
 from distloop.training.state import TrainState
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.checkpoints import signatures
-from distloop.checkpoints.adapters import merged
 from distloop.checkpoints.checkpoint import plain_path
-from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.exports import signatures
+from distloop.exports.adapters import merged
+from distloop.exports.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
 from distloop.log import log
 from distloop.training.prediction import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState

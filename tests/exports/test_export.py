@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.checkpoints.export import call_on_ones, output_difference, prepare_path
-from tests.exports import ROWS, assert_weights, dataset, dead_process, export_keras_file, make_trainer, serve
+from distloop.exports.export import call_on_ones, output_difference, prepare_path
+from tests.export_trainers import ROWS, assert_weights, dataset, dead_process, export_keras_file, make_trainer, serve
 from tests.problems import assert_equal, everything
 
 each_kind = pytest.mark.parametrize("name", ["model", "model.keras"])
@@ -187,7 +187,7 @@ def test_free_axes_grow_until_a_function_takes_the_examples(monkeypatch):
     examples, outputs = call_on_ones(call, tf.TensorSpec([None, None, None]), "the net")
     assert examples.shape == [2, 32, 32] and outputs.numpy().tolist() == [32.0 * 32] * 2
     messages = []
-    monkeypatch.setattr("distloop.checkpoints.export.log.warning", lambda text, *a: messages.append(text % a))
+    monkeypatch.setattr("distloop.exports.export.log.warning", lambda text, *a: messages.append(text % a))
     assert call_on_ones(call, tf.TensorSpec([None, 4]), "the net") is None
     assert messages == ["The export was not compared with the net, which cannot be run on ones."]
 

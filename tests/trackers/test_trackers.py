@@ -11,8 +11,8 @@ import pytest
 
 import distloop
 from distloop import urls
-from distloop.monitoring import trackers, wandb_files
 from distloop.monitoring.deliveries import Deliveries
+from distloop.trackers import trackers, wandb_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

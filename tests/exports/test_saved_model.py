@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.exports import ROWS, dataset, images, make_image_trainer, make_trainer, serve, signatures_of
+from tests.export_trainers import ROWS, dataset, images, make_image_trainer, make_trainer, serve, signatures_of
 from tests.problems import assert_equal, everything, mostly_wide, on
 
 pytestmark = pytest.mark.slow
@@ -249,7 +249,7 @@ def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, monkeypa
             return model(batch["x"], training=False)
 
     messages = []
-    monkeypatch.setattr("distloop.checkpoints.export.log.warning", lambda text, *a: messages.append(text % a))
+    monkeypatch.setattr("distloop.exports.export.log.warning", lambda text, *a: messages.append(text % a))
     trainer = make_trainer(predict_of)
     predictions = trainer.predict(dataset())
     trainer.export(tmp_path / "model")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.checkpoints.export import prepare_path, writing
-from distloop.checkpoints.saved_model import write_saved_model
 from distloop.comparison import relative_difference
 from distloop.distributed import workers
 from distloop.errors import first_line
+from distloop.exports.export import prepare_path, writing
+from distloop.exports.saved_model import write_saved_model
 from distloop.training.prediction import DEFAULT_SIGNATURE
 from distloop.training.state import TrainState
 

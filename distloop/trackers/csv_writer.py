@@ -16,6 +16,7 @@ from typing import Any
 
 from distloop.atomic_files import make_directory, replacing
 from distloop.monitoring.json_writer import lines_from_end
+from distloop.monitoring.run_files import Run
 
 
 class CsvWriter:
@@ -95,6 +96,22 @@ def write_table(path: str, columns: Sequence[str], rows: Iterable[Mapping[str, A
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def write_csv(runs: Sequence[Run], path: str) -> None:
+    """Writes all rows of the runs: a column for each name in any of them, empty where a row has no such number.
+
+    Raises:
+        ValueError: if the file cannot be written.
+    """
+    names = dict.fromkeys(["run", "step", "time", *(name for run in runs for row in run.rows for name in row)])
+    try:
+        with replacing(path) as temporary:
+            write_table(temporary, list(names), ({"run": run.name, **row} for run in runs for row in run.rows))
+    except OSError as error:
+        raise ValueError(
+            f"{path!r} cannot be written ({error.strerror}): give a file in a directory that is there."
+        ) from error
 
 
 def _format(row: Mapping[str, Any], columns: Sequence[str]) -> bytes:

@@ -1,4 +1,4 @@
-"""When a run exports, and which exports it keeps; tests/checkpoints/test_export.py has the files of one."""
+"""When a run exports, and which exports it keeps; tests/exports/test_export.py has the files of one."""
 
 import os
 import types
@@ -9,8 +9,8 @@ import tensorflow as tf
 import distloop
 from distloop.actions import action_state
 from distloop.actions.action import Report, run
-from distloop.actions.exports import Export
-from tests.exports import dataset, make_trainer, serve
+from distloop.exports.action import Export
+from tests.export_trainers import dataset, make_trainer, serve
 
 STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.SimpleNamespace(predict_fn=len))
 
@@ -86,7 +86,7 @@ def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
 def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_was(tmp_path, monkeypatch):
     failed = []
     gather = lambda strategy, value: failed.append(value) or [1, 0]  # noqa: E731
-    monkeypatch.setattr("distloop.actions.exports.workers.gather", gather)
+    monkeypatch.setattr("distloop.exports.action.workers.gather", gather)
     action = Export(write, tmp_path, metric="loss")
     action(report(10, loss=1.0))
     assert failed == [False] and action.best is None
@@ -101,7 +101,7 @@ def test_a_rollback_to_a_checkpoint_of_before_the_first_export_forgets_the_best_
 
 
 def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("distloop.actions.exports.workers.is_chief", lambda strategy: False)
+    monkeypatch.setattr("distloop.exports.action.workers.is_chief", lambda strategy: False)
     written = []
     action = Export(written.append, tmp_path, every=10, keep=1)
     for step in (10, 20):

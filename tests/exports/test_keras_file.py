@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.exports import (
+from tests.export_trainers import (
     ROWS,
     assert_weights,
     averages,

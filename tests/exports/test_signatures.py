@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.checkpoints.signatures import entry_specs, make_signature, specs_read, title
+from distloop.exports.signatures import entry_specs, make_signature, specs_read, title
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 Z = np.ones((4, 2), np.float32)

@@ -22,8 +22,8 @@ from PIL import Image
 
 from distloop import urls
 from distloop.flags import shown_arguments
-from distloop.monitoring import wandb_files
 from distloop.monitoring.writers import MediaFile
+from distloop.trackers import wandb_files
 
 _FLUSH, _FLUSH_SECS = "x_transaction_log_flush_interval", 1.0  # how old a row is at most when it is in the file
 _WORKDIR = "distloop.workdir"  # a tag of a run in MLflow

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from distloop.monitoring import wandb_files
+from distloop.trackers import wandb_files
 
 
 def test_records_over_several_blocks_are_read_and_half_a_record_is_not(tmp_path):

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.checkpoints.export import prepare_path, writing
+from distloop.exports.export import prepare_path, writing
 from distloop.training.state import TrainState
 from distloop.variables import portable_names, tensorflow_variable, top_layers
 

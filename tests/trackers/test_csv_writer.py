@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import distloop
-from distloop.monitoring import csv_writer
 from distloop.monitoring.deliveries import Deliveries
+from distloop.trackers import csv_writer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
