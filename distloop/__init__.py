@@ -34,7 +34,7 @@ _MODULES = {
     "LossScaleOptimizer": "optimizers.loss_scale",
     "MLflowWriter": "trackers.trackers",
     "MemoryEstimate": "audit.memory_estimate",
-    "Mixture": "data.mixtures",
+    "Mixture": "mixtures.mixtures",
     "ModelSpec": "training.spec",
     "PRCurve": "monitoring.media",
     "RateTest": "audit.tuning",
@@ -62,7 +62,7 @@ _MODULES = {
     "make_schedule": "optimizers.learning_rates",
     "notebook_launch": "notebook",
     "open_records": "records.record_files",
-    "pack": "data.packing",
+    "pack": "mixtures.packing",
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
@@ -104,8 +104,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.audit.tuning import find_learning_rate as find_learning_rate
     from distloop.config import Config as Config
     from distloop.data.make_dataset import make_dataset as make_dataset
-    from distloop.data.mixtures import Mixture as Mixture
-    from distloop.data.packing import pack as pack
     from distloop.distributed.gathering import gather_rows as gather_rows
     from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare
@@ -114,6 +112,8 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
+    from distloop.mixtures.mixtures import Mixture as Mixture
+    from distloop.mixtures.packing import pack as pack
     from distloop.monitoring.history import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix

@@ -32,10 +32,10 @@ from distloop.actions.sync_stop import SyncStop
 from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
 from distloop.checkpoints.best import left_files, may_lack_best
-from distloop.checkpoints.reading_again import read_again
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
+from distloop.data.skipping import read_again
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
@@ -213,7 +213,7 @@ class Fit:
                 show_progress=Host.show_progress if console is None or self.config.eager else console.show_progress,
                 by_clock=[(action.secs, action) for action in actions if isinstance(action, Save) and action.secs],
             )
-            read_again(self.source, self.state.strategy, host.stop_requests, host.say, host.show_progress)
+            read_again(self.source.behind, self.state.strategy, host.stop_requests, host.say, host.show_progress)
             self._loop.require_metrics = functools.partial(require_metrics, self.actions, self.evaluations)
             self._loop.train(self.source, self.units.run.last_step, actions, host, window=self._window)
             with self.clock.phase("saving"):

@@ -22,7 +22,7 @@ ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
     # parts, which can be taken away: tests/test_without_parts.py
-    ["audit", "records", "recompute", "pipeline", "sharding", "trackers", "exports"],
+    ["audit", "mixtures", "records", "recompute", "pipeline", "sharding", "trackers", "exports"],
     ["trainer"],
     ["fit"],
     ["checkpoints"],

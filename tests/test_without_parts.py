@@ -18,6 +18,7 @@ PARTS = {
     "audit": lambda: distloop.Trainer(classifier(), on(1, fast_dev_run=True)),
     "launcher": None,  # a command; nothing within a program
     "exports": lambda: distloop.Trainer(classifier(), on(1)).export("model"),
+    "mixtures": lambda: distloop.Mixture,
     "pipeline": lambda: distloop.split,
     "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),
     "records": lambda: distloop.open_records,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.padding import pad_row
+from distloop.data.examples import pad_row
 from distloop.graph_functions import graph_function
 from distloop.operations import DRAWS_FROM_KERNEL, with_called
 

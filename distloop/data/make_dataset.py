@@ -13,14 +13,12 @@ import tensorflow as tf
 
 from distloop.data import example_map
 from distloop.data.info import cardinality
-from distloop.data.length_order import by_length
-from distloop.data.mixed_order import MixedOrder
-from distloop.data.mixtures import Mixture, by_batch
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
 from distloop.durations import shown, whole_number
 from distloop.log import log
+from distloop.parts import import_part
 
 
 def make_dataset(
@@ -90,22 +88,39 @@ def make_dataset(
     row_lengths = None if lengths is None else np.asarray(lengths)
     reader, apply = _make_reader(source, map_fn, row_lengths)
     _require_one_shape(reader.spec if apply is None else apply.spec, row_lengths, is_mapped=apply is not None)
-    if isinstance(source, Mixture) or len(sizes) > 1:
-        if row_lengths is not None:
-            raise ValueError("lengths were given with a Mixture or a batch_size that changes; use distloop.pack.")
-        return NumberedDataset(reader, _mixed_order(source, len(reader), sizes, bool(shuffle), seed), apply)
-    order = Order(
+    order: Any = Order(
         num_rows=len(reader),
         batch_size=sizes[0],
         seed=seed,
         is_shuffled=bool(shuffle),
         drop_remainder=drop_remainder,
     )
+    if _is_mixture(source) or len(sizes) > 1 or row_lengths is not None:
+        mixtures = import_part("mixtures.mixtures", "a Mixture, lengths or a batch_size that changes")
+        order = mixtures.make_order(source, order, sizes, row_lengths, pad_to)
     if not order.batches_per_epoch:
         raise ValueError(
             f"The {order.num_rows} rows given are no whole batch of {batch_size}: set drop_remainder=False."
         )
-    return NumberedDataset(reader, order if row_lengths is None else by_length(order, row_lengths, pad_to), apply)
+    return NumberedDataset(reader, order, apply)
+
+
+def _is_mixture(source: Any) -> bool:
+    """Returns whether a source is a `Mixture`; whoever has one has imported its module."""
+    return hasattr(source, "rows_of") and hasattr(source, "as_arrays")
+
+
+def by_batch(values: Mapping[int, Any], what: str) -> dict[int, Any]:
+    """Returns values by the batch from which on they hold, in the order of the batches.
+
+    Raises:
+        ValueError: if the first batch is not 0.
+    """
+    if sorted(values)[:1] != [0]:
+        raise ValueError(
+            f"{what} from batch {', '.join(map(str, sorted(values))) or 'none'} on were given; the first batch is 0."
+        )
+    return {int(batch): values[batch] for batch in sorted(values)}
 
 
 def _as_int(value: Any, name: str) -> int:
@@ -135,20 +150,6 @@ def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool
         raise ValueError("lengths were given, but all examples have the same shape: leave lengths out.")
 
 
-def _mixed_order(source: Any, num_rows: int, sizes: Mapping[int, int], is_shuffled: bool, seed: int) -> MixedOrder:
-    """Returns the order of a mixture, or of one source whose batch size changes."""
-    is_mixture = isinstance(source, Mixture)
-    return MixedOrder(
-        names=source.names if is_mixture else ("data",),
-        rows_of=source.rows_of if is_mixture else (num_rows,),
-        shares=source.shares if is_mixture else ((0, (1,)),),
-        batch_sizes=tuple(sizes.items()),
-        examples_per_epoch=source.examples_per_epoch if is_mixture else num_rows,
-        seed=seed,
-        is_shuffled=is_shuffled,
-    )
-
-
 def _make_reader(
     source: Any, map_fn: Callable[[Any, Any], Any] | None, lengths: np.ndarray | None
 ) -> tuple[ArrayRows | SourceRows, example_map.TracedMap | None]:
@@ -157,7 +158,7 @@ def _make_reader(
     is_of_rows = is_of_rows and lengths is not None and lengths.dtype.kind in "iu"
     extremes = [int(np.argmin(lengths)), int(np.argmax(lengths))] if lengths is not None and is_of_rows else []
     is_columns = is_arrays(source) and not (isinstance(source, list) and is_of_rows)
-    arrays = source.as_arrays() if isinstance(source, Mixture) else source if is_columns else None
+    arrays = source.as_arrays() if _is_mixture(source) else source if is_columns else None
     if arrays is not None:
         reader: ArrayRows | SourceRows = ArrayRows(arrays)
     elif not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or isinstance(source, (str, bytes)):

@@ -19,8 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk
-from distloop.data.examples import as_example, common_spec, describe
-from distloop.data.padding import pad_row, pad_rows
+from distloop.data.examples import as_example, common_spec, describe, pad_row, pad_rows
 from distloop.data.position import CONTENT
 from distloop.distributed.devices import HOST
 from distloop.errors import carry

@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
-from distloop.data.copies import fresh_copy
 from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import iterate
 from distloop.data.numbered import NumberedFeed, Share
@@ -25,8 +24,7 @@ from distloop.data.opening import Reading, open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
-from distloop.data.skip_below_maps import begin_at
-from distloop.data.skipping import Behind
+from distloop.data.skipping import Behind, fresh_copy
 from distloop.distributed import environment, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET
@@ -279,10 +277,7 @@ class Source:
                 dataset, behind = (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
                 return _prepared(dataset, self.info, dataset.options(), repeat=False), behind
             dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
-            may_begin = first and self.feed is None and self._repeat and not self.layout.is_sharded  # shards may differ
-            begun = begin_at(dataset, first) if may_begin else None
-            dataset, behind = (dataset, first) if begun is None else (begun, 0)
-            return _prepared(dataset, self.info, self._dataset.options(), repeat=self._repeat), behind
+            return _prepared(dataset, self.info, self._dataset.options(), repeat=self._repeat), first
 
     def _left_of_pass(self) -> int | None:
         """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""

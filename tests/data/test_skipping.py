@@ -1,12 +1,132 @@
-"""Skipping in pieces."""
+"""Data that is read again: copies as new, batches skipped in pieces, told, shown, and ended by a stop."""
 
+import os
+import re
+import signal
 import time
+import types
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.skipping import Behind
-from tests.problems import mirrored, numbers
+import distloop
+from distloop.data import skipping
+from distloop.data.skipping import Behind, fresh_copy, read_again
+from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
+from tests.problems import classification, classifier, mirrored, numbers, on
+
+ONE = tf.distribute.get_strategy()
+
+
+class SlowSource:
+    """A source that takes two seconds of a fake clock for its first batch, and 0.1 for each other one."""
+
+    def __init__(self, num_to_skip, monkeypatch):
+        self.behind, self.num_batches, self.pieces, self._now = self, num_to_skip, [], 0.0
+        monkeypatch.setattr(skipping.time, "monotonic", lambda: self._now)
+
+    def skip(self, most=None, secs=float("inf")):
+        count = min(self.num_batches, most, round(secs / 0.1) if self.pieces else 1)
+        self._now += 0.1 * count if self.pieces else 2.0
+        self.num_batches -= count
+        self.pieces.append(count)
+        return self.num_batches
+
+
+def test_skipping_is_announced_once_with_its_time_and_shown_in_pieces(monkeypatch):
+    source, lines, progress = SlowSource(22, monkeypatch), [], []
+    read_again(source.behind, ONE, None, lines.append, lambda *shown: progress.append(shown))
+    assert source.pieces == [1, 5, 5, 5, 5, 1]
+    hint = "data of distloop.make_dataset is at its place at once."
+    assert lines == [f"Skipping 22 batches already seen (about 4 s); {hint}"]
+    assert progress == [(done, "skipping batches already seen") for done in (6, 11, 16, 21)]
+
+
+def test_what_takes_no_time_is_not_announced(monkeypatch):
+    source, lines = SlowSource(5, monkeypatch), []
+    read_again(source.behind, ONE, None, lines.append, lambda *shown: lines.append(shown))
+    assert source.num_batches == 0 and not lines
+
+
+def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch):
+    source = SlowSource(1000, monkeypatch)
+    with pytest.raises(Interrupted, match=r"Interrupted by SIGTERM with 994 of 1,000 batches left to skip"):
+        read_again(source.behind, ONE, types.SimpleNamespace(reason="by SIGTERM", is_out_of_time=False))
+    assert source.pieces == [1, 5]
+
+
+def test_a_stop_does_not_lose_a_skipping_that_has_ended(monkeypatch):
+    source = SlowSource(5, monkeypatch)
+    read_again(source.behind, ONE, out_of_time(1))
+    assert source.num_batches == 0
+
+
+def out_of_time(max_secs):
+    return types.SimpleNamespace(reason=f"after {max_secs} seconds", is_out_of_time=True, max_secs=max_secs)
+
+
+def test_a_time_limit_that_is_too_short_for_the_skipping_is_an_error(monkeypatch):
+    with pytest.raises(ValueError, match=r"max_secs ended the process with 994 of 1,000 .* would never train"):
+        read_again(SlowSource(1000, monkeypatch), ONE, out_of_time(60))  # it takes 102 s
+
+
+def test_a_time_limit_that_comes_while_going_back_leaves_as_a_signal_does(monkeypatch):
+    with pytest.raises(Interrupted, match=r"after 600 seconds with 994 of 1,000"):
+        read_again(SlowSource(1000, monkeypatch), ONE, out_of_time(600))
+
+
+def test_a_signal_is_not_answered_by_saving_while_nothing_is_trained(monkeypatch):
+    requests, plans = StopRequests(catch_signals=False), []
+    read_again(SlowSource(22, monkeypatch), ONE, requests, None, lambda *_: plans.append(requests.plan))
+    assert set(plans) == {"leaving after this batch, with the checkpoint as it is"}
+    assert requests.plan == "saving after this step"
+
+
+def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
+    source = SlowSource(1000, monkeypatch)
+    monkeypatch.setattr(skipping.workers, "gather", lambda _, answer: np.array([answer, [0, 1]], float))
+    with pytest.raises(Interrupted, match="by worker 1 with 994 of 1,000"):
+        read_again(source.behind, ONE)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(skipping, "_PIECE_SECS", 0.01)
+    rows, signals_after, num_read = classification(64), None, 0
+
+    def batches():
+        nonlocal num_read
+        while True:
+            for start in range(0, 64, 16):
+                num_read += 1
+                if num_read == signals_after:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield {name: value[start : start + 16] for name, value in rows.items()}
+
+    spec = {name: tf.TensorSpec([None, *value.shape[1:]], value.dtype) for name, value in rows.items()}
+
+    def fit(steps, console="quiet"):
+        config = on(1, workdir=str(tmp_path), console=console, steps_per_loop=500)
+        data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+        trainer = distloop.Trainer(classifier(), config)
+        trainer.fit(data, steps=steps)
+        return trainer
+
+    def files():
+        found = (os.path.join(path, name) for path, _, names in os.walk(tmp_path / "checkpoints") for name in names)
+        return {path: os.stat(path).st_mtime_ns for path in found}
+
+    fit(300)
+    before, signals_after, num_read = files(), 20, 0
+    with pytest.raises(SystemExit) as left:
+        fit(301)
+    assert left.value.code == EXIT_CODE and num_read < 300
+    assert files() == before
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"Interrupted by SIGTERM with \d+ of 300 batches left to skip\. Run the same command", said)
+    signals_after = None
+    assert fit(301).step == 301
 
 
 def test_batches_are_skipped_and_the_iterator_is_behind_them():
@@ -37,3 +157,20 @@ def test_the_batches_of_a_distributed_dataset_are_skipped():
 def test_data_that_ends_while_it_is_skipped_is_an_error():
     with pytest.raises(tf.errors.OutOfRangeError):
         Behind(iter(numbers(4, 2)), 3).skip()
+
+
+def order(dataset):
+    return np.concatenate(list(dataset.as_numpy_iterator())).tolist()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_copy_shuffles_as_the_dataset_did_when_it_was_new(epochs):
+    dataset = tf.data.Dataset.range(50).shuffle(50, seed=3).batch(7).repeat(epochs)
+    first = order(dataset)
+    assert order(dataset) != first  # a second iterator draws other seeds
+    assert order(fresh_copy(dataset)) == order(fresh_copy(dataset)) == first
+
+
+def test_a_dataset_that_is_not_shuffled_is_its_own_copy():
+    dataset = tf.data.Dataset.range(50).batch(7)
+    assert fresh_copy(dataset) is dataset

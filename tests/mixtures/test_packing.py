@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop.data.packing import pack, plan
+from distloop.mixtures.packing import pack, plan
 
 LENGTHS = np.random.default_rng(0).integers(1, 33, 400)
 TEXTS = [list(range(1, 1 + length)) for length in LENGTHS]

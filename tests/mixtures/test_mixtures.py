@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.mixtures import Mixture, round_shares
 from distloop.data.numbered import Share
 from distloop.data.source import Source
+from distloop.mixtures.mixtures import Mixture, round_shares
 from tests.problems import mirrored
 
 

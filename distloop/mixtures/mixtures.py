@@ -8,7 +8,7 @@ The order of the stream is that of `mixed_order`. It does not know batches.
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,8 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.examples import describe
+from distloop.data.make_dataset import by_batch
+from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
 from distloop.durations import finite_number, shown, whole_number
+from distloop.mixtures.length_order import by_length
+from distloop.mixtures.mixed_order import MixedOrder
 
 _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters
@@ -181,19 +185,6 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def by_batch(values: Mapping[int, Any], what: str) -> dict[int, Any]:
-    """Returns values by the batch from which on they hold, in the order of the batches.
-
-    Raises:
-        ValueError: if the first batch is not 0.
-    """
-    if sorted(values)[:1] != [0]:
-        raise ValueError(
-            f"{what} from batch {', '.join(map(str, sorted(values))) or 'none'} on were given; the first batch is 0."
-        )
-    return {int(batch): values[batch] for batch in sorted(values)}
-
-
 def _open(name: str, source: Any) -> ArrayRows | SourceRows:
     """Returns a reader of a source, which has looked at a few rows."""
     if is_arrays(source):
@@ -228,3 +219,34 @@ def _either(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
         raise ValueError
     axes = zip(one.shape.as_list(), other.shape.as_list(), strict=True)
     return tf.TensorSpec([size if size == also else None for size, also in axes], one.dtype)
+
+
+def make_order(
+    source: Any, order: Order, sizes: Mapping[int, int], lengths: np.ndarray | None, pad_to: Sequence[int]
+) -> Any:
+    """Returns the order of a mixture, of one source whose batch size changes, or of batches of like lengths.
+
+    Args:
+        source: the source.
+        order: of its rows, as if it were none of these.
+        sizes: the size of batches by the batch from which on they have it.
+        lengths: of the rows; None: batches are not of like lengths.
+        pad_to: as for `make_dataset`.
+
+    Raises:
+        ValueError: if the lengths do not fit the source, or are given with a mixture or a batch size that changes.
+    """
+    is_mixture = isinstance(source, Mixture)
+    if lengths is not None and (is_mixture or len(sizes) > 1):
+        raise ValueError("lengths were given with a Mixture or a batch_size that changes; use distloop.pack.")
+    if lengths is not None:
+        return by_length(order, lengths, pad_to)
+    return MixedOrder(
+        names=source.names if is_mixture else ("data",),
+        rows_of=source.rows_of if is_mixture else (order.num_rows,),
+        shares=source.shares if is_mixture else ((0, (1,)),),
+        batch_sizes=tuple(sizes.items()),
+        examples_per_epoch=source.examples_per_epoch if is_mixture else order.num_rows,
+        seed=order.seed,
+        is_shuffled=order.is_shuffled,
+    )

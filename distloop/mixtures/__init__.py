@@ -1,0 +1,1 @@
+"""Several sources in one stream, batches of like lengths, and rows of several sequences."""
