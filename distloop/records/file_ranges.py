@@ -1,7 +1,7 @@
 """File ranges: reads parts of many files, on a disk or behind URLs, from any number of threads.
 
     paths = expand("gs://bucket/train-*.tfrecord")        # sorted
-    files = open_files(paths)                             # opens none yet
+    files = Files(paths)                                  # opens none yet
     header, footer = files.read([(0, 0, 12), (0, 112, 116)])     # file number, begin, end in bytes
 
 It does not know what the files hold.
@@ -10,27 +10,42 @@ It does not know what the files hold.
 import functools
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from distloop.urls import absolute, file_system, is_url, keep_password
 
-MAX_OPEN_FILES = 128  # of one `LocalFiles`; a process may usually have 1024
+MAX_OPEN_FILES = 128  # of one `Files`; a process may usually have 1024
 
 FileNames: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 Range: TypeAlias = tuple[int, int, int]  # the number of the file, where to begin and to end, in bytes
 
 
-class Files(Protocol):
-    """Files that may be read from several threads at once.
+class Files:
+    """Files on a disk, read by `pread`, or behind URLs, read through fsspec, which requests several ranges at once.
+
+    Several threads may read them; files on a disk that were used last stay open.
 
     Attributes:
-        paths: where they are.
+        paths: paths, or URLs of one file system.
         window_bytes: how much to read at once when a file is read from its beginning to its end.
     """
 
-    paths: Sequence[str]
-    window_bytes: int
+    def __init__(self, paths: Sequence[str]):
+        """Opens no file.
+
+        Raises:
+            ValueError: if only some are URLs, or the package for their file system is not installed.
+        """
+        if len({path.partition("://")[0] if is_url(path) else "" for path in paths}) > 1:
+            raise ValueError("Files of several file systems were given; give those of one, or copy them to one.")
+        self.paths = paths
+        self._system = file_system(paths[0]) if is_url(paths[0]) else None
+        self.window_bytes = 1 << 18 if self._system is None else 1 << 23
+        self._open = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Files, (self.paths,)
 
     def stat(self, file: int) -> tuple[int, str]:
         """Returns the size of a file in bytes, and a text that is another one once the file has been written again.
@@ -38,6 +53,11 @@ class Files(Protocol):
         Raises:
             OSError: if there is no such file.
         """
+        path = self.paths[file]
+        if self._system is not None:
+            return int(self._system.size(path)), self._system.ukey(path)
+        status = os.stat(path)
+        return status.st_size, str(status.st_mtime_ns)
 
     def read(self, ranges: Sequence[Range]) -> Iterable[bytes]:
         """Returns the bytes of each range in turn; fewer than asked for where a file ends.
@@ -45,54 +65,8 @@ class Files(Protocol):
         Raises:
             OSError: if a file cannot be read.
         """
-
-
-class LocalFiles:
-    """Files of this machine, read by `pread`; those used last stay open."""
-
-    window_bytes = 1 << 18
-
-    def __init__(self, paths: Sequence[str]):
-        self.paths = paths
-        self._open = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LocalFiles, (self.paths,)
-
-    def stat(self, file: int) -> tuple[int, str]:
-        """Returns the size of a file, and when it was written."""
-        status = os.stat(self.paths[file])
-        return status.st_size, str(status.st_mtime_ns)
-
-    def read(self, ranges: Sequence[Range]) -> Iterator[bytes]:
-        """Yields the bytes of each range."""
-        for file, begin, end in ranges:
-            yield self._open(self.paths[file]).read(begin, end)
-
-
-class RemoteFiles:
-    """Files behind URLs, read through fsspec, which requests several ranges at once."""
-
-    window_bytes = 1 << 23
-
-    def __init__(self, paths: Sequence[str]):
-        """Finds the file system.
-
-        Args:
-            paths: URLs of one file system.
-
-        Raises:
-            ValueError: if its package is not installed.
-        """
-        self.paths = paths
-        self._system = file_system(paths[0])
-
-    def stat(self, file: int) -> tuple[int, str]:
-        """Returns the size of a file, and a digest of what its file system knows about it."""
-        return int(self._system.size(self.paths[file])), self._system.ukey(self.paths[file])
-
-    def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Returns the bytes of each range, requested at once."""
+        if self._system is None:
+            return (self._open(self.paths[file]).read(begin, end) for file, begin, end in ranges)
         files, begins, ends = map(list, zip(*ranges, strict=True))
         return self._system.cat_ranges([self.paths[file] for file in files], begins, ends, on_error="raise")
 
@@ -115,17 +89,6 @@ class _OpenFile:
                 break
             data += more
         return data
-
-
-def open_files(paths: Sequence[str]) -> Files:
-    """Returns files to read; none is opened before it is read.
-
-    Raises:
-        ValueError: if only some are URLs, or the package for their file system is not installed.
-    """
-    if len({path.partition("://")[0] if is_url(path) else "" for path in paths}) > 1:
-        raise ValueError("Files of several file systems were given; give those of one, or copy them to one.")
-    return RemoteFiles(paths) if is_url(paths[0]) else LocalFiles(paths)
 
 
 def expand(files: FileNames) -> list[str]:

@@ -1,4 +1,4 @@
-"""Record files: TFRecord shards as a source whose rows are read by their number.
+"""Record files: TFRecord shards and ArrayRecord files as sources whose rows are read by their number.
 
     records = open_records("data/train-*.tfrecord")
     len(records), records[4]                        # 50000, b"..."
@@ -7,7 +7,6 @@
 It knows neither batches nor their order, and does not parse records.
 """
 
-import bisect
 import hashlib
 import itertools
 import operator
@@ -18,15 +17,22 @@ from typing import Literal
 import numpy as np
 
 from distloop.log import log
-from distloop.records.array_records import ArrayRecords
-from distloop.records.file_ranges import FileNames, Files, expand, open_files
-from distloop.records.record_index import Index, open_index
-from distloop.records.record_scan import FOOTER_BYTES, HEADER_BYTES, Shard, crc32c, masked
+from distloop.records.file_ranges import FileNames, Files, expand
+from distloop.records.record_index import (
+    FOOTER_BYTES,
+    HEADER_BYTES,
+    Index,
+    Shard,
+    crc32c,
+    masked,
+    open_index,
+)
 
 _READ_BYTES = 1 << 22  # neighbours are read at once, about so many bytes of them
 _MAX_NAMED = 32  # shards of which a fingerprint holds a digest each
 _DIGITS = 4  # of each
 _MAX_LISTED = 3  # in a sentence
+_INDEX_BYTES = 1 << 16  # the end of an ArrayRecord file, which holds sizes and positions of its records
 
 
 class Records:
@@ -66,13 +72,7 @@ class Records:
             ValueError: if it is corrupt.
             OSError: if its file cannot be read.
         """
-        row = operator.index(number)
-        row += len(self) if row < 0 else 0
-        if not 0 <= row < len(self):
-            raise self._missing()
-        shard = bisect.bisect_right(self._firsts, row) - 1
-        begin, data = self._read(row, shard)
-        return self._in_place_of(row, shard, begin) if data is None else data
+        return self.__getitems__([operator.index(number)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
         """Returns the data of records; neighbours are read at once.
@@ -90,7 +90,7 @@ class Records:
             return []
         rows = np.where(rows < 0, rows + len(self), rows)
         if not (0 <= rows.min() and rows.max() < len(self)):
-            raise self._missing()
+            raise IndexError(f"Of {len(self)} records, counted from 0, one was asked for that does not exist.")
         shards = np.searchsorted(self._firsts, rows, "right") - 1
         begins, ends = self._positions[rows + shards], self._positions[rows + shards + 1]
         # A read ends where the next record is no neighbour, or after some megabytes.
@@ -128,15 +128,6 @@ class Records:
         more = f" and {len(names) - _MAX_LISTED} more files" if len(names) > _MAX_LISTED else ""
         return f"the records of {', '.join(names[:_MAX_LISTED]) or 'a file'}{more} have changed"
 
-    def _missing(self) -> IndexError:
-        return IndexError(f"Of {len(self)} records, counted from 0, one was asked for that does not exist.")
-
-    def _read(self, row: int, shard: int) -> tuple[int, bytes | None]:
-        """Returns where a record of a shard begins, in bytes, and its data; None if that is corrupt."""
-        begin, end = self._positions[row + shard : row + shard + 2].tolist()
-        (record,) = self._files.read([(shard, begin, end)])
-        return begin, self._checked(record)
-
     def _checked(self, record: bytes) -> bytes | None:
         """Returns the data of a record that was read whole; None if the data does not fit its checksum."""
         data = record[HEADER_BYTES:-FOOTER_BYTES]
@@ -158,10 +149,77 @@ class Records:
             log.warning("%s; it is replaced by the next one, and so are all corrupt ones of this file.", damage)
         self._corrupt.add(number)
         for other in [*range(number + 1, end), *range(first, number)]:
-            if (data := self._read(other, shard)[1]) is not None:
+            (record,) = self._files.read([(shard, *self._positions[other + shard : other + shard + 2].tolist())])
+            if (data := self._checked(record)) is not None:
                 return data
             self._corrupt.add(other)
         raise ValueError(f"All records of {path!r} are corrupt: write or copy the file again, or leave it out.")
+
+
+class ArrayRecords:
+    """The records of ArrayRecord files by number; may be read from several threads at once, and pickled.
+
+    Such files hold their own index, and the package array_record checks the data when it reads it.
+
+    Attributes:
+        fingerprint: a digest of the files' sizes and ends, where their indices are.
+    """
+
+    def __init__(self, paths: Sequence[str]):
+        """Opens the files.
+
+        Raises:
+            ValueError: if the package is not installed, or a file cannot be read or holds no records.
+        """
+        try:
+            from array_record.python.array_record_data_source import ArrayRecordDataSource
+        except ImportError:
+            raise ValueError(f"The file {paths[0]!r} needs array_record: pip install array_record.") from None
+        digest = hashlib.blake2b(digest_size=8)
+        for path in paths:
+            try:
+                num_records = len(ArrayRecordDataSource([path]))
+                with open(path, "rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(max(size - _INDEX_BYTES, 0))
+                    digest.update(b"%d %b" % (size, file.read()))
+            except (RuntimeError, OSError) as error:
+                raise ValueError(
+                    f"The file {path!r} cannot be read as ArrayRecord ({error}): write it again."
+                ) from error
+            if not num_records:
+                raise ValueError(f"The file {path!r} holds no records: leave it out, or write it again.")
+        self._source = ArrayRecordDataSource(list(paths))
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        """Returns the number of records."""
+        return len(self._source)
+
+    def __repr__(self) -> str:
+        return f"ArrayRecords({len(self)}, {self.fingerprint})"
+
+    def __getitem__(self, number: int) -> bytes:
+        """Returns the data of a record; raises an IndexError if there is no such record."""
+        return self.__getitems__([operator.index(number)])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
+        """Returns the data of records.
+
+        Args:
+            numbers: of the records, in any order; -1 is the last one.
+
+        Raises:
+            IndexError: if there is no such record.
+        """
+        rows = [number + len(self) if number < 0 else number for number in map(int, numbers)]
+        if not all(0 <= row < len(self) for row in rows):
+            raise IndexError(f"Of {len(self)} records, counted from 0, one was asked for that does not exist.")
+        return list(self._source.__getitems__(rows)) if rows else []
+
+    def describe_change(self, fingerprint: str) -> str:
+        """Returns how these records differ from those of a fingerprint, as a part of a sentence; empty: they do not."""
+        return "" if fingerprint == self.fingerprint else "the records of a file have changed"
 
 
 def open_records(
@@ -194,7 +252,7 @@ def open_records(
             raise ValueError("ArrayRecord and TFRecord files were given; open those of each kind by themselves.")
         return ArrayRecords(paths)
     crc32c()
-    opened = open_files(paths)
+    opened = Files(paths)
     index = open_index(opened, os.path.expanduser(os.fspath(index_dir)))
     for shard in index.shards:
         if shard.damage and on_corrupt == "raise":

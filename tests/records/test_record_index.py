@@ -3,6 +3,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import struct
 import threading
 import time
 
@@ -12,9 +13,9 @@ import pytest
 import distloop
 from distloop import atomic_files
 from distloop.records import record_index
-from distloop.records.file_ranges import LocalFiles
-from distloop.records.record_index import index_path, open_index
-from tests.record_shards import contents, write
+from distloop.records.file_ranges import Files
+from distloop.records.record_index import index_path, masked, open_index, scan_shards
+from tests.record_shards import contents, position_of, write
 
 
 @pytest.fixture
@@ -45,11 +46,11 @@ def equal(index, other):
 
 
 def test_the_headers_are_read_once(paths, scanned):
-    index = open_index(LocalFiles(paths))
+    index = open_index(Files(paths))
     assert scanned == ["0.tfrecord", "1.tfrecord", "2.tfrecord"]
-    assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+    assert equal(open_index(Files(paths)), index) and len(scanned) == 3
     assert index.positions.dtype == np.int64 and len(index.positions) == 63
-    assert open_index(LocalFiles(paths)).positions.flags.aligned
+    assert open_index(Files(paths)).positions.flags.aligned
 
 
 def test_a_copied_shard_is_read_again_and_the_index_is_refreshed(paths, scanned, caplog):
@@ -82,16 +83,16 @@ def test_a_shard_with_other_records_is_named_with_what_changed_and_what_to_do(pa
 def test_another_list_of_files_has_another_index(paths, scanned):
     for files in (paths, paths[:2], paths[::-1]):
         for _ in range(2):
-            assert len(open_index(LocalFiles(files)).shards) == len(files)
+            assert len(open_index(Files(files)).shards) == len(files)
     assert len(scanned) == 8
 
 
 def test_the_index_goes_with_a_directory_that_is_moved(paths, scanned, tmp_path):
-    open_index(LocalFiles(paths))
+    open_index(Files(paths))
     shutil.copytree(tmp_path, tmp_path / "elsewhere", copy_function=shutil.copy2)
     scanned.clear()
     moved = [str(tmp_path / "elsewhere" / os.path.basename(path)) for path in paths]
-    assert [shard.path for shard in open_index(LocalFiles(moved)).shards] == moved and not scanned
+    assert [shard.path for shard in open_index(Files(moved)).shards] == moved and not scanned
 
 
 def test_the_index_is_kept_in_another_directory_if_one_is_named(paths, scanned, tmp_path):
@@ -108,7 +109,7 @@ def test_the_index_is_hidden_from_patterns(paths, tmp_path):
 
 @pytest.mark.parametrize("damage", ["a bit", "the end", "all", "another format"])
 def test_a_damaged_index_is_made_again(paths, scanned, caplog, damage):
-    index = open_index(LocalFiles(paths))
+    index = open_index(Files(paths))
     path = pathlib.Path(index_path(paths))
     data = bytearray(path.read_bytes())
     if damage == "a bit":
@@ -117,9 +118,9 @@ def test_a_damaged_index_is_made_again(paths, scanned, caplog, damage):
         {"the end": data[:-8], "all": b"", "another format": b"distloop records 0" + data[18:]}.get(damage, data)
     )
     scanned.clear()
-    assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+    assert equal(open_index(Files(paths)), index) and len(scanned) == 3
     assert "damaged: the headers of the shards are read again" in caplog.text
-    assert equal(open_index(LocalFiles(paths)), index) and len(scanned) == 3
+    assert equal(open_index(Files(paths)), index) and len(scanned) == 3
 
 
 def test_an_index_that_another_host_is_writing_is_none(paths, caplog, monkeypatch):
@@ -160,18 +161,108 @@ def test_whoever_makes_the_index_at_the_same_time_leaves_a_whole_one(paths, scan
 
     monkeypatch.setattr(record_index, "scan_shards", scan_shards)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        indices = list(pool.map(lambda _: open_index(LocalFiles(paths)), range(4)))
+        indices = list(pool.map(lambda _: open_index(Files(paths)), range(4)))
     assert len(scanned) == 12
-    assert all(equal(index, open_index(LocalFiles(paths))) for index in indices) and len(scanned) == 12
+    assert all(equal(index, open_index(Files(paths))) for index in indices) and len(scanned) == 12
     assert len(os.listdir(os.path.dirname(paths[0]))) == 4
 
 
 def test_a_million_records_open_in_a_moment(tmp_path, scanned):
     path = str(tmp_path / "many")
     write(path, [b"row"])
-    index = open_index(LocalFiles([path]))
+    index = open_index(Files([path]))
     many = index._replace(positions=np.arange(1_000_001, dtype=np.int64))
     record_index._store(index_path([path]), many)
     start = time.thread_time()  # of this thread, which reads the index
-    assert equal(open_index(LocalFiles([path])), many)
+    assert equal(open_index(Files([path])), many)
     assert time.thread_time() - start < 0.1 and len(scanned) == 1
+
+
+def scan(path, window=1 << 18):
+    files = Files([str(path)])
+    files.window_bytes = window
+    return scan_shards(files, [0], [files.stat(0)])[0]
+
+
+@pytest.mark.parametrize("window", [16, 17, 40, 100, 1000, 1 << 18])
+def test_records_begin_where_they_were_written_however_the_file_is_read(tmp_path, window):
+    path = tmp_path / "shard"
+    write(path, [*contents(50), *[b"x" * 300] * 5, b"", *contents(50)])
+    shard, positions = scan(path, window)
+    assert positions.tolist() == [position_of(path, record) for record in range(107)]
+    assert shard == scan(path)[0] and shard.num_records == 106 and not shard.damage
+
+
+def test_large_records_are_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "shard"
+    write(path, [bytes(100_000)] * 30)
+    sizes, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset))
+    assert scan(path)[0].num_records == 30
+    assert sum(sizes) < (1 << 18) + 30 * 16
+
+
+def test_a_digest_is_that_of_the_lengths_and_checksums(tmp_path):
+    digests = set()
+    for name, rows in {
+        "a": contents(20),
+        "b": contents(19),
+        "c": contents(20, b"ROW"),
+        "d": contents(20)[::-1],
+    }.items():
+        write(tmp_path / name, rows)
+        digests.add(scan(tmp_path / name)[0].digest)
+    assert len(digests) == 4
+    last = bytearray((tmp_path / "a").read_bytes())
+    last[-1] ^= 1  # of the last checksum
+    (tmp_path / "b").write_bytes(last)
+    assert scan(tmp_path / "b")[0].digest not in digests
+
+
+def test_checksums_are_those_that_tensorflow_writes(tmp_path):
+    write(tmp_path / "shard", [b"123456789"])
+    footer = (tmp_path / "shard").read_bytes()[-4:]
+    assert masked(0xE3069283).to_bytes(4, "little") == footer  # of "123456789": Castagnoli's check value
+
+
+@pytest.mark.parametrize("length", [0, 5, 1 << 20, 1 << 62, (1 << 64) - 1])
+def test_any_corrupt_length_ends_a_shard(tmp_path, length):
+    path = tmp_path / "shard"
+    write(path, contents(20))
+    byte = position_of(path, 7)
+    data = bytearray(path.read_bytes())
+    data[byte : byte + 8] = struct.pack("<Q", length)
+    path.write_bytes(data)
+    for window in (16, 1 << 18):
+        shard, positions = scan(path, window)
+        assert shard.num_records == 7 and positions[-1] == byte and "record 7" in shard.damage
+
+
+def test_a_line_says_what_is_read_where_it_takes_longer(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "shard", contents(20_000))  # so many that a busy machine looks before the end
+    scan(tmp_path / "shard", window=64)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(record_index, "_PATIENCE_SECS", 0.0)
+    scan(tmp_path / "shard", window=64)
+    assert capsys.readouterr().out == "distloop: Reading the headers of 1 shards, 0.0 GB, once.\n"
+
+
+def test_an_error_in_a_thread_ends_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_index, "_PATIENCE_SECS", 0.01)
+    write(tmp_path / "shard", contents(2000))
+    (tmp_path / "text").write_text("This is a text.")
+    files, reads = Files([str(tmp_path / "shard"), str(tmp_path / "text")]), []
+    stats = [files.stat(0), files.stat(1)]
+    files.window_bytes = 64
+    read, is_waiting = files.read, threading.Event()
+
+    def slow_read(ranges):
+        if ranges[0][0] == 0:
+            is_waiting.wait(0.1)  # longer than the other file takes
+            reads.append(ranges)
+        return read(ranges)
+
+    monkeypatch.setattr(files, "read", slow_read)
+    with pytest.raises(ValueError, match="text' does not begin with a TFRecord"):
+        scan_shards(files, [0, 1], stats)
+    assert len(reads) < 5
