@@ -135,7 +135,7 @@ class Trainer:
             until: instead of `steps`: a duration, such as "2 h" of training or "1e6 examples".
             evals: name -> data to evaluate on, every `eval_every` and at the end, or `distloop.Evaluation`.
             actions: called in order after the evaluations; see `distloop.Action`.
-            writers: receive each row of `metrics.jsonl`, once, over stops and kills too; see `distloop.Writer`.
+            writers: receive each row of `metrics.jsonl`, in order, over stops and kills; see `distloop.Writer`.
             **keras_arguments: `batch_size`, `steps_per_epoch`, `class_weight`, `sample_weight`, `validation_data`,
                 `validation_split`.
 

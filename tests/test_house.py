@@ -76,11 +76,11 @@ WITHOUT_TENSORFLOW = {
     "atomic_files",
     "versions",
 }
-WITHOUT_TENSORFLOW |= {"actions.schedule", "trackers.csv_writer", "trackers.wandb_files"}
-WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("delivery", "writers")}
+WITHOUT_TENSORFLOW |= {"actions.schedule", "trackers.csv_writer"}
+WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("deliveries", "writers")}
 WITHOUT_TENSORFLOW |= {
     f"monitoring.{name}"
-    for name in "records run_files run_starts run_costs run_lock console text_tables curves timing deliveries".split()
+    for name in "records run_files run_starts run_costs run_lock console text_tables curves timing".split()
 }
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "notes", "output", "preemption")

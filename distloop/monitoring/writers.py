@@ -48,13 +48,14 @@ class RunFile(NamedTuple):
 class Writer(Protocol):
     """Receives the rows of a run: `fit(..., writers=[writer])`; only `write` and `close` are required.
 
-    All calls come from one thread, which is not the main one, and on several workers on the chief alone.
+    All calls come from one thread, which is not the main one, and on several workers on the chief alone. After a kill,
+    the rows of the last seconds come again, with the same step.
 
     Attributes:
         name: the workdir notes under it which rows the writer has; two writers of a run need different ones. Empty:
             the name of the class.
-        last_step: after `open`: the step of the last row that the writer has, -1 if it has none; those after it come
-            again, as far as `metrics.jsonl` has them. None: unknown.
+        last_step: after `open`: the step of the last row that the writer has, -1 if it has none; those after it come,
+            and no others, as far as `metrics.jsonl` has them. None: unknown.
     """
 
     name: str = ""

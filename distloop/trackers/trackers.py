@@ -23,24 +23,22 @@ from PIL import Image
 from distloop import urls
 from distloop.flags import shown_arguments
 from distloop.monitoring.writers import MediaFile
-from distloop.trackers import wandb_files
 
-_FLUSH, _FLUSH_SECS = "x_transaction_log_flush_interval", 1.0  # how old a row is at most when it is in the file
+_FLUSH, _FLUSH_SECS = "x_transaction_log_flush_interval", 1.0  # how old a row is at most when it is in wandb's file
 _WORKDIR = "distloop.workdir"  # a tag of a run in MLflow
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # MLflow refuses other characters in the name of a metric
 _NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of an image
 _NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
-_IMAGE = re.compile(r"images/(?P<key>.+)\+step\+(?P<step>\d+)\+timestamp\+")  # the path of one in MLflow
 
 
 class WandbWriter:
     """Sends the rows, media and files of a run to Weights & Biases, with its settings and flags as the config.
 
     Exports and the best checkpoints become artifacts. W&B buffers rows; those that a kill takes come again from the
-    workdir, offline by what the files of the run hold, online by the step that the server has.
+    workdir, and offline a few that it has already, with the same step.
 
     Attributes:
-        last_step: the step of the last row that W&B has; -1: it has none; None: unknown.
+        last_step: the step of the last row that W&B's server has; None: unknown.
     """
 
     def __init__(self, project: str | None = None, **settings: Any):
@@ -74,10 +72,7 @@ class WandbWriter:
         with _shown_command_line():
             self._run = run = self._wandb.init(**{**place, **config, **self._settings})
         self._exit_code = 0
-        if run.offline:
-            self.last_step = wandb_files.last_step(run.settings.wandb_dir, run.id)
-        else:
-            self.last_step = run.starting_step - 1 if run.resumed and run.starting_step else None
+        self.last_step = run.starting_step - 1 if not run.offline and run.resumed and run.starting_step else None
         return str(run.id)
 
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
@@ -124,8 +119,8 @@ class MLflowWriter:
     """Sends the rows, media and files of a run to MLflow, with its settings and flags as parameters.
 
     Images are in MLflow's view of images, sounds and texts among the artifacts, in `media`; exports and the best
-    checkpoints are artifacts, too. MLflow keeps parameters as they were at the first start. MLflow is asked for what it
-    has of a step, so none is there twice.
+    checkpoints are artifacts, too. MLflow keeps parameters as they were at the first start. After a kill it may have
+    the last few rows twice, with the same step.
     """
 
     def __init__(
@@ -154,8 +149,6 @@ class MLflowWriter:
         self._client: Any = None
         self._run_id = ""
         self._status = "FINISHED"
-        self._steps: dict[str, int] = {}  # the last step of each metric that MLflow has
-        self._images: set[tuple[str, int]] = set()  # names and steps of images that it has
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
@@ -170,17 +163,13 @@ class MLflowWriter:
             if name not in run.data.params
         ]
         self._client.log_batch(self._run_id, params=params)
-        # Of each metric the last value; no public attribute has its step.
-        self._steps = {metric.key: metric.step for metric in getattr(run.data, "_metric_objs", ())}
-        paths = [file.path for file in self._client.list_artifacts(self._run_id, "images")] if run_id else []
-        self._images = {(match["key"], int(match["step"])) for path in paths if (match := _IMAGE.match(path))}
         return self._run_id
 
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
         """Sends images, sounds and texts; MLflow shows no histograms."""
         for name, file in media.items():
             key = _NOT_IN_KEYS.sub("_", name)
-            if file.suffix == ".png" and (key.replace("/", "~"), step) not in self._images:
+            if file.suffix == ".png":
                 image = Image.open(io.BytesIO(file.data))
                 self._client.log_image(self._run_id, image, key=key, step=step, timestamp=int(time * 1000))
             elif file.suffix in (".md", ".wav"):
@@ -188,13 +177,10 @@ class MLflowWriter:
                     self._client.log_artifact(self._run_id, path, f"media/{key}")
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
-        """Sends what MLflow lacks of a row: a kill may have come between two of its numbers."""
-        milliseconds = int(time * 1000)
-        named = {_NOT_IN_NAMES.sub("_", name): value for name, value in numbers.items()}
+        """Sends a row."""
         metrics = [
-            self._entities.Metric(name, value, milliseconds, step)
-            for name, value in named.items()
-            if self._steps.get(name, -1) < step
+            self._entities.Metric(_NOT_IN_NAMES.sub("_", name), value, int(time * 1000), step)
+            for name, value in numbers.items()
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
