@@ -35,7 +35,7 @@ from distloop.checkpoints.best import left_files, may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
 from distloop.config import Config
-from distloop.data.skipping import read_again
+from distloop.data.iterators import read_again
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests

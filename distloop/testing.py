@@ -34,7 +34,7 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.comparison import relative_difference
 from distloop.config import Config
-from distloop.data.skipping import fresh_copy
+from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import strategies, workers
 from distloop.launcher import children

@@ -19,7 +19,7 @@ from distloop.audit.checks import Audit, Finding, Unchecked, failure
 from distloop.audit.probe import Probe
 from distloop.data import shards
 from distloop.data.arrays import as_dataset, with_labels
-from distloop.data.skipping import fresh_copy
+from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import devices, workers
 from distloop.log import log

@@ -29,8 +29,8 @@ from distloop.audit.tracing import (
     no_new_variables,
 )
 from distloop.data import shards
+from distloop.data.iterators import fresh_copy
 from distloop.data.opening import open_data
-from distloop.data.skipping import fresh_copy
 from distloop.data.source import Data, Source
 from distloop.distributed import devices
 from distloop.operations import written_resources

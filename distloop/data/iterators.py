@@ -1,22 +1,49 @@
-"""Iterators over datasets that nobody waits for when they end.
+"""Iterators over datasets: deleted in a thread, moved on in pieces; and copies that shuffle as when they were new.
 
-    iterator = iterate(dataset)     # in place of iter(dataset)
+    iterator = iterate(dataset)              # in place of iter(dataset)
+    behind = Behind(iterator, 300)
+    read_again(behind, strategy, stop_requests, say, show_progress)      # before the first step
+    dataset = fresh_copy(dataset)            # as it was before its first iterator, however often it was read since
 
 Deleting an iterator waits for the thread of tf.data that tunes it. That thread sleeps twice as long each time, up to a
 minute, and its wake-up call can come too early: of 60 plain iterators 8 seconds old, 4 took from 2 to 41 seconds to
 delete. Those of a dataset distributed over several devices always wait for the whole sleep. So threads delete them.
 Until then each holds 17 threads and 2 MB on two devices, so a new one waits where very many have ended and are not yet
 deleted.
+
+Batches are skipped in pieces, as `Dataset.skip` is one operation that nothing can end. All workers look every half
+second whether the run is to stop, and stop together. Data by number has no need of this.
 """
 
 import atexit
 import functools
+import math
 import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
+from distloop.data.numbered import NumberedDataset
+from distloop.distributed import workers
+from distloop.distributed.devices import HOST
+from distloop.distributed.preemption import SAVES, Interrupted, StopRequests
+from distloop.graph_functions import TimeLimit, graph_function
+from distloop.log import log
+
+_IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
+_SEEDS_INPUT = {
+    "ShuffleDatasetV3": 4,
+    "ShuffleAndRepeatDatasetV2": 5,
+    "RandomDatasetV2": 2,
+}  # the index of the input that draws seeds
+_SEED_GENERATOR = "private_seed_generator"
+_PIECE_SECS = 0.5
+_SILENT_SECS = 2.0  # reading that takes no longer is not announced
+_GOES_ON, _IS_ASKED, _IS_TOO_SLOW = range(3)  # what a worker answers whether the run is to stop
 _RELEASE_SECS = 0.2  # after which the caller has released every part of a deleted iterator
 _EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
 _MOST_ENDED = 50  # iterators that are not yet deleted
@@ -101,3 +128,149 @@ def _finish() -> None:
     for thread in threading.enumerate():
         if thread.name == "distloop-iterator" and thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def fresh_copy(dataset: Any) -> Any:
+    """Returns the dataset as it was before it was first read; the same object if it does not shuffle.
+
+    Data that is no `tf.data.Dataset` is returned as it is.
+    All iterators over one dataset draw their shuffle seeds from one stream, so the second one has another order. An
+    iterator over a copy draws from a stream of its own. If no copy can be made, a warning says why.
+    """
+    if isinstance(dataset, NumberedDataset):
+        return dataset.fresh()
+    if not isinstance(dataset, tf.data.Dataset):
+        return dataset
+    try:
+        serialized = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=dataset._variant_tensor, external_state_policy=_IGNORE_EXTERNAL_STATE
+        )
+        graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+        shuffles = [node for node in graph.node if node.op in _SEEDS_INPUT]
+        if not shuffles:
+            return dataset
+        graph.node.add(name=_SEED_GENERATOR, op="DummySeedGenerator")
+        for node in shuffles:
+            node.input[_SEEDS_INPUT[node.op]] = _SEED_GENERATOR
+        copy = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    except (tf.errors.OpError, ValueError) as error:  # a graph has at most 2 GB
+        message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+        log.warning(
+            "The dataset cannot be copied (%s), so it will be shuffled in another order than before.",
+            (message or "").partition("\n")[0][:150],
+        )
+        return dataset
+    return tf.data.experimental.from_variant(copy, dataset.element_spec)
+
+
+class Behind:
+    """An iterator that is some batches behind its place.
+
+    Attributes:
+        num_batches: by which it is behind.
+    """
+
+    def __init__(self, iterator: Any, num_batches: int):
+        """Reads nothing yet.
+
+        Args:
+            iterator: over a dataset, or a distributed one.
+            num_batches: to skip.
+        """
+        self._iterator = iterator
+        self.num_batches = num_batches
+
+    def skip(self, most: int | None = None, secs: float = math.inf) -> int:
+        """Reads batches and throws them away; returns how many are then left.
+
+        Args:
+            most: how many to read; None: all.
+            secs: after which it begins no other batch; it reads one at least.
+        """
+        count = self.num_batches if most is None else min(most, self.num_batches)
+        if count:
+            with tf.device(HOST):
+                limits = tf.constant(count, tf.int64), tf.constant(secs, tf.float64)
+                self.num_batches -= int(_discard(self._iterator, *limits))
+        return self.num_batches
+
+
+@graph_function
+def _discard(iterator: Any, count: tf.Tensor, secs: tf.Tensor) -> tf.Tensor:
+    """Returns how many batches were read when so many were, or so many seconds had passed."""
+    time_limit = TimeLimit(secs)
+
+    def read(done: tf.Tensor) -> tuple[tf.Tensor]:
+        batch = next(iterator)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            return (done + 1,)
+
+    def goes_on(done: tf.Tensor) -> tf.Tensor:
+        return (done < count) & (time_limit.is_ahead() | (done == 0))
+
+    return tf.while_loop(goes_on, read, (tf.constant(0, tf.int64),), parallel_iterations=1)[0]
+
+
+def read_again(
+    behind: Behind,
+    strategy: tf.distribute.Strategy,
+    stop_requests: StopRequests | None = None,
+    say: Callable[[str], None] | None = None,
+    show_progress: Callable[[int, str], None] | None = None,
+) -> None:
+    """Reads data up to its position; all workers call it.
+
+    Args:
+        behind: the data, which may be at its position already.
+        strategy: of the workers.
+        stop_requests: asked between two pieces whether to go on; None: nothing stops it.
+        say: prints a line, once, if it takes longer than two seconds; None: none is printed.
+        show_progress: called between two pieces with the batches read so far, and what is being done.
+
+    Raises:
+        Interrupted: if any worker has a reason to leave the run.
+        ValueError: if the time limit of the process is too short for it, so that the run would never go on.
+    """
+    if not (total := behind.num_batches):
+        return
+    workers.report_phase(strategy, "skipping the batches already seen")
+    start = time.monotonic()
+    if stop_requests is not None:
+        stop_requests.plan = "leaving after this batch, with the checkpoint as it is"
+    left = behind.skip(1)  # takes longer than others: buffers are filled
+    first_secs, is_announced = time.monotonic() - start, False
+    while True:
+        left = behind.skip(left, _PIECE_SECS)
+        secs, done = time.monotonic() - start, total - left
+        whole_secs = first_secs + (secs - first_secs) / max(1, done - 1) * (total - 1)
+        stops = _GOES_ON if stop_requests is None else _answer(stop_requests, whole_secs)
+        answers = workers.gather(strategy, [left, stops])
+        if not answers[:, 0].any():
+            if stop_requests is not None:
+                stop_requests.plan = SAVES
+            return
+        if answers[:, 1].any():
+            where = f"with {left:,} of {total:,} batches left to skip"
+            if _IS_ASKED not in answers[:, 1]:
+                raise ValueError(
+                    f"max_secs ended the process {where}, so the same command would never train: raise max_secs, or "
+                    "use distloop.make_dataset, whose data is at its place at once."
+                )
+            why = (stop_requests and stop_requests.reason) or f"by worker {answers[:, 1].argmax()}"
+            raise Interrupted(f"Interrupted {why} {where}", has_trained=False)
+        if not is_announced and whole_secs > _SILENT_SECS:
+            is_announced = True
+            if say is not None:
+                say(
+                    f"Skipping {total:,} batches already seen (about {whole_secs:,.0f} s); data of "
+                    "distloop.make_dataset is at its place at once."
+                )
+        if is_announced and show_progress is not None:
+            show_progress(done, "skipping batches already seen")
+
+
+def _answer(stop_requests: StopRequests, whole_secs: float) -> int:
+    """Returns whether this worker is to stop, and why, if the reading takes so long as a whole."""
+    if stop_requests.reason is None:
+        return _GOES_ON
+    return _IS_TOO_SLOW if stop_requests.is_out_of_time and whole_secs >= stop_requests.max_secs else _IS_ASKED

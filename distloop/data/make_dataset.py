@@ -2,23 +2,32 @@
 
     train = make_dataset({"x": x, "label": labels}, 64, shuffle=True, seed=0)
 
-It does not know replicas or places in the data.
+`map_fn` is applied to the rows of a batch inside tf.data where TensorFlow can trace it, else to single rows in Python.
+It does not know replicas or positions in the data.
 """
 
+import dataclasses
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.data import example_map
+from distloop.data.examples import pad_row
 from distloop.data.info import cardinality
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
 from distloop.durations import shown, whole_number
+from distloop.graph_functions import graph_function
 from distloop.log import log
+from distloop.operations import DRAWS_FROM_KERNEL, with_called
 from distloop.parts import import_part
+
+_PARALLEL_ROWS = 16
+
+ExampleMap = Callable[[Any, Any], Any]
 
 
 def make_dataset(
@@ -27,7 +36,7 @@ def make_dataset(
     *,
     shuffle: bool | int = False,
     seed: int = 0,
-    map_fn: Callable[[Any, Any], Any] | None = None,
+    map_fn: ExampleMap | None = None,
     cache: bool = False,
     drop_remainder: bool = False,
     lengths: Sequence[int] | np.ndarray | None = None,
@@ -151,8 +160,8 @@ def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool
 
 
 def _make_reader(
-    source: Any, map_fn: Callable[[Any, Any], Any] | None, lengths: np.ndarray | None
-) -> tuple[ArrayRows | SourceRows, example_map.TracedMap | None]:
+    source: Any, map_fn: ExampleMap | None, lengths: np.ndarray | None
+) -> "tuple[ArrayRows | SourceRows, TracedMap | None]":
     """Returns the reader of a source, and what applies `map_fn` to a batch of it, if TensorFlow does."""
     is_of_rows = lengths is not None and hasattr(source, "__len__") and lengths.shape == (len(source),)
     is_of_rows = is_of_rows and lengths is not None and lengths.dtype.kind in "iu"
@@ -171,8 +180,8 @@ def _make_reader(
     if map_fn is None:
         return reader, None
     try:
-        return reader, example_map.trace(map_fn, reader.spec)
-    except example_map.NotTraceable as error:
+        return reader, trace(map_fn, reader.spec)
+    except NotTraceable as error:
         log.warning("map_fn runs in Python, in threads, as TensorFlow cannot trace it (%s).", error)
         return SourceRows(source if isinstance(reader, SourceRows) else reader, map_fn, extremes), None
 
@@ -190,3 +199,79 @@ def _batches_of_examples(
     if shuffle:
         dataset = dataset.shuffle(int(count) if shuffle is True else shuffle, seed=seed)  # type: ignore[arg-type]
     return dataset.batch(batch_size, drop_remainder=drop_remainder).prefetch(tf.data.AUTOTUNE)
+
+
+class NotTraceable(Exception):
+    """A function cannot be traced, so it may be one of Python."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedMap:
+    """A function over single examples, applied to the rows of a batch by TensorFlow.
+
+    Attributes:
+        function: of an example and its seed.
+        spec: of what it returns, a structure of `tf.TensorSpec`.
+    """
+
+    function: Any
+    spec: Any
+
+    def __call__(self, batch: Any, seeds: tf.Tensor, width: tf.Tensor | None = None) -> Any:
+        """Returns what it returns for each row, `[b, ...]`; call it in a map of tf.data.
+
+        Args:
+            batch: a structure of tensors `[b, ...]`, or of `rows.Uneven`.
+            seeds: int64 [b, 2].
+            width: to which axes that are free in `spec` are padded, int64 []; None: there are none.
+        """
+
+        def changed(row: tf.Tensor) -> Any:
+            example = self.function(tf.nest.map_structure(lambda entry: entry[row], batch), seeds[row])
+            if width is None:
+                return example
+            return tf.nest.map_structure(lambda entry, spec: pad_row(entry, spec, width), example, self.spec)
+
+        return tf.map_fn(
+            tf.autograph.experimental.do_not_convert(changed),
+            tf.range(tf.shape(seeds)[0]),
+            fn_output_signature=self.spec,
+            parallel_iterations=_PARALLEL_ROWS,
+        )
+
+
+def trace(map_fn: ExampleMap, example_spec: Any) -> TracedMap:
+    """Returns a function of an example and its seed, traced.
+
+    Args:
+        map_fn: of TensorFlow's operations.
+        example_spec: of an example, a structure of `tf.TensorSpec`.
+
+    Raises:
+        NotTraceable: if tracing fails.
+        ValueError: if it draws random numbers that do not come from its seed, which a resumed run could not repeat, or
+            returns None.
+    """
+    states, function = _states_of_python(), graph_function(map_fn, autograph=True)
+    try:
+        traced = function.get_concrete_function(example_spec, tf.TensorSpec([2], tf.int64))
+    except Exception as error:
+        raise NotTraceable(str(error).strip().partition("\n")[0]) from error
+    operations = with_called(traced.graph.get_operations())
+    draws = [op.type for op in operations if DRAWS_FROM_KERNEL.fullmatch(op.type)]
+    if draws or states != _states_of_python():
+        what = f"TensorFlow's {draws[0]}" if draws else "Python's or NumPy's global random numbers"
+        raise ValueError(
+            f"map_fn draws from {what}, which a resumed run cannot repeat: draw from the seed it gets, as in "
+            "tf.image.stateless_random_crop(image, size, seed) or np.random.default_rng(seed)."
+        )
+    if any(entry is None for entry in tf.nest.flatten(traced.structured_outputs)):
+        what = "None" if traced.structured_outputs is None else "an example with None in it"
+        raise ValueError(f"map_fn returned {what}; its examples hold tensors: let it return the example to train on.")
+    spec = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs)
+    return TracedMap(function, spec)
+
+
+def _states_of_python() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest

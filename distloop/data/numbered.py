@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.example_map import TracedMap
 from distloop.data.order import example_seeds
 from distloop.data.position import convert_place
 from distloop.data.rows import Uneven
@@ -56,7 +55,7 @@ class NumberedDataset(tf.data.Dataset):
         self,
         reader: Any,
         order: Any,
-        apply: TracedMap | None,
+        apply: Any,
         maps: tuple[Callable[[tf.data.Dataset], tf.data.Dataset], ...] = (),
         mixes_rows: bool = False,
     ):
@@ -65,7 +64,7 @@ class NumberedDataset(tf.data.Dataset):
         Args:
             reader: of the examples.
             order: which examples are in a batch, an `Order` or what has its methods.
-            apply: changes the examples of a batch, by their seeds; None: nothing does.
+            apply: a `TracedMap`, which changes the examples of a batch, by their seeds; None: nothing does.
             maps: what `map` adds to a pipeline of batches, in their order.
             mixes_rows: whether one of them may make a row from others of its batch.
         """

@@ -18,13 +18,12 @@ from typing_extensions import Unpack
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
 from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
-from distloop.data.iterators import iterate
+from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedFeed, Share
 from distloop.data.opening import Reading, open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
-from distloop.data.skipping import Behind, fresh_copy
 from distloop.distributed import environment, workers
 from distloop.distributed.devices import HOST
 from distloop.errors import EMPTY_DATASET

@@ -20,8 +20,7 @@ from distloop.data.make_dataset import by_batch
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
 from distloop.durations import finite_number, shown, whole_number
-from distloop.mixtures.length_order import by_length
-from distloop.mixtures.mixed_order import MixedOrder
+from distloop.mixtures.orders import MixedOrder, by_length
 
 _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters

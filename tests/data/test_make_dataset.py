@@ -1,14 +1,17 @@
 """What `make_dataset` takes, and what it refuses."""
 
 import json
+import random
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.make_dataset import make_dataset
+from distloop.data.make_dataset import NotTraceable, make_dataset, trace
 from distloop.data.numbered import NumberedDataset
 from tests.problems import refused
+
+SPEC = {"x": tf.TensorSpec([2], tf.float32)}
 
 
 class Rows:
@@ -177,3 +180,32 @@ def test_integers_of_numpy_can_be_saved(sizes):
 @pytest.mark.parametrize("arguments", [{"batch_size": 4.0}, {"batch_size": {0: "4"}}, {"batch_size": 4, "seed": None}])
 def test_sizes_and_seeds_that_are_no_integers_are_refused(arguments):
     refused(lambda: make_dataset(np.arange(10), **arguments), "was given; it takes an integer, such as")
+
+
+def test_the_function_gets_each_row_with_its_seed():
+    apply = trace(lambda example, seed: (example["x"][0] + tf.random.stateless_uniform([], seed), seed[1]), SPEC)
+    assert apply.spec == (tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64))
+    seeds = tf.constant([[1, 2], [3, 4]], tf.int64)
+    values, numbers = apply({"x": tf.constant([[1.0, 0.0], [2.0, 0.0]])}, seeds)
+    expected = [
+        1 + float(tf.random.stateless_uniform([], seeds[0])),
+        2 + float(tf.random.stateless_uniform([], seeds[1])),
+    ]
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert numbers.numpy().tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("draw", [lambda: np.random.rand(), lambda: random.random(), lambda: tf.random.uniform([])])
+def test_a_function_that_draws_without_its_seed_is_refused(draw):
+    with pytest.raises(ValueError, match="map_fn draws from .* a resumed run cannot repeat: draw from the seed"):
+        trace(lambda example, seed: example["x"] + draw(), SPEC)
+
+
+def test_a_function_of_python_is_not_traceable():
+    with pytest.raises(NotTraceable):
+        trace(lambda example, seed: np.asarray(example["x"]).astype(int), SPEC)
+
+
+@pytest.mark.parametrize("returned", [None, {"x": None}], ids=["nothing", "an entry of nothing"])
+def test_a_function_that_returns_none_is_refused(returned):
+    refused(lambda: trace(lambda example, seed: returned, SPEC), "map_fn returned", "let it return the exam")

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.data.iterators import fresh_copy
 from distloop.data.numbered import NumberedDataset, NumberedFeed, Share, convert_place
 from distloop.data.shards import shard_bounds
-from distloop.data.skipping import fresh_copy
 from distloop.data.source import Source
 from tests.problems import mirrored
 

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data import skipping
-from distloop.data.skipping import Behind, fresh_copy, read_again
+from distloop.data import iterators
+from distloop.data.iterators import Behind, fresh_copy, read_again
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from tests.problems import classification, classifier, mirrored, numbers, on
 
@@ -24,7 +24,7 @@ class SlowSource:
 
     def __init__(self, num_to_skip, monkeypatch):
         self.behind, self.num_batches, self.pieces, self._now = self, num_to_skip, [], 0.0
-        monkeypatch.setattr(skipping.time, "monotonic", lambda: self._now)
+        monkeypatch.setattr(iterators.time, "monotonic", lambda: self._now)
 
     def skip(self, most=None, secs=float("inf")):
         count = min(self.num_batches, most, round(secs / 0.1) if self.pieces else 1)
@@ -85,14 +85,14 @@ def test_a_signal_is_not_answered_by_saving_while_nothing_is_trained(monkeypatch
 
 def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
     source = SlowSource(1000, monkeypatch)
-    monkeypatch.setattr(skipping.workers, "gather", lambda _, answer: np.array([answer, [0, 1]], float))
+    monkeypatch.setattr(iterators.workers, "gather", lambda _, answer: np.array([answer, [0, 1]], float))
     with pytest.raises(Interrupted, match="by worker 1 with 994 of 1,000"):
         read_again(source.behind, ONE)
 
 
 @pytest.mark.slow
 def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(skipping, "_PIECE_SECS", 0.01)
+    monkeypatch.setattr(iterators, "_PIECE_SECS", 0.01)
     rows, signals_after, num_read = classification(64), None, 0
 
     def batches():

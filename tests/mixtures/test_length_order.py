@@ -9,7 +9,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.numbered import Share, convert_place
 from distloop.data.order import Order
-from distloop.mixtures.length_order import by_length
+from distloop.mixtures.orders import by_length
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 1030)
 PLAIN = Order(num_rows=1030, batch_size=5, seed=2, is_shuffled=True)  # windows of 500, 500 and 30 rows

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data.order import Order
-from distloop.mixtures.mixed_order import MixedOrder, arrange
+from distloop.mixtures.orders import MixedOrder, arrange
 
 NAMES = ("web", "books", "code")
 MIXED = MixedOrder(
