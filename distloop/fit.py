@@ -352,7 +352,9 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
 
     def report_trace(step: TrainStep) -> None:
-        unread_entries.report([update.reads for update in step.updates], config.unread_entries, is_shown=is_shown)
+        unread_entries.report(
+            [update.differentiate.reads for update in step.updates], config.unread_entries, is_shown=is_shown
+        )
         tables.report([update.tables for update in step.updates], state, is_shown=is_shown)
         elasticity.note_traced(state, config)
 

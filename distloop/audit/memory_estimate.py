@@ -218,7 +218,7 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
     def trace(rows: Any) -> Any:
         with as_replica(0, state.strategy.num_replicas_in_sync, set()):
             factor = update_pass.loss_factor(tf.constant(float(count)))
-            segments, *others, _ = update_pass.compute(rows, None, factor)
+            segments, *others = update_pass.compute(rows, None, factor)
         scaled = update_pass.tables.unpack(segments, tf.constant(1.0), state.plain_optimizers[update.name])
         sizes[:] = [sum(_bytes_of_gradient(g, num_parts) for g in gradients) for gradients in (segments, scaled)]
         return segments, others

@@ -223,13 +223,14 @@ class Probe:
         self, update: Update, batches: Sequence[Any], training: bool, restore: Callable[[], None]
     ) -> tuple[list[Measurement], set[str]]:
         update_pass = ForwardBackward(self.state, update)
-        num_examples = tf.constant(shards.batch_size(self.rows))
+        num_examples = tf.constant(shards.batch_size(self.rows), tf.float32)
         collectives: set[str] = set()
         are_random: list[bool] = []  # set by tracing
 
         def compute(replica: int, rows: Any) -> Any:
             with as_replica(replica, len(batches), collectives) as operations:
-                results = update_pass.gradients_of(rows, num_examples, training=training)
+                factor = update_pass.loss_factor(num_examples)
+                results = update_pass.differentiate.by_path(rows, factor, training=training)
             are_random.append(hold_draws(operations))
             return results
 

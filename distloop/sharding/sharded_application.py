@@ -26,8 +26,7 @@ from distloop.sharding.sharding import Sharding
 from distloop.sharding.variable_parts import Part
 from distloop.training import variable_writes
 from distloop.training.application import Application, reached
-from distloop.training.forward_backward import ForwardBackward
-from distloop.training.gradient_step import Look
+from distloop.training.forward_backward import ForwardBackward, Summed
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
 
@@ -164,34 +163,34 @@ class ShardedApplication(Application):
         return mirrored, [v for v, is_mirrored in zip(plain, are_mirrored, strict=True) if not is_mirrored]
 
     def reduce(
-        self, update: ForwardBackward, look_fn: Callable[..., Look], judge: Callable[[Look], Any], args: Any
+        self, update: ForwardBackward, sum_fn: Callable[..., Summed], judge: Callable[[Summed], Any], args: Any
     ) -> Any:
         """Computes an update's gradients on all replicas, and what follows from their sums."""
         packing = update.packing
         if not isinstance(packing, SplitPacking):
-            return super().reduce(update, look_fn, judge, args)
+            return super().reduce(update, sum_fn, judge, args)
         with tensorflow_internals.all_reduce_without_graph_walks():
-            look = self._strategy.run(lambda *args: look_fn(*args)._replace(written=[]), args=args)
-        return judge(self._sum_where_used(packing, look))
+            summed = self._strategy.run(lambda *args: sum_fn(*args)._replace(written=[]), args=args)
+        return judge(self._sum_where_used(packing, summed))
 
-    def _sum_where_used(self, packing: SplitPacking, look: Look) -> Look:
+    def _sum_where_used(self, packing: SplitPacking, summed: Summed) -> Summed:
         """Returns a look whose gradients are summed on the devices that use them; all else is the first replica's."""
 
         def first(value: Any) -> Any:
             return tf.nest.map_structure(lambda v: self._strategy.experimental_local_results(v)[0], value)
 
         segments = []
-        for of_replicas, device in zip(look.segments, packing.devices, strict=True):
+        for of_replicas, device in zip(summed.segments, packing.devices, strict=True):
             with tf.device(device):
                 segments.append(tf.add_n(self._strategy.experimental_local_results(of_replicas)))
         if self._sharding.num_workers > 1:
             segments = self._sharding.exchange.collect(segments, packing.owners)
-        return look._replace(
+        return summed._replace(
             segments=segments,
-            weight=first(look.weight),
-            tallies=first(look.tallies),
-            new_values=first(look.new_values),
-            secs=None if look.secs is None else first(look.secs),
+            weight=first(summed.weight),
+            tallies=first(summed.tallies),
+            new_values=first(summed.new_values),
+            secs=None if summed.secs is None else first(summed.secs),
         )
 
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:

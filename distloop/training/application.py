@@ -17,8 +17,7 @@ import tensorflow as tf
 from distloop.distributed import tensorflow_internals
 from distloop.optimizers import gradients
 from distloop.training import gradient_step, variable_writes
-from distloop.training.forward_backward import ForwardBackward
-from distloop.training.gradient_step import Look
+from distloop.training.forward_backward import ForwardBackward, Summed
 from distloop.training.state import TrainState
 
 
@@ -62,18 +61,18 @@ class Application:
         self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
 
     def reduce(
-        self, update: ForwardBackward, look_fn: Callable[..., Look], judge: Callable[[Look], Any], args: Any
+        self, update: ForwardBackward, sum_fn: Callable[..., Summed], judge: Callable[[Summed], Any], args: Any
     ) -> Any:
         """Computes an update's gradients on all replicas, and what follows from their sums.
 
         Args:
             update: the pass that computes the gradients.
-            look_fn: computes and reduces them on a replica.
+            sum_fn: computes and reduces them on a replica.
             judge: computes the result from the sums; on a replica, or for all at once.
-            args: of `look_fn`.
+            args: of `sum_fn`.
         """
         with tensorflow_internals.all_reduce_without_graph_walks():
-            return self._strategy.run(lambda *args: judge(look_fn(*args)), args=args)
+            return self._strategy.run(lambda *args: judge(sum_fn(*args)), args=args)
 
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
         """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""

@@ -1,12 +1,11 @@
 """Compiled loop: n train steps in one `tf.function`, over a *tensor* count, so that one trace serves every length.
 
-It returns a `Row` of numbers for each log and one for the steps after the last log, read by the host in one go. It does
-not know when to stop, who reads the numbers, or what a step computes.
+It returns a `Row` of numbers for each log and one for the steps after the last log, read by the host in one go.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -27,7 +26,41 @@ from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
 
 MOST_TRACES = 5  # without a warning
-_SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
+
+
+class _Carry(NamedTuple):
+    """What goes from one step of a call to the next."""
+
+    done: tf.Tensor  # []: the steps of this call so far
+    failed: tf.Tensor  # []: whether the last one is an error
+    sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it tells S
+    diagnosis: tf.Tensor  # [D]: of the last step
+
+    @classmethod
+    def start(cls) -> "_Carry":
+        """Returns what the first step of a call gets."""
+        return cls(tf.constant(0, tf.int64), tf.constant(False), tf.zeros([1], tf.float64), tf.zeros([0]))
+
+
+_SHAPES = _Carry(tf.TensorShape([]), tf.TensorShape([]), tf.TensorShape([None]), tf.TensorShape([None]))
+
+
+class _Call(NamedTuple):
+    """One call of a compiled loop."""
+
+    iterator: Any
+    layout: Layout  # of the batches
+    first: tf.Tensor  # []: the steps of the run before it
+    count: tf.Tensor  # []: the most steps
+    log_every: tf.Tensor  # []: the steps between two logs
+    time_limit: TimeLimit
+    while_loop: Callable[..., Any]
+
+    def goes_on(self, carry: _Carry, *, until: tf.Tensor, begun: tf.Tensor | int = 0) -> tf.Tensor:
+        """Computes whether another step begins: until so many are done, and in time unless only `begun` are done."""
+        with tf.control_dependencies([carry.failed]):  # the clock is read when the step before has ended
+            in_time = self.time_limit.is_ahead()
+        return (carry.done < until) & ~carry.failed & (in_time | (carry.done == begun))
 
 
 class CompiledLoop:
@@ -143,47 +176,79 @@ class CompiledLoop:
         """
         first = self._state.step.read_value()
         with tf.device(HOST):
-            limit = TimeLimit(secs)
-
-        def goes_on(done: tf.Tensor, failed: tf.Tensor, target: tf.Tensor, begun: Any = 0) -> tf.Tensor:
-            with tf.control_dependencies([failed]):  # the clock is read when the step before has ended
-                in_time = limit.is_ahead()
-            return (done < target) & ~failed & (in_time | (done == begun))
-
-        def to_next_log(done: tf.Tensor, failed: tf.Tensor, rows: tf.TensorArray, _: tf.Tensor) -> Any:
-            target = tf.minimum(count, done + log_every - (first + done) % log_every)
-            done, failed, sums, diagnosis = self._steps(iterator, layout, done, target, goes_on, while_loop)
-            with tf.device(HOST), tf.control_dependencies([sums]):
-                row = self._pack(layout, done, sums)
-            return done, failed, rows.write(rows.size(), row), diagnosis
-
-        with tf.device(HOST):
-            rows = tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)
+            call = _Call(iterator, layout, first, count, log_every, TimeLimit(secs), while_loop)
             self._step_starts.assign(tf.zeros([count], tf.float64))
-            _, failed, rows, diagnosis = while_loop(
-                lambda done, failed, rows, _: (rows.size() == 0) | goes_on(done, failed, count),
-                to_next_log,
-                (tf.constant(0, tf.int64), tf.constant(False), rows, tf.zeros([0])),
-                shape_invariants=(_SCALAR, _SCALAR, tf.TensorShape(None), _VECTOR),
+            carry, rows = while_loop(
+                lambda carry, rows: (rows.size() == 0) | call.goes_on(carry, until=count),
+                lambda carry, rows: self._run_to_log(call, carry, rows),
+                (_Carry.start(), tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)),
+                shape_invariants=(_SHAPES, tf.TensorShape(None)),
                 parallel_iterations=1,
             )
             return {
                 "rows": rows.stack(),
                 "step_starts": self._step_starts.read_value(),
-                "failed": failed,
-                "diagnosis": diagnosis,
+                "failed": carry.failed,
+                "diagnosis": carry.diagnosis,
                 "keras_metrics": self._state.keras_metrics.results(),
             }
 
-    def _pack(self, layout: Layout, done: tf.Tensor, sums: tf.Tensor) -> tf.Tensor:
+    def _run_to_log(self, call: _Call, carry: _Carry, rows: tf.TensorArray) -> tuple[_Carry, tf.TensorArray]:
+        """Runs the steps up to the next log, and writes their row."""
+        begun = carry.done
+        log = tf.minimum(call.count, begun + call.log_every - (call.first + begun) % call.log_every)
+        with tf.device(HOST):
+            (carry,) = call.while_loop(
+                lambda carry: call.goes_on(carry, until=log, begun=begun),
+                lambda carry: (self._run_step(call, carry),),
+                (carry._replace(sums=tf.zeros([1], tf.float64)),),
+                shape_invariants=(_SHAPES,),
+            )
+            with tf.control_dependencies([carry.sums]):
+                row = self._pack(call.layout, carry)
+        return carry, rows.write(rows.size(), row)
+
+    def _run_step(self, call: _Call, carry: _Carry) -> _Carry:
+        """Takes the next batch, runs a step on it, and adds up what it did."""
+        start = tf.timestamp()
+        with tf.control_dependencies([start]), tf.device(HOST):
+            batch = shards.next_batch(call.iterator, call.layout)
+        with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
+            input_secs = tf.timestamp() - start
+        if self._last_batch is not None:
+            self._last_batch.keep(batch)
+        with unsaved_draws_refused(self._state):
+            outcome = self._step(batch, call.layout)
+        with tf.device(HOST):
+            replica_secs = tf.zeros([0]) if outcome.replica_secs is None else outcome.replica_secs
+            segments = {
+                "tallies": tf.cast(outcome.tallies, tf.float64),
+                "examples": tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)[tf.newaxis],
+                "input_secs": input_secs[tf.newaxis],
+                "replica_secs": tf.cast(replica_secs, tf.float64),
+            }
+            sums = carry.sums + tf.concat(self._sums_layout().pack(segments), 0)
+            self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
+            # Counted when it is done: if the data of a later step fails, the results of the whole call are lost.
+            with tf.control_dependencies([outcome.applied]):
+                self._state.step.assign_add(1)
+            if self._step.may_skip:
+                self._state.skipped_steps.assign_add(tf.cast(~outcome.applied, tf.int64))
+        # Where no step can fail, the next one may start before this one has ended.
+        failed = outcome.failed if self._step.may_fail else carry.failed
+        return _Carry(done=carry.done + 1, failed=failed, sums=sums, diagnosis=outcome.diagnosis)
+
+    def _pack(self, layout: Layout, carry: _Carry) -> tf.Tensor:
         """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
         sums_layout = self._sums_layout()
-        segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
+        segments = sums_layout.unpack(
+            tf.broadcast_to(carry.sums, [sums_layout.width])
+        )  # a loop of no steps has one zero
         if (layout.is_sharded or layout.is_split) and workers.num_workers(self._state.strategy) > 1:
             segments["examples"] = workers.sum_over_workers(self._state.strategy, segments["examples"])
         numbers = self._read_numbers()
         self._number_names = list(numbers)
-        segments["steps_done"] = tf.cast(done, tf.float64)[tf.newaxis]
+        segments["steps_done"] = tf.cast(carry.done, tf.float64)[tf.newaxis]
         segments["end"] = tf.timestamp()[tf.newaxis]
         segments["numbers"] = tf.stack([tf.cast(number, tf.float64) for number in numbers.values()])
         return tf.concat(self._row_layout().pack(segments), 0)
@@ -203,57 +268,6 @@ class CompiledLoop:
             **_by_update("loss_scale", scales),
             **_by_update("weight_norm", norms),
         }
-
-    def _steps(
-        self,
-        iterator: Any,
-        layout: Layout,
-        done: tf.Tensor,
-        target: tf.Tensor,
-        goes_on: Callable[..., tf.Tensor],
-        while_loop: Callable[..., Any],
-    ) -> Any:
-        """Runs steps as long as `goes_on(done, failed, target, begun)`, where `begun` is what was done before."""
-        begun = done
-
-        def body(done: tf.Tensor, failed: tf.Tensor, sums: tf.Tensor, _: tf.Tensor) -> Any:
-            start = tf.timestamp()
-            with tf.control_dependencies([start]), tf.device(HOST):
-                batch = shards.next_batch(iterator, layout)
-            with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
-                input_secs = tf.timestamp() - start
-            if self._last_batch is not None:
-                self._last_batch.keep(batch)
-            with unsaved_draws_refused(self._state):
-                outcome = self._step(batch, layout)
-            with tf.device(HOST):
-                segments = {
-                    "tallies": tf.cast(outcome.tallies, tf.float64),
-                    "examples": tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)[tf.newaxis],
-                    "input_secs": input_secs[tf.newaxis],
-                    "replica_secs": tf.zeros([0], tf.float64)
-                    if outcome.replica_secs is None
-                    else tf.cast(outcome.replica_secs, tf.float64),
-                }
-                sums += tf.concat(self._sums_layout().pack(segments), 0)
-                self._step_starts.scatter_update(tf.IndexedSlices(start, done))
-                # Counted when it is done: if the data of a later step fails, the results of the whole call are lost.
-                with tf.control_dependencies([outcome.applied]):
-                    self._state.step.assign_add(1)
-                if self._step.may_skip:
-                    self._state.skipped_steps.assign_add(tf.cast(~outcome.applied, tf.int64))
-                if self._step.may_fail:  # else the next step may start before this one has ended
-                    failed = outcome.failed
-            return done + 1, failed, sums, outcome.diagnosis
-
-        with tf.device(HOST):
-            # The number of values that loss_fn returns is known only when the body is traced: one zero stands for all.
-            return while_loop(
-                lambda done, failed, *_: goes_on(done, failed, target, begun),
-                body,
-                (done, tf.constant(False), tf.zeros([1], tf.float64), tf.zeros([0])),
-                shape_invariants=(_SCALAR, _SCALAR, _VECTOR, _VECTOR),
-            )
 
 
 def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "function") -> Any:

@@ -335,7 +335,11 @@ def _warn_unscaled(train_step: TrainStep, update: ForwardBackward) -> None:
 
 def _warn_apart(train_step: TrainStep, update: ForwardBackward) -> None:
     """Warns of written variables that each replica keeps a value of its own of."""
-    for variable in update.unsynchronized_variables():
+    written = update.trace.written
+    kept_equal = {id(v) for v in update.written_values.with_mean(written)} | update.written_values.carried
+    for variable in (v for v in written if id(v) not in kept_equal):
+        if tensorflow_variable(variable).aggregation != tf.VariableAggregation.NONE:
+            continue
         log.warning(
             "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
             "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",

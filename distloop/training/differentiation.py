@@ -3,10 +3,11 @@
     differentiate = Differentiation(state, update, variables, overwritten, microbatches=1)
     names, gradients, new_values, tallies, metric_rows = differentiate(rows, None, None)
 
-The only module with a tape, but for recomputed layers. It does not know microbatches or what the forward pass writes.
+The only module with a tape, but for recomputed layers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from distloop.data import shards
 from distloop.distributed import gathering
 from distloop.distributed.placement import Placement
 from distloop.training import broadcasts, metrics
-from distloop.training.metric_state import KerasMetrics, Rows, check_arguments, take_rows
+from distloop.training.metric_state import Join, KerasMetrics, Rows, check_arguments, take_rows
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.unread_entries import Reads
@@ -32,6 +33,31 @@ _UNSHARED = (
     "batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one value per "
     "example, or train on one replica without microbatches and virtual replicas."
 )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What tracing reveals about a pass: Python values, the same on every replica.
+
+    Attributes:
+        names: of the tallies, "loss" first, without the update's own name.
+        outputs: the names that `loss_fn` returned, those of Keras metrics included.
+        reached: by variable, whether the loss depends on it.
+        written: the variables that the forward pass writes.
+        has_tokens: whether the weight of the loss counts tokens.
+        join: puts together the arguments of the Keras metrics.
+    """
+
+    names: list[str]
+    outputs: set[str]
+    reached: list[bool]
+    written: list[Any]
+    has_tokens: bool
+    join: Join
+
+    def divisor(self, value: str) -> int:
+        """Returns the position of the weight that divides a value's gradients, among the flat tallies `[2 * M]`."""
+        return 2 * self.names.index(divisor_of(value, self.names)) + 1
 
 
 class Differentiation:
@@ -138,6 +164,26 @@ class Differentiation:
             for variable, gradient in zip(self._overwritten, overwritten, strict=True)
         ]
         return set(outputs), trained, new_values, tallies, metric_rows
+
+    def by_path(
+        self, rows: Any, factor: tf.Tensor | None, *, training: bool
+    ) -> tuple[dict[str, tf.Tensor | None], dict[str, metrics.Tally]]:
+        """Computes the gradients over some rows, to check the user's code.
+
+        Args:
+            rows: `[b, ...]`.
+            factor: of the loss; None: 1.
+            training: the argument for `loss_fn`.
+
+        Returns:
+            By path, the gradient of `sum(w * loss)`, or None if the loss does not depend on the variable; and the tally
+            of each value except Keras metrics.
+        """
+        _, gradients, _, tallies, _ = self(rows, None, factor, training=training, is_first=False)
+        divisor = 1.0 if factor is None else factor
+        pairs = zip(self._variables, gradients, strict=True)
+        by_path = {self._state.paths[id(v)]: None if g is None else tf.convert_to_tensor(g) / divisor for v, g in pairs}
+        return by_path, tallies
 
     def pull_back(self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]) -> list[Any]:
         """Differentiates by way of the rows that this turn gave to all virtual replicas; in replica context.

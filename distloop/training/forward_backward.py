@@ -1,44 +1,67 @@
-"""The forward and backward pass of one update on one replica, over its microbatches.
+"""The forward and backward pass of one update: over the parts of a replica's shard, then one sum over all replicas.
 
-    rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> packed, summed over microbatches
+    rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> summed over parts and replicas
 
     update_pass = ForwardBackward(state, update, microbatches=4)
-    local = update_pass(batch, layout, loss_factor)            # in replica context
+    summed = update_pass(batch, layout, loss_factor)           # in replica context
     update_pass.trace.names                                    # ["loss", "accuracy"]; known once the pass is traced
 
-It sums nothing over replicas and changes no weight.
+It changes no weight.
 """
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, Layout, batch_size, take_shard
 from distloop.distributed import gathering, tensorflow_internals
 from distloop.distributed.devices import HOST
+from distloop.distributed.placement import Sums
 from distloop.errors import explaining_merge_call
+from distloop.graph_functions import graph_function
 from distloop.optimizers.sparse_gradients import Segment
 from distloop.training import metrics, variable_writes
-from distloop.training.differentiation import Differentiation, divisor_of
-from distloop.training.part_sums import PartSums, Trace
+from distloop.training.differentiation import Differentiation, Trace, divisor_of
+from distloop.training.metric_state import Join
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.tables import Tables
 from distloop.training.variable_writes import WrittenValues
-from distloop.variables import tensorflow_variable
+from distloop.training.virtual_replicas import Compute, Part, Turns
+
+# Packed gradients; tallies and written values; slopes of exchanged rows; rows for Keras metrics, a list for each part.
+_TurnSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
 
 
-class Local(NamedTuple):
-    """What a replica computes before the reduction."""
+class Summed(NamedTuple):
+    """An update's gradients after the reduction; all but `before` and `after` is the same on every replica."""
 
-    segments: list[Segment]  # packed gradients of the scaled sum(w * loss)
-    sums: dict[str, Any]  # what is summed over the replicas along with them, by name
-    written: list[Any]  # the variables that the forward pass writes
-    before: list[tf.Tensor]  # their values before it
-    after: list[tf.Tensor]  # and after it, those with a mean apart
+    segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
+    weight: tf.Tensor  # []: what divides them
+    tallies: tf.Tensor  # [2 * m]: of all values; of a pass from other weights, total and weight of its value
+    written: list[Any]  # the variables that the forward pass writes; the replicas' traces take turns
+    before: list[tf.Tensor]  # their values before the step
+    after: list[tf.Tensor]  # and after it
+    new_values: list[tf.Tensor]  # of the overwritten variables
+    secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
+    are_finite: Sequence[tf.Tensor] = ()  # [] each: conditions on the passes that led to it
+
+
+@dataclass
+class _Shard:
+    """A replica's shard in one pass, and what its parts add to; a part is a microbatch, maybe of a virtual replica."""
+
+    batch: Batch  # the global one
+    layout: Layout
+    before: Mapping[int, tf.Tensor]  # by `id`, the values that the written variables have when a part begins
+    is_first: bool  # whether the pass is the first one over this batch
+    traces: list[Trace] = field(default_factory=list)  # of the parts, in order
+    joins: list[Join] = field(default_factory=list)  # of their arguments of Keras metrics
+    after: Mapping[int, tf.Tensor] = field(default_factory=dict)  # by `id`, values that variables do not have yet
+    pulled_back: list[tf.Tensor] = field(default_factory=list)  # packed gradients by way of rows that were exchanged
 
 
 class ForwardBackward:
@@ -54,7 +77,7 @@ class ForwardBackward:
         packing, reduce: the layout of their gradients; sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         tables: what becomes of sparse gradients.
-        reads: the entries of a batch that `loss_fn` reads; known once the pass is traced.
+        differentiate: computes the gradients of a value over some rows.
     """
 
     def __init__(
@@ -87,14 +110,13 @@ class ForwardBackward:
         )
         self.tables = Tables(state, update, self.variables, self.packing)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
-        self._differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
-        self.reads = self._differentiate.reads
+        self.differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.state = state
         self.microbatches = microbatches
         self.jit_compile = jit_compile
         self._trace: Trace | None = None
-        metrics_variables = state.keras_metrics.variables().values()
-        self.writable = [*state.untrained_variables, *metrics_variables, *state.trained_variables]
+        of_metrics = state.keras_metrics.variables().values()
+        self.writable = [*state.untrained_variables, *of_metrics, *state.trained_variables]
         self.written_values = WrittenValues(state, microbatches=microbatches, overwritten=self.overwritten)
 
     @property
@@ -136,58 +158,126 @@ class ForwardBackward:
         value: str = "loss",
         *,
         again_from: Mapping[int, tf.Tensor] | None = None,
-    ) -> Local:
-        """Computes gradients and tallies of a replica's shard, and sets `trace`; call in replica context.
+    ) -> Summed:
+        """Computes gradients and tallies of a shard, sums them over all replicas, and sets `trace`; in replica context.
 
         Args:
             batch: the global batch.
             layout: its layout.
             factor: of the loss, as `loss_factor` returns it.
             value: the name of the value to differentiate.
-            again_from: for another look at the same batch, the values to start from, by the variables' `id`; metrics
-                are not updated. None: the first look.
-
-        Returns:
-            Packed gradients, and the sums to be reduced with them: "tallies", `[2 * m]`, or total and weight of `value`
-            in another look; with several replicas also "secs", `[R]`, the seconds that each replica took; where values
-            that parts of the batch write are merged, "writes", `[F]`.
+            again_from: for another pass over the same batch, the values to start from, by the variables' `id`; metrics
+                are not updated. None: the first pass.
         """
-        replicas, is_first = self.state.strategy.num_replicas_in_sync, again_from is None
-        is_timed = replicas > 1 and is_first
-        started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
+        replicas = self.state.strategy.num_replicas_in_sync
         before = self.values() if again_from is None else again_from
-        parts = PartSums(self, batch, layout, factor, value, before, is_first=is_first)
-        with explaining_merge_call(_explain_merge_call(self)):
-            segments, vector, metric_rows = parts.in_turns() if self.state.virtual_replicas else parts.in_loop()
-        self._set_trace(parts.traces, is_first=is_first)
-        self.state.keras_metrics.update_gathered(metric_rows, parts.joins[-1])
-        size, written = 2 * len(self.trace.names) if is_first else 2, self.trace.written
-        has_writes = vector.shape[0] > size
-        sums = {"tallies": vector[:size], "writes": vector[size:]} if has_writes else {"tallies": vector}
-        if started is not None:
-            with tf.device(HOST):  # a copy: a mere dependency on a GPU's tensor is met before that is computed
-                last = tf.identity(tf.nest.flatten(segments)[-1][:1])
-            secs = tf.cast(_time_after([*tf.nest.flatten(segments), last]) - started, tf.float32)
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            sums["secs"] = tf.one_hot(replica, replicas) * secs
-        if parts.pulled_back:
-            sums["pulled_back"] = parts.pulled_back
-        after = [parts.after.get(id(v), tf.identity(v)) for v in written]
-        return Local(segments, sums, written, [before[id(v)] for v in written], after)
+        shard = _Shard(batch, layout, before, is_first=again_from is None)
+        is_timed = replicas > 1 and shard.is_first
+        started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
 
-    def variables_by_path(self) -> dict[str, Any]:
-        """Returns the variables to differentiate by, in order."""
-        return {self.state.paths[id(v)]: v for v in self.variables}
+        def compute(rows: Any, row_weights: tf.Tensor | None) -> Any:
+            return self.compute(rows, row_weights, factor, value, is_first=shard.is_first, traces=shard.traces)
+
+        with explaining_merge_call(_explain_merge_call(self)):
+            sum_parts = self._sum_turns if self.state.virtual_replicas else self._sum_microbatches
+            segments, vector, metric_rows = sum_parts(shard, compute)
+        self._set_trace(shard)
+        self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
+        size = 2 * len(self.trace.names) if shard.is_first else 2
+        sums: dict[str, Any] = {"tallies": vector}
+        if vector.shape[0] > size:
+            sums = {"tallies": vector[:size], "writes": vector[size:]}
+        if started is not None:
+            sums["secs"] = _secs_of_replicas(started, segments, replicas)
+        if shard.pulled_back:
+            sums["pulled_back"] = shard.pulled_back
+        return self._reduce(shard, segments, sums, factor, value)
+
+    def _sum_microbatches(self, shard: _Shard, compute: Compute) -> Sums:
+        """Adds up the microbatches of this replica, which go through a TensorFlow loop or a pipeline."""
+        if self.jit_compile:
+            # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
+            # for each replica, which reads that replica's variables.
+            compute = graph_function(compute, jit_compile=True)
+
+        def microbatch(index: tf.Tensor | int) -> Sums:
+            rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
+            result = compute(rows, row_weights)
+            written = shard.traces[-1].written
+            sums = self._of_part(shard, Part(index, rows, row_weights, result, {id(v): v for v in written}))
+            self.written_values.rewind(written, shard.before, index)
+            return sums
+
+        row_specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
+        return self.state.placement.sum_microbatches(self.packing, self.microbatches, microbatch, row_specs)
+
+    def _sum_turns(self, shard: _Shard, compute: Compute) -> Sums:
+        """Adds up the microbatches of each virtual replica of this replica, and these in a fixed tree."""
+        turns = Turns(self.state, shard.batch, shard.layout, microbatches=self.microbatches, before=shard.before)
+
+        def of_part(part: Part) -> _TurnSums:
+            segments, vector, metric_rows = self._of_part(shard, part)
+            return segments, vector, list(part.slopes), [metric_rows]
+
+        def add(one: _TurnSums, other: _TurnSums) -> _TurnSums:
+            slopes = [a + b for a, b in zip(one[2], other[2], strict=True)]
+            return self.packing.add(one[0], other[0]), one[1] + other[1], slopes, one[3] + other[3]
+
+        segments, vector, slopes, metric_rows = turns.sum_parts(compute, of_part, add)
+        shard.after = turns.after
+        if turns.rows is not None:
+            shard.pulled_back = self._pull_back(shard, turns, slopes)
+        return segments, vector, [tf.concat(rows, 0) for rows in zip(*metric_rows, strict=True)]
+
+    def _pull_back(self, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
+        if self.state.strategy.num_replicas_in_sync > 1:
+            slopes = gathering.sum_in_tree(slopes)
+
+        def pull_back(rows: Any, row_weights: tf.Tensor | None) -> list[Segment]:
+            gradients = self.differentiate.pull_back(rows, row_weights, slopes)
+            are_reached = zip(shard.traces[-1].reached, gradients, strict=True)
+            reached = [is_reached or gradient is not None for is_reached, gradient in are_reached]
+            shard.traces[-1] = replace(shard.traces[-1], reached=reached)
+            return self._pack(gradients, keeps_sparse=False)
+
+        return turns.sum_again(pull_back, lambda part: part.result, self.packing.add)
+
+    def _of_part(self, shard: _Shard, part: Part) -> Sums:
+        """Returns what is summed of a part."""
+        segments, tallies, fed, new_values = part.result
+        written = [v for v in self.writable if id(v) in part.written]
+        trace = shard.traces[-1] = replace(shard.traces[-1], written=written)
+        metric_rows = self.state.keras_metrics.add(trace.join(fed), part.row_weights)
+        shard.joins.append(metric_rows.join)
+        if shard.is_first:
+            size = batch_size(part.rows) if part.row_weights is None else tf.reduce_sum(part.row_weights)
+            values = [part.written[id(v)] for v in written]
+            flat = self.written_values.flatten(written, values, new_values, size, part.number)
+            tallies = tallies if flat is None else tf.concat([tallies, flat], 0)
+        return segments, tallies, metric_rows.tensors
+
+    def _reduce(
+        self, shard: _Shard, segments: list[Segment], sums: dict[str, Any], factor: tf.Tensor | None, value: str
+    ) -> Summed:
+        """Sums what a replica computed over all of them."""
+        written = self.trace.written
+        before = [shard.before[id(v)] for v in written]
+        after, new_values = [shard.after.get(id(v), tf.identity(v)) for v in written], list[tf.Tensor]()
+        segments, gather = self.tables.gatherable(segments, shard.batch, shard.layout)
+        segments, sums = self.packing.all_reduce(segments, sums, self.reduce, gather)
+        if "pulled_back" in sums:
+            segments = self.packing.add(segments, sums["pulled_back"])
+        tallies = sums["tallies"]
+        weight = tallies[self.trace.divisor(value) if shard.is_first else 1]
+        if shard.is_first:
+            after, new_values = self.written_values.merge(written, after, sums.get("writes"))
+        weight = weight if factor is None else weight * factor
+        return Summed(segments, weight, tallies, written, before, after, new_values, sums.get("secs"))
 
     def values(self) -> dict[int, tf.Tensor]:
         """Returns the values of all variables that the pass may write, by `id`; in replica context."""
         return {id(v): tf.identity(v) for v in self.writable}  # TensorFlow prunes the values that nobody needs
-
-    def unsynchronized_variables(self) -> list[Any]:
-        """Returns the written variables that have no mean, and of which each replica keeps a value of its own."""
-        kept_equal = {id(v) for v in self.written_values.with_mean(self.trace.written)} | self.written_values.carried
-        none = tf.VariableAggregation.NONE
-        return [v for v in self.trace.written if id(v) not in kept_equal and tensorflow_variable(v).aggregation == none]
 
     def compute(
         self,
@@ -197,7 +287,8 @@ class ForwardBackward:
         value: str = "loss",
         *,
         is_first: bool = True,
-    ) -> tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[tf.Tensor], Trace]:
+        traces: list[Trace] | None = None,
+    ) -> tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
         """Runs forward and backward over some rows of a replica; call in replica context.
 
         Args:
@@ -205,18 +296,19 @@ class ForwardBackward:
             row_weights: `[b]`, 0 for padding; None: all rows count.
             factor: of the value; None: 1.
             value: the name of the value to differentiate.
-            is_first: whether it is the first look at the rows.
+            is_first: whether it is the first pass over the rows.
+            traces: gets what tracing reveals.
 
         Returns:
             Packed gradients of `factor * sum(w * value)`; the tallies of all values that `loss_fn` returned, `[2 * m]`,
-            or in another look total and weight of `value`; the rows for Keras metrics; the new values of the
-            overwritten variables; and what tracing revealed.
+            or in another pass total and weight of `value`; the rows for Keras metrics; and the new values of the
+            overwritten variables.
 
         Raises:
             ValueError: if the loss depends on no variable.
         """
         with variable_writes.recorded_writes(self.writable) as written:
-            outputs, gradients, new_values, tallies, metric_rows = self._differentiate(
+            outputs, gradients, new_values, tallies, metric_rows = self.differentiate(
                 rows, row_weights, factor, value, is_first=is_first
             )
         reached = [gradient is not None for gradient in gradients]
@@ -228,18 +320,9 @@ class ForwardBackward:
             )
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
-        trace = Trace(names, outputs, reached, written, tallies["loss"].is_per_token, metric_rows.join)
-        return self._pack(gradients), flat_tallies, metric_rows.tensors, new_values, trace
-
-    def pull_back(
-        self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]
-    ) -> tuple[list[Segment], list[bool]]:
-        """Returns packed gradients by way of rows that virtual replicas exchanged, and which variables they reach.
-
-        The arguments are those of `Differentiation.pull_back`.
-        """
-        gradients = self._differentiate.pull_back(rows, row_weights, slopes)
-        return self._pack(gradients, keeps_sparse=False), [gradient is not None for gradient in gradients]
+        if traces is not None:
+            traces.append(Trace(names, outputs, reached, written, tallies["loss"].is_per_token, metric_rows.join))
+        return self._pack(gradients), flat_tallies, metric_rows.tensors, new_values
 
     def _pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
@@ -249,42 +332,19 @@ class ForwardBackward:
         ]
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)
 
-    def gradients_of(
-        self, rows: Any, examples: tf.Tensor, *, training: bool
-    ) -> tuple[dict[str, tf.Tensor | None], dict[str, metrics.Tally]]:
-        """Computes the gradients over some rows, to check the user's code.
-
-        Args:
-            rows: `[b, ...]`.
-            examples: in the global batch that the rows belong to, a scalar.
-            training: the argument for `loss_fn`.
-
-        Returns:
-            By path, the gradient of `sum(w * loss)`, or None if the loss does not depend on the variable; and the tally
-            of each value except Keras metrics.
-        """
-        factor = self.loss_factor(tf.cast(examples, tf.float32))
-        _, gradients, _, tallies, _ = self._differentiate(rows, None, factor, training=training, is_first=False)
-        divisor = 1.0 if factor is None else factor
-        by_path = {
-            self.state.paths[id(v)]: None if g is None else tf.convert_to_tensor(g) / divisor
-            for v, g in zip(self.variables, gradients, strict=True)
-        }
-        return by_path, tallies
-
-    def _set_trace(self, traces: Sequence[Trace], *, is_first: bool) -> None:
-        """Sets `trace` from the traces of all microbatches, or adds what another look reached and wrote."""
-        known = [] if is_first else self.trace.written
-        for trace in traces:
+    def _set_trace(self, shard: _Shard) -> None:
+        """Sets `trace` from the traces of all parts, or adds what another pass reached and wrote."""
+        known = [] if shard.is_first else self.trace.written
+        for trace in shard.traces:
             if self._trace is not None and trace.names != self._trace.names:
                 raise ValueError(
                     f"loss_fn returned {trace.names}, and {self._trace.names} before; it returns the same names for "
                     "all data."
                 )
-            if is_first:
+            if shard.is_first:
                 self._trace = trace
             self.trace.reached[:] = map(operator.or_, self.trace.reached, trace.reached)
-        self.add_written([*known, *(v for trace in traces for v in trace.written)])
+        self.add_written([*known, *(v for trace in shard.traces for v in trace.written)])
 
     def add_written(self, variables: Sequence[Any]) -> list[Any]:
         """Sets the written variables in `trace` to these and those of Keras metrics; returns them in their order."""
@@ -296,16 +356,24 @@ class ForwardBackward:
 def _explain_merge_call(update: ForwardBackward) -> str:
     """Returns one sentence about a forward pass that talks to other replicas where TensorFlow cannot do it."""
     setting, allowed = f"microbatches={update.microbatches}", "microbatches=1"
+    where = "inside a loop or what XLA compiles"
     if update.jit_compile:
         setting, allowed = "jit_compile=True", "jit_compile=False"
-    place = "inside a loop or what XLA compiles"
     if update.state.virtual_replicas:
         setting, allowed = f"virtual_replicas={update.state.virtual_replicas}", "plain BatchNormalization"
-        place = "between virtual replicas, which take turns"
+        where = "between virtual replicas, which take turns"
     return (
         f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
-        f"BatchNormalization(synchronized=True), which TensorFlow cannot do {place}: use {allowed}."
+        f"BatchNormalization(synchronized=True), which TensorFlow cannot do {where}: use {allowed}."
     )
+
+
+def _secs_of_replicas(started: tf.Tensor, segments: list[Segment], replicas: int) -> tf.Tensor:
+    """Returns how long a replica took, at its index in `[R]`, whose other numbers are 0."""
+    with tf.device(HOST):  # a copy: a mere dependency on a GPU's tensor is met before that is computed
+        last = tf.identity(tf.nest.flatten(segments)[-1][:1])
+    secs = tf.cast(_time_after([*tf.nest.flatten(segments), last]) - started, tf.float32)
+    return tf.one_hot(tf.distribute.get_replica_context().replica_id_in_sync_group, replicas) * secs
 
 
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

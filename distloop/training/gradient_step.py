@@ -1,4 +1,4 @@
-"""The gradients of one update: one look at them, or as many as the user's `step_fn` takes.
+"""The gradients of one update by the user's `step_fn`, which may ask for them as often as it likes.
 
     def step_fn(step):                                          # sharpness-aware minimization, arXiv:2010.01412
         gradients = step.gradients()
@@ -6,55 +6,43 @@
         with step.moved({path: tf.math.divide_no_nan(0.05 * g, norm) for path, g in gradients.items()}):
             return step.gradients()
 
-    look = run(update, batch, layout, factor)                   # in replica context: gradients of all replicas, summed
+    summed = call_step_fn(update, batch, layout, factor)        # in replica context: gradients of all replicas
 
-All looks of a step start from the same random streams and statistics, and only the first one changes them. This module
-does not know clipping or optimizers.
+All passes of a step start from the same random streams and statistics, and only the first one changes them.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from distloop.data.shards import Batch, Layout
 from distloop.errors import explaining_merge_call
 from distloop.optimizers import gradients
-from distloop.optimizers.sparse_gradients import Segment
 from distloop.training import variable_writes
-from distloop.training.forward_backward import ForwardBackward
+from distloop.training.forward_backward import ForwardBackward, Summed
+from distloop.training.spec import StepFn
 
 
-class Look(NamedTuple):
-    """An update's gradients after the reduction; all but `before` and `after` is the same on every replica."""
-
-    segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
-    weight: tf.Tensor  # []: what divides them
-    tallies: tf.Tensor  # [2 * m]: of all values; in another look, total and weight of the value looked at
-    written: list[Any]  # the variables that the forward pass writes; the replicas' traces take turns
-    before: list[tf.Tensor]  # their values before the step
-    after: list[tf.Tensor]  # and after it
-    new_values: list[tf.Tensor]  # of the overwritten variables
-    secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
-    are_finite: Sequence[tf.Tensor] = ()  # [] each: conditions on the looks that led to it
-
-
-def run(update: ForwardBackward, batch: Batch, layout: Layout, factor: tf.Tensor | None) -> Look:
-    """Computes and reduces an update's gradients, or calls its `step_fn` for them; in replica context.
+def call_step_fn(
+    update: ForwardBackward, step_fn: StepFn, batch: Batch, layout: Layout, factor: tf.Tensor | None
+) -> Summed:
+    """Calls an update's `step_fn`; in replica context.
 
     Args:
         update: the pass.
+        step_fn: the function.
         batch: the global batch.
         layout: its layout.
         factor: of the loss, as `ForwardBackward.loss_factor` returns it.
 
+    Returns:
+        What is to be applied.
+
     Raises:
         ValueError: if `step_fn` asks for what is not to be had, or returns something else than gradients.
     """
-    step_fn = update.update.step_fn
-    if step_fn is None:
-        return _look(update, batch, layout, factor)
     step = GradientStep(update, batch, layout, factor)
     with explaining_merge_call(
         "step_fn asked for gradients inside a tf.cond, a TensorFlow loop or a tf.function, where replicas cannot add "
@@ -72,15 +60,15 @@ class GradientStep:
     """
 
     def __init__(self, update: ForwardBackward, batch: Batch, layout: Layout, factor: tf.Tensor | None):
-        """Prepares; `run` makes one for each step."""
+        """Prepares; `call_step_fn` makes one for each step."""
         self._update = update
         self._arguments = (batch, layout, factor)
-        self._variables = update.variables_by_path()
+        self._variables = {update.state.paths[id(v)]: v for v in update.variables}
         self._before = update.values()
-        self._start = dict(self._before)  # of each look: moved weights, all else as before the step
-        self._first: Look | None = None
-        self._written: dict[int, Any] = {}  # variables that any look wrote
-        self._after: dict[int, tf.Tensor] = {}  # what the first look wrote
+        self._start = dict(self._before)  # of each pass: moved weights, all else as before the step
+        self._first: Summed | None = None
+        self._written: dict[int, Any] = {}  # variables that any pass wrote
+        self._after: dict[int, tf.Tensor] = {}  # what the first pass wrote
         self._are_finite: list[tf.Tensor] = []
         self._has_moved = False
 
@@ -102,16 +90,16 @@ class GradientStep:
         """
         update = self._update
         if self._first is None:
-            look = self._first = _look(update, *self._arguments, value)
-            self._after = {id(v): new for v, new in zip(look.written, look.after, strict=True)}
+            summed = self._first = update(*self._arguments, value)
+            self._after = {id(v): new for v, new in zip(summed.written, summed.after, strict=True)}
         else:
             for i, variable in self._written.items():
                 variable.assign(self._start[i])
-            look = _look(update, *self._arguments, value, again_from=self._start)
-        self._written |= {id(v): v for v in look.written}
-        _, norm, scale = gradients.norm_and_scale(look.segments, look.weight)
-        self._are_finite.append(tf.math.is_finite(norm + look.tallies[0]))
-        return dict(zip(self._variables, update.packing.unpack(look.segments, scale), strict=True))
+            summed = update(*self._arguments, value, again_from=self._start)
+        self._written |= {id(v): v for v in summed.written}
+        _, norm, scale = gradients.norm_and_scale(summed.segments, summed.weight)
+        self._are_finite.append(tf.math.is_finite(norm + summed.tallies[0]))
+        return dict(zip(self._variables, update.packing.unpack(summed.segments, scale), strict=True))
 
     @property
     def weights(self) -> dict[str, tf.Tensor]:
@@ -146,12 +134,12 @@ class GradientStep:
             self._variables[path].assign(weight)
             self._start[id(self._variables[path])] = weight
 
-    def _finish(self, returned: Any, assigned: Sequence[Any]) -> Look:
+    def _finish(self, returned: Any, assigned: Sequence[Any]) -> Summed:
         """Returns what is to be applied, after `step_fn` ran.
 
         Args:
             returned: by `step_fn`.
-            assigned: the variables that were assigned while it ran, by itself or in a look.
+            assigned: the variables that were assigned while it ran, by itself or in a pass.
         """
         update = self._update
         if self._first is None:
@@ -178,30 +166,6 @@ class GradientStep:
             after=[self._after.get(id(v), self._before[id(v)]) for v in written],
             are_finite=self._are_finite,
         )
-
-
-def _look(
-    update: ForwardBackward,
-    batch: Batch,
-    layout: Layout,
-    factor: tf.Tensor | None,
-    value: str = "loss",
-    again_from: Mapping[int, tf.Tensor] | None = None,
-) -> Look:
-    """Computes the gradients of a value and reduces them; the arguments are those of `ForwardBackward`."""
-    local = update(batch, layout, factor, value, again_from=again_from)
-    segments, gather = update.tables.gatherable(local.segments, batch, layout)
-    segments, sums = update.packing.all_reduce(segments, local.sums, update.reduce, gather)
-    if "pulled_back" in sums:
-        segments = update.packing.add(segments, sums["pulled_back"])
-    tallies = sums["tallies"]
-    if again_from is not None:
-        divisor, after, new_values = tallies[1], local.after, list[tf.Tensor]()
-    else:
-        divisor = tallies[update.trace.divisor(value)]
-        after, new_values = update.written_values.merge(local.written, local.after, sums.get("writes"))
-    weight = divisor if factor is None else divisor * factor
-    return Look(segments, weight, tallies, local.written, local.before, after, new_values, sums.get("secs"))
 
 
 def checked(subject: str, returned: Any, expected: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

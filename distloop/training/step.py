@@ -12,12 +12,10 @@ TensorFlow can take it (a replica's function may hold no branch around what sync
 
 A branch around `apply` costs 10 to 20 % of a small step, so only a step that may be skipped has one. Where a step that
 is not finite is an error, its gradients count as zero, which keeps the weights finite, and the loop ends on it.
-
-It does not know of loops, boundaries or files.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -26,14 +24,14 @@ from distloop.data import shards
 from distloop.data.shards import Batch, Layout
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
-from distloop.optimizers import gradients
 from distloop.optimizers.clipping import Clipping
-from distloop.optimizers.gradients import Packing
+from distloop.optimizers.gradients import Packing, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
-from distloop.training import gradient_step, metrics, variable_writes
+from distloop.optimizers.sparse_gradients import Segment
+from distloop.training import metrics, variable_writes
 from distloop.training.application import make_application
-from distloop.training.forward_backward import ForwardBackward
-from distloop.training.gradient_step import Look
+from distloop.training.forward_backward import ForwardBackward, Summed
+from distloop.training.gradient_step import call_step_fn
 from distloop.training.state import TrainState
 
 GRADIENT_NORM, CLIPPED_SHARE = "gradient_norm", "clipped_share"
@@ -60,10 +58,10 @@ class GradientRecorder(Protocol):
         """Stores an update's summed gradients and the factor that scales them."""
 
 
-class _Forward(NamedTuple):
-    """One update of a step on a replica, reduced; all fields but `before` and `after` are equal on all replicas."""
+class Gradients(NamedTuple):
+    """One update's gradients in a step, judged; all but `before` and `after` is the same on every replica."""
 
-    segments: list[tf.Tensor]  # summed gradients
+    segments: list[Segment]  # summed over all replicas, and clipped by value
     squares: list[tf.Tensor]  # the squared norm of each
     scale: tf.Tensor  # []: the factor that divides, unscales and clips them; 0 if they are not finite
     tallies: tf.Tensor  # [2 * m]
@@ -72,15 +70,6 @@ class _Forward(NamedTuple):
     before: list[tf.Tensor]  # the written variables' values before the forward pass
     after: list[tf.Tensor]  # their values after the step, if it counts
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
-
-
-class _Attempt(NamedTuple):
-    """One update of a step, applied or not, with what undoes it."""
-
-    update: ForwardBackward
-    forward: _Forward  # a value per replica
-    tallies: tf.Tensor  # [2 * m]: zeros if the update was not applied
-    before: Any  # a value per replica: weights, slots and averages before the update; None: nothing undoes it
 
 
 class TrainStep:
@@ -163,30 +152,33 @@ class TrainStep:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         examples = self.count_examples(batch, layout)
         finite = tf.constant(True)
-        attempts: list[_Attempt] = []
+        gradients: list[Gradients] = []  # of each update
+        tallies: list[tf.Tensor] = []  # likewise; zeros if it was not applied
+        undo: list[Callable[[], None]] = []  # what restores the values before each
         for update in self.updates:
-            forward = self._forward(update, batch, layout, examples)
-            finite &= self._first(forward.finite)
-            self._settle(update, forward, finite)
-            self._record_gradients(update, forward)
-            attempts.append(self._apply(update, forward, finite, attempts))
+            of_update = self._forward(update, batch, layout, examples)
+            finite &= self._first(of_update.finite)
+            self._settle(update, of_update, finite)
+            self._record_gradients(update, of_update)
+            tallies.append(self._apply(update, of_update, finite, undo))
+            gradients.append(of_update)
         metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
-        failed = self._rescale(attempts, finite)
+        failed = self._rescale(gradients, finite)
         if self.loss_jump is not None:
-            failed |= self._has_diverged(attempts, self.loss_jump)
+            failed |= self._has_diverged(gradients, self.loss_jump)
         return Outcome(
             applied=finite,
             failed=failed,
-            tallies=self._join_tallies(attempts, finite),
-            diagnosis=self._diagnosis(attempts),
-            replica_secs=self._sum_secs(attempts),
+            tallies=self._join_tallies(tallies, finite),
+            diagnosis=self._diagnosis(gradients),
+            replica_secs=self._sum_secs(gradients),
         )
 
     def advance(self, update: ForwardBackward, batch: Batch, layout: Layout) -> None:
         """Takes one update, finite or not, for a second look at a step that failed."""
-        forward = self._forward(update, batch, layout, self.count_examples(batch, layout))
-        self._settle(update, forward, tf.constant(True))
-        self.application.apply(update, forward.segments, forward.scale, forward.new_values)
+        gradients = self._forward(update, batch, layout, self.count_examples(batch, layout))
+        self._settle(update, gradients, tf.constant(True))
+        self.application.apply(update, gradients.segments, gradients.scale, gradients.new_values)
 
     def _first(self, value: Any) -> Any:
         """Returns the first replica's value."""
@@ -200,89 +192,109 @@ class TrainStep:
             return workers.sum_over_workers(self._strategy, examples)
         return examples
 
-    def _forward(self, update: ForwardBackward, batch: Batch, layout: Layout, examples: tf.Tensor) -> _Forward:
+    def _forward(self, update: ForwardBackward, batch: Batch, layout: Layout, examples: tf.Tensor) -> Gradients:
         """Computes and reduces an update's gradients and sums, on all replicas."""
+        step_fn = update.update.step_fn
 
-        def look(batch: Batch, examples: tf.Tensor) -> Look:
-            return gradient_step.run(update, batch, layout, update.loss_factor(examples))
+        def sum_fn(batch: Batch, examples: tf.Tensor) -> Summed:
+            arguments = batch, layout, update.loss_factor(examples)
+            return update(*arguments) if step_fn is None else call_step_fn(update, step_fn, *arguments)
 
-        look_fn = gathering.with_max_rows(look, layout.max_replica_rows)
+        replica_fn = gathering.with_max_rows(sum_fn, layout.max_replica_rows)
         judge = functools.partial(self._judge, update)
-        forward: _Forward = self.application.reduce(update, look_fn, judge, (batch, examples))
-        return forward
+        gradients: Gradients = self.application.reduce(update, replica_fn, judge, (batch, examples))
+        return gradients
 
-    def _judge(self, update: ForwardBackward, look: Look) -> _Forward:
+    def _judge(self, update: ForwardBackward, summed: Summed) -> Gradients:
         """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
         add = self.application.sum_over_owners(update)
-        squares, norm, scale = gradients.norm_and_scale(look.segments, look.weight, add)
-        finite = tf.math.is_finite(norm + look.tallies[0])
-        for condition in (*look.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in look.new_values)):
+        squares, norm, scale = norm_and_scale(summed.segments, summed.weight, add)
+        finite = tf.math.is_finite(norm + summed.tallies[0])
+        for condition in (*summed.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in summed.new_values)):
             finite &= condition
-        segments, scale, is_clipped = self._clipping.clip(update.packing, look.segments, norm, scale, finite)
+        segments, scale, is_clipped = self._clipping.clip(update.packing, summed.segments, norm, scale, finite)
         own_tallies = [norm, 1.0]
         if self._clipping.value and add is not None:
             is_clipped = add(tf.cast(is_clipped, tf.float32)) > 0
         if self._clipping:
             own_tallies += [tf.cast(is_clipped, tf.float32), 1.0]
-        return _Forward(
-            segments,
-            squares,
-            tf.where(finite, scale, 0.0),
-            tf.concat([look.tallies, own_tallies], 0),
-            finite,
-            [tf.where(finite, new, v) for new, v in zip(look.new_values, update.overwritten, strict=True)],
-            look.before,
-            look.after,
-            look.secs,
+        return Gradients(
+            segments=segments,
+            squares=squares,
+            scale=tf.where(finite, scale, 0.0),
+            tallies=tf.concat([summed.tallies, own_tallies], 0),
+            finite=finite,
+            new_values=[tf.where(finite, new, v) for new, v in zip(summed.new_values, update.overwritten, strict=True)],
+            before=summed.before,
+            after=summed.after,
+            secs=summed.secs,
         )
 
-    def _settle(self, update: ForwardBackward, forward: _Forward, finite: tf.Tensor) -> None:
+    def _settle(self, update: ForwardBackward, gradients: Gradients, finite: tf.Tensor) -> None:
         """Keeps what the forward pass wrote, averaged over the replicas, if the step is finite; else restores it."""
 
         def settle(finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
             for variable, old, new in zip(update.trace.written, before, after, strict=True):
                 variable.assign(tf.where(finite, new, old))
 
-        self._strategy.run(settle, args=(finite, forward.before, forward.after))
+        self._strategy.run(settle, args=(finite, gradients.before, gradients.after))
 
-    def _record_gradients(self, update: ForwardBackward, forward: _Forward) -> None:
+    def _record_gradients(self, update: ForwardBackward, gradients: Gradients) -> None:
         if self.histograms is not None:
-            segments = tf.nest.map_structure(self._first, forward.segments)
-            self.histograms.record(update.name, segments, self._first(forward.scale))
+            segments = tf.nest.map_structure(self._first, gradients.segments)
+            self.histograms.record(update.name, segments, self._first(gradients.scale))
 
     def _apply(
-        self, update: ForwardBackward, forward: _Forward, finite: tf.Tensor, earlier: Sequence[_Attempt]
-    ) -> _Attempt:
-        """Applies an update if all is finite so far, else undoes the earlier ones."""
-        tallies = self._first(forward.tallies)
+        self, update: ForwardBackward, gradients: Gradients, finite: tf.Tensor, undo: list[Callable[[], None]]
+    ) -> tf.Tensor:
+        """Applies an update if all is finite so far, else undoes the earlier ones.
+
+        Args:
+            update: the pass.
+            gradients: of it.
+            finite: whether all is.
+            undo: what restores the values before each earlier update; gets what restores those before this one.
+
+        Returns:
+            Its tallies, `[2 * m]`; zeros if it was not applied.
+        """
+        tallies = self._first(gradients.tallies)
+        apply = functools.partial(
+            self.application.apply, update, gradients.segments, gradients.scale, gradients.new_values
+        )
         if not self.may_skip:
-            self.application.apply(update, forward.segments, forward.scale, forward.new_values)
-            return _Attempt(update, forward, tallies, None)
+            apply()
+            return tallies
         is_last = update is self.updates[-1]  # a later update may still fail, and take this one with it
         before = None if is_last else self.application.read(update)
+        earlier = undo[::-1]  # the first one's values are the oldest
+
+        def restore() -> None:
+            self.application.restore(update, before)
+            written = functools.partial(variable_writes.assign, update.trace.written)
+            self._strategy.run(written, args=(gradients.before,))
 
         def applied() -> tf.Tensor:
-            self.application.apply(update, forward.segments, forward.scale, forward.new_values)
+            apply()
             return tf.identity(tallies)
 
         def undone() -> tf.Tensor:
-            for attempt in reversed(earlier):  # the first one's values are the oldest
-                self._undo(attempt)
+            for restore_earlier in earlier:
+                restore_earlier()
             return tf.zeros_like(tallies)
 
-        return _Attempt(update, forward, tf.cond(finite, applied, undone), before)
+        undo.append(restore)
+        return tf.cond(finite, applied, undone)
 
-    def _undo(self, attempt: _Attempt) -> None:
-        """Restores the variables that applying an update changed, and then those that its forward pass wrote."""
-        self.application.restore(attempt.update, attempt.before)
-        written = functools.partial(variable_writes.assign, attempt.update.trace.written)
-        self._strategy.run(written, args=(attempt.forward.before,))
-
-    def _rescale(self, attempts: Sequence[_Attempt], finite: tf.Tensor) -> tf.Tensor:
+    def _rescale(self, gradients: Sequence[Gradients], finite: tf.Tensor) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
         failed = tf.constant(False)
-        for scaler, forwards in _by_loss_scaler(attempts):
-            is_finite = functools.reduce(tf.logical_and, [self._first(forward.finite) for forward in forwards])
+        by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
+        for update, of_update in zip(self.updates, gradients, strict=True):
+            scaled = by_scaler.setdefault(id(update.loss_scaler), (update.loss_scaler, []))
+            scaled[1].append(self._first(of_update.finite))
+        for scaler, are_finite in by_scaler.values():
+            is_finite = functools.reduce(tf.logical_and, are_finite)
             if scaler is not None:
                 scaler.update_scale(is_finite, finite)
                 failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
@@ -290,9 +302,9 @@ class TrainStep:
                 failed |= ~is_finite
         return failed
 
-    def _has_diverged(self, attempts: Sequence[_Attempt], jump: float) -> tf.Tensor:
+    def _has_diverged(self, gradients: Sequence[Gradients], jump: float) -> tf.Tensor:
         """Returns whether the loss of any update jumped, or is not finite."""
-        losses = tf.stack([self._first(attempt.forward.tallies)[:2] for attempt in attempts])  # [U, 2]
+        losses = tf.stack([self._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
         totals, weights = tf.unstack(losses, axis=1)
         means = tf.math.divide_no_nan(totals, weights)
         with tf.device(HOST):
@@ -300,31 +312,22 @@ class TrainStep:
         # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
         return has_diverged if self.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
 
-    def _join_tallies(self, attempts: Sequence[_Attempt], finite: tf.Tensor) -> tf.Tensor:
-        tallies = tf.concat([attempt.tallies for attempt in attempts], 0)
-        if self.may_skip and len(attempts) > 1:
+    def _join_tallies(self, of_updates: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
+        tallies = tf.concat(of_updates, 0)
+        if self.may_skip and len(of_updates) > 1:
             tallies = tf.where(finite, tallies, 0.0)  # the tallies of a good update count only with the others
         return tallies
 
-    def _diagnosis(self, attempts: Sequence[_Attempt]) -> tf.Tensor:
+    def _diagnosis(self, gradients: Sequence[Gradients]) -> tf.Tensor:
         """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
         if not self.may_fail:
             return tf.zeros([0])
         parts = []
-        for update, forward, *_ in attempts:
-            segments, squares = tf.nest.map_structure(self._first, (forward.segments, forward.squares))
-            parts += [self._first(forward.tallies), update.packing.diagnosis(segments, squares)]
+        for update, of_update in zip(self.updates, gradients, strict=True):
+            segments, squares = tf.nest.map_structure(self._first, (of_update.segments, of_update.squares))
+            parts += [self._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
         return tf.concat(parts, 0)
 
-    def _sum_secs(self, attempts: Sequence[_Attempt]) -> tf.Tensor | None:
-        secs = [self._first(attempt.forward.secs) for attempt in attempts if attempt.forward.secs is not None]
+    def _sum_secs(self, gradients: Sequence[Gradients]) -> tf.Tensor | None:
+        secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
         return tf.add_n(secs) if secs else None
-
-
-def _by_loss_scaler(attempts: Sequence[_Attempt]) -> list[tuple[LossScaleOptimizer | None, list[_Forward]]]:
-    """Returns each loss scaler, None for those without one, with the forward passes whose loss it scales."""
-    groups: dict[int, tuple[LossScaleOptimizer | None, list[_Forward]]] = {}
-    for attempt in attempts:
-        scaler = attempt.update.loss_scaler
-        groups.setdefault(id(scaler), (scaler, []))[1].append(attempt.forward)
-    return list(groups.values())

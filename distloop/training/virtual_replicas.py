@@ -1,17 +1,18 @@
 """The virtual replicas of a run, which take turns on each replica with random streams and statistics of their own.
 
-    turns = Turns(state, batch, layout, compute, microbatches=2)
-    turns.run(finish)                                              # in replica context
+    turns = Turns(state, batch, layout, microbatches=2)
+    turns.sum_parts(compute, of_part, add)                         # in replica context
 
 Turn t of replica r is virtual replica r * T + t. What it computes has the same bits on any device of a kind, as it is a
 function by itself: TensorFlow calls it as it stands, whatever surrounds it, and it writes nothing. Where the function
 calls `gather_rows`, all turns give their rows in a first pass, and compute in a second one, as GradCache does (Gao et
-al. 2021, arXiv:2101.06983). It does not know what is computed, or how results are added.
+al. 2021, arXiv:2101.06983).
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -19,36 +20,43 @@ import tensorflow as tf
 from distloop.data.shards import Batch, Layout, place_of_shard, take_shard
 from distloop.distributed import environment, gathering, strategies, workers
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
+from distloop.distributed.strategies import TreeSum
 from distloop.graph_functions import graph_function
 from distloop.training.random_streams import stream_of
 from distloop.training.state import TrainState
 from distloop.training.variable_writes import own_values, recorded_writes, restored_writes
 
+T = TypeVar("T")
+Compute = Callable[[Any, tf.Tensor | None], Any]  # of rows `[b, ...]` and their weights `[b]`
 Written = Mapping[int, tf.Tensor]  # what a part of a turn wrote: `id` of a variable -> its new value
 Rows = Sequence[tf.Tensor]  # by call of `gather_rows`, those of all virtual replicas, `[B, ...]`
 
 
 class Part(NamedTuple):
-    """A microbatch of a virtual replica, after its turn."""
+    """A part of a replica's rows, after it was computed: a microbatch of the replica, or of one of its virtual ones."""
 
-    number: int  # the turn times the microbatches, plus the microbatch
+    number: tf.Tensor | int  # of the microbatch; with virtual replicas, plus the turn times the microbatches
     rows: Any  # [b, ...]
     row_weights: tf.Tensor | None  # [b]
     result: Any  # what the function returned
-    given: list[tf.Tensor]  # by call of `gather_rows`, the rows that it gave
-    slopes: list[tf.Tensor]  # the derivatives by the rows that it got
-    written: Written
+    written: Mapping[int, Any]  # by `id` of a variable, what the part wrote, or the variable that has the value
+    given: Sequence[tf.Tensor] = ()  # by call of `gather_rows`, the rows that it gave
+    slopes: Sequence[tf.Tensor] = ()  # the derivatives by the rows that it got
 
 
 class Turns:
-    """Calls a function for each virtual replica of this replica, or for each microbatch of it, in order."""
+    """The virtual replicas of a replica, one after the other; each may have microbatches.
+
+    Attributes:
+        rows: that the function gathered from all virtual replicas; None: it does not gather rows.
+        after: by `id`, what variables have after the first turn, random streams included.
+    """
 
     def __init__(
         self,
         state: TrainState,
         batch: Batch,
         layout: Layout,
-        fn: Callable[[Any, tf.Tensor | None], Any],
         *,
         microbatches: int = 1,
         before: Mapping[int, tf.Tensor] | None = None,
@@ -59,7 +67,6 @@ class Turns:
             state: whose weights the function reads.
             batch: the global batch.
             layout: its layout.
-            fn: takes rows and their weights; returns tensors. It may write Keras variables that are not trained.
             microbatches: of each virtual replica; random streams go on from one to the next.
             before: by `id`, the values that variables have when a turn begins; None: those that they have now.
         """
@@ -70,39 +77,34 @@ class Turns:
         self._seeds = {id(seed) for seed in state.seeds}
         before = before or {}
         self._before = [tf.convert_to_tensor(before.get(id(v), v)) for v in self._variables]
-        self._fn = fn
+        self.rows: Rows | None = None
+        self.after: Written = {}
 
-    def run(self, finish: Callable[[Part], Sequence[tf.Tensor]]) -> tuple[Rows | None, Written]:
-        """Calls the function for each part of each turn; where it gathers rows, with those of all virtual replicas.
+    def sum_parts(self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T]) -> T:
+        """Adds up what is computed of each part: microbatches in order, virtual replicas in a fixed tree.
 
-        Of a GPU one part is in memory at a time, of a CPU as many as it has cores for.
+        Where the function gathers rows, it is called with those of all virtual replicas. Of a GPU one part is in memory
+        at a time, of a CPU as many as it has cores for.
 
         Args:
-            finish: takes a part after its turn; returns the tensors that are kept of it.
-
-        Returns:
-            The rows that the function gathered, None if it does not; and what the variables have after the first turn,
-            random streams included.
+            fn: takes rows and their weights; returns tensors. It may write Keras variables that are not trained.
+            of_part: returns what is summed of a part, a structure of tensors.
+            add: adds two of them.
         """
         try:
-            return None, self._run(self._fn, finish, None)
+            total, self.after = self._sum_parts(fn, of_part, add, None)
         except NeedsRowsError:
-            rows = self._collect()
-        return rows, self._run(self._fn, finish, rows)
+            self.rows = self._collect(fn)
+            total, self.after = self._sum_parts(fn, of_part, add, self.rows)
+        return total
 
-    def again(self, fn: Callable[[Any, tf.Tensor | None], Any], finish: Callable[[Part], Sequence[tf.Tensor]]) -> None:
-        """Calls another function, of which the turns give rows and get none, from the same values as before."""
-        self._run(fn, finish, ())
+    def sum_again(self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T]) -> T:
+        """Adds up the parts of another function, of which the turns give rows and get none, from the same values."""
+        return self._sum_parts(fn, of_part, add, ())[0]
 
-    def _collect(self) -> list[tf.Tensor]:
+    def _collect(self, fn: Compute) -> list[tf.Tensor]:
         """Returns the rows that all turns on all replicas give, in the order of the global batch."""
-        given: list[list[tf.Tensor]] = []
-
-        def finish(part: Part) -> list[tf.Tensor]:
-            given.append(part.given)
-            return part.given
-
-        self._run(self._fn, finish, ())
+        given = self.sum_again(fn, lambda part: [part.given], operator.add)
         rows = [join_rows(pieces) for pieces in zip(*given, strict=True)]
         if self._state.strategy.num_replicas_in_sync == 1:
             return rows
@@ -115,28 +117,36 @@ class Turns:
             )
         return gathering.gather_all(rows, "The loss calls gather_rows")
 
-    def _run(
-        self, fn: Callable[..., Any], finish: Callable[[Part], Sequence[tf.Tensor]], all_rows: Rows | None
-    ) -> Written:
+    def _sum_parts(
+        self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T], all_rows: Rows | None
+    ) -> tuple[T, Written]:
+        """Returns the sum, and what variables have after the first turn."""
         isolated: Callable[..., Any] = lambda *arguments: self._isolated(fn, *arguments)  # noqa: E731
         if not tf.executing_eagerly() and self._state.turns * self._microbatches > 1:
             isolated = graph_function(isolated, experimental_attributes={"_noinline": True})
         width = side_by_side(self._state.strategy)
-        kept: list[Sequence[tf.Tensor]] = []
+        sums = TreeSum[T](add)
+        of_turn: T | None = None  # over its microbatches so far
+        kept: list[list[tf.Tensor]] = []
         after_first: Written = {}
         written: Written = {}
         for number in range(self._state.turns * self._microbatches):
             turn, microbatch = divmod(number, self._microbatches)
             values = self._values(turn, written if microbatch else {})
             rows, row_weights = take_shard(self._batch, self._layout, self._microbatches, number)
-            place = place_of_shard(self._batch, self._layout, turn)
+            position = place_of_shard(self._batch, self._layout, turn)
             with tf.control_dependencies(kept[number - width] if number >= width else []):
-                result, given, slopes, by_place = isolated(values, rows, row_weights, place, all_rows)
-            written = {id(self._variables[int(place)]): value for place, value in by_place.items()}
+                result, given, slopes, by_index = isolated(values, rows, row_weights, position, all_rows)
+            written = {id(self._variables[int(index)]): value for index, value in by_index.items()}
             if not turn:
                 after_first = written
-            kept.append(finish(Part(number, rows, row_weights, result, given, slopes, written)))
-        return after_first
+            more = of_part(Part(number, rows, row_weights, result, written, given, slopes))
+            of_turn = more if of_turn is None else add(of_turn, more)
+            largest = of_turn
+            if microbatch + 1 == self._microbatches:
+                largest, of_turn = sums.append(of_turn), None
+            kept.append(tf.nest.flatten(largest, expand_composites=True))
+        return sums.total(), after_first
 
     def _values(self, turn: int, earlier: Written) -> list[tf.Tensor]:
         """Returns the values that a part of a turn begins with; `earlier` holds what the part before it wrote."""
@@ -153,10 +163,10 @@ class Turns:
         values: list[tf.Tensor],
         rows: Any,
         row_weights: tf.Tensor | None,
-        place: tuple[tf.Tensor, tf.Tensor],
+        position: tuple[tf.Tensor, tf.Tensor],
         all_rows: Rows | None,
     ) -> tuple[Any, list[tf.Tensor], list[tf.Tensor], dict[str, tf.Tensor]]:
-        """Calls a function with values for the variables; returns result, given, slopes, and new values by place."""
+        """Calls a function with values for the variables; returns result, given, slopes, and new values by index."""
         state = self._state
         trained = state.trained_variables
         candidates = [*state.untrained_variables, *trained, *state.created.values()]
@@ -164,7 +174,7 @@ class Turns:
         nothing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([])
         recorded = nothing if tf.executing_eagerly() else recorded_writes(candidates)
         with recorded as found, own_values(self._variables, values) as own:
-            with gathering.exchanging(RowExchange(*place, all_rows)) as exchange:
+            with gathering.exchanging(RowExchange(*position, all_rows)) as exchange:
                 result = fn(rows, row_weights)
         found += [v for v in trained if own.get_current_value(v) is not None]
         if found:
@@ -196,17 +206,11 @@ def run_forward(
     if not state.virtual_replicas:
         with restored_writes(state):
             return [fn(*take_shard(batch, layout))]
-    results: list[Any] = []
-
-    def finish(part: Part) -> list[tf.Tensor]:
-        results.append(part.result)
-        kept: list[tf.Tensor] = tf.nest.flatten(part.result, expand_composites=True)
-        return kept
-
-    _, after = Turns(state, batch, layout, fn).run(finish)
+    turns = Turns(state, batch, layout)
+    results = turns.sum_parts(fn, lambda part: [part.result], operator.add)
     for seed in state.seeds:
-        if id(seed) in after:
-            seed.assign(after[id(seed)])
+        if id(seed) in turns.after:
+            seed.assign(turns.after[id(seed)])
     return results
 
 

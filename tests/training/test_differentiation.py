@@ -32,7 +32,7 @@ def test_a_part_of_another_model_counts_its_losses_once(is_part_first):
 
     state = TrainState.make(model_fn, tf.distribute.get_strategy())
     rows = {"x": tf.ones([2, 3])}
-    _, tallies = ForwardBackward(state, state.spec.updates[0]).gradients_of(rows, 2, training=True)
+    _, tallies = ForwardBackward(state, state.spec.updates[0]).differentiate.by_path(rows, None, training=True)
     total, weight, *_ = tallies["regularization"]
     model = state.model["model"] if is_part_first else state.model[0]
     np.testing.assert_allclose(total / weight, sum(model.losses), rtol=1e-6)

@@ -38,29 +38,29 @@ def run(update_pass, x, factor=None):
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_sums_over_microbatches_are_the_sums_over_the_batch(microbatches):
     update_pass = make_pass(microbatches=microbatches)
-    local = run(update_pass, range(1, 6))
-    assert [g.numpy().tolist() for g in update_pass.packing.unpack(local.segments)] == [15.0, 0.0]
-    assert local.sums["tallies"].numpy().tolist() == [30.0, 5.0, 30.0, 5.0]
+    summed = run(update_pass, range(1, 6))
+    assert [g.numpy().tolist() for g in update_pass.packing.unpack(summed.segments)] == [15.0, 0.0]
+    assert summed.tallies.numpy().tolist() == [30.0, 5.0, 30.0, 5.0]
 
 
 def test_a_factor_multiplies_gradients_and_not_tallies():
     update_pass = make_pass()
-    local = run(update_pass, [1.0] * 4, tf.constant(8.0))
-    assert update_pass.packing.unpack(local.segments)[0].numpy() == 32.0
-    assert local.sums["tallies"].numpy().tolist() == [8.0, 4.0, 8.0, 4.0]
+    summed = run(update_pass, [1.0] * 4, tf.constant(8.0))
+    assert update_pass.packing.unpack(summed.segments)[0].numpy() == 32.0
+    assert summed.tallies.numpy().tolist() == [8.0, 4.0, 8.0, 4.0]
 
 
 def test_tracing_reveals_names_gradients_and_writes():
     update_pass = make_pass()
-    local = run(update_pass, [1.0] * 4)
+    summed = run(update_pass, [1.0] * 4)
     trace = update_pass.trace
     assert (trace.names, trace.outputs, trace.reached) == (["loss", "double"], {"loss", "double"}, [True, False])
-    assert len(trace.written) == 1 and [float(t) for t in (*local.before, *local.after)] == [0.0, 1.0]
+    assert len(trace.written) == 1 and [float(t) for t in (*summed.before, *summed.after)] == [0.0, 1.0]
 
 
 def test_gradients_of_rows_come_by_path():
     update_pass = make_pass()
-    by_path, tallies = update_pass.gradients_of({"x": tf.ones(3)}, tf.constant(3), training=True)
+    by_path, tallies = update_pass.differentiate.by_path({"x": tf.ones(3)}, None, training=True)
     assert {path: g if g is None else float(g) for path, g in by_path.items()} == {"0": 3.0, "1": None}
     assert float(tallies["loss"].total) == 6.0
 
