@@ -24,12 +24,10 @@ from distloop.actions.data_seen import DataSeen
 from distloop.actions.evaluate import Evaluate, check_all, earlier_rows
 from distloop.actions.goodput import Goodput
 from distloop.actions.histograms import WeightHistograms
-from distloop.actions.memory_use import MemoryUse
-from distloop.actions.pipeline_usage import PipelineUsage
+from distloop.actions.machine_use import MemoryUse, PipelineUsage, Utilization
 from distloop.actions.save import Save, SaveCosts, make_saves, require_metrics
 from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
-from distloop.actions.utilization import Utilization
 from distloop.actions.write import Write
 from distloop.checkpoints.best import left_files, may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
