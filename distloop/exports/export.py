@@ -1,11 +1,15 @@
-"""Exports, the part that all formats share: replacing an older export, and comparing the new one with the model.
+"""What all formats of exports share: replacing an older one, merging adapters, comparing the new one with the model.
 
     path = prepare_path("model", strategy)                       # after exports that were killed
     with writing(path, strategy) as temporary:                   # `path` is replaced at the end, unless an error comes
         ...
 
-An export is read back and compared before it takes its name, so every export with that name is whole and was checked.
-This module does not know the formats; see `saved_model` and `keras_file`.
+    with merged(model) as left_out:                              # the layers' matrices, with their LoRA adapters added
+        ...
+
+A layer has an adapter after Keras's `layer.enable_lora(rank)`: W x becomes (W + alpha / rank * A B) x, W frozen; Hu et
+al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, equation 3. An export is read back and compared before
+it takes its name, so every export with that name is whole and was checked.
 """
 
 import contextlib
@@ -14,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -24,6 +29,7 @@ from distloop.errors import as_user_error
 from distloop.log import log
 from distloop.remote.tree import send
 from distloop.urls import is_url
+from distloop.variables import tensorflow_variable, top_layers
 
 # Sizes to try for free axes: a small one, then ones that a convolution's filter fits in.
 _FREE_SIZES = (1, 32, 256)
@@ -79,6 +85,42 @@ def writing(path: str, strategy: tf.distribute.Strategy, suffix: str = "") -> It
         ) from error
     with replacing(path, suffix) as temporary:
         yield temporary
+
+
+@contextlib.contextmanager
+def merged(model: Any) -> Iterator[set[int]]:
+    """Enters a scope in which layers with a LoRA adapter have it in their matrix, and count as layers without one.
+
+    Quantized layers stay as they are: adding to their matrix would round it once more.
+
+    Args:
+        model: a Keras model or layer, a `tf.Module`, or a dict or list of them.
+
+    Yields:
+        The ids of the adapters' variables, TensorFlow's, which the model does not use inside.
+    """
+    layers = [
+        layer for layer in layers_of(model) if getattr(layer, "lora_enabled", False) and layer.quantization_mode is None
+    ]
+    matrices, ranks = [], [layer.lora_rank for layer in layers]
+    for layer in layers:
+        name = "embeddings" if hasattr(layer, "embeddings") else "kernel"
+        value = tf.identity(getattr(layer, name))  # a sum, as long as the adapter is enabled
+        layer.lora_enabled, layer.lora_rank = False, None
+        variable = getattr(layer, name)
+        matrices.append((variable, variable.numpy()))
+        variable.assign(value)
+    try:
+        yield {id(tensorflow_variable(v)) for layer in layers for v in layer.variables if v.name.startswith("lora_")}
+    finally:
+        for layer, rank, (variable, value) in zip(layers, ranks, matrices, strict=True):
+            variable.assign(value)
+            layer.lora_enabled, layer.lora_rank = True, rank
+
+
+def layers_of(model: Any) -> list[keras.Layer]:
+    """Returns the layers of a model, inner ones included."""
+    return [layer for top in top_layers(model) for layer in top._flatten_layers()]
 
 
 def call_on_ones(call: Callable[[Any], Any], specs: Any, name: str) -> tuple[Any, Any] | None:

@@ -16,8 +16,7 @@ import keras
 import tensorflow as tf
 
 from distloop.errors import cause
-from distloop.exports.adapters import merged
-from distloop.exports.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.exports.export import call_on_ones, merged, output_difference, prepare_path, quiet_logging, writing
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable, unwrap_model
 

@@ -3,21 +3,22 @@
     write_saved_model(state, {"serving_default": predict_fn}, element_spec, "model")
 
 The SavedModel is written with the averaged weights if there are any and with LoRA adapters merged, read back and
-compared before it takes its name.
+compared before it takes its name. A signature takes the entries of a batch that its function reads, by name, and
+returns the outputs by name; the batch dimension is free.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from distloop.checkpoints.checkpoint import plain_path
-from distloop.exports import signatures
-from distloop.exports.adapters import merged
-from distloop.exports.export import call_on_ones, output_difference, prepare_path, quiet_logging, writing
+from distloop.data import shards
+from distloop.exports.export import call_on_ones, merged, output_difference, prepare_path, quiet_logging, writing
+from distloop.graph_functions import graph_function
 from distloop.log import log
-from distloop.training.prediction import DEFAULT_SIGNATURE
+from distloop.training.prediction import DEFAULT_SIGNATURE, check_outputs
 from distloop.training.state import TrainState
 from distloop.urls import is_url
 from distloop.variables import lookup_tables
@@ -53,11 +54,11 @@ def write_saved_model(
     is_free = not os.path.exists(path) or (os.path.isdir(path) and not os.listdir(path))
     if not is_free and not os.path.exists(os.path.join(path, "saved_model.pb")):
         raise ValueError(f"{path!r} holds something that is no SavedModel; give a path that is free, or remove it.")
-    specs = signatures.entry_specs(element_spec)
+    specs = entry_specs(element_spec)
     functions, specs_read = {}, {}
     for name, fn in predict_fns.items():
-        specs_read[name] = signatures.specs_read(name, fn, element_spec, specs)
-        functions[name] = signatures.make_signature(fn, element_spec, specs, specs_read[name], keep_dtypes)
+        specs_read[name] = read_specs(name, fn, element_spec, specs)
+        functions[name] = make_signature(fn, element_spec, specs, specs_read[name], keep_dtypes)
     first = next(iter(predict_fns))
     functions.setdefault(DEFAULT_SIGNATURE, functions[first])
     specs_read.setdefault(DEFAULT_SIGNATURE, specs_read[first])
@@ -89,8 +90,8 @@ def _compare(name: str, served: Any, function: Any, specs: Sequence[Any]) -> Non
     def call(entries: Sequence[Any]) -> Any:
         return function(*tf.nest.flatten(entries, expand_composites=True))
 
-    title = signatures.title(name)
-    if (example := call_on_ones(call, specs, title)) is None:
+    what = title(name)
+    if (example := call_on_ones(call, specs, what)) is None:
         return
     entries, expected = example
     names = [spec.name for spec in function.input_signature]
@@ -98,6 +99,133 @@ def _compare(name: str, served: Any, function: Any, specs: Sequence[Any]) -> Non
     for output in expected:
         if difference := output_difference(outputs[output], expected[output]):
             raise ValueError(
-                f"The exported model gives {output!r} otherwise than {title} does, by up to {difference:.3g}: compute "
+                f"The exported model gives {output!r} otherwise than {what} does, by up to {difference:.3g}: compute "
                 "from the batch and from variables of the model alone."
             )
+
+
+def make_signature(
+    predict_fn: Callable[[Any], Any],
+    element_spec: Any,
+    specs: Mapping[str, Any],
+    read: Mapping[str, Any],
+    keep_dtypes: bool = False,
+) -> Any:
+    """Returns a `tf.function` of the tensors that `predict_fn` reads; its input specs have the entries' names.
+
+    Args:
+        predict_fn: `batch -> outputs`, `[B, ...]`.
+        element_spec: of a batch.
+        specs: `entry_specs(element_spec)`.
+        read: the specs of the entries that `predict_fn` reads.
+        keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
+
+    Raises:
+        ValueError: if two tensors would get the same name.
+    """
+
+    def serve(*tensors: tf.Tensor) -> dict[str, tf.Tensor]:
+        values = tf.nest.pack_sequence_as(list(read.values()), tensors, expand_composites=True)
+        rows = tf.cast(shards.batch_size(values), tf.int32)
+        entries = dict(zip(read, values, strict=True))
+        # predict_fn takes the whole structure, with the entries that it does not read.
+        flat = [entries[name] if name in entries else _zeros(spec, rows) for name, spec in specs.items()]
+        batch = tf.nest.pack_sequence_as(element_spec, flat)
+        return _named_outputs(check_outputs(predict_fn(batch), rows, keep_dtypes))
+
+    flat_specs: dict[str, tf.TensorSpec] = {}
+    for entry, spec in read.items():
+        for i, part in enumerate(tf.nest.flatten(spec, expand_composites=True)):  # a ragged entry has several
+            name = f"{entry}_{i}" if i else entry
+            if name in flat_specs:
+                raise ValueError(_same_name(name))
+            flat_specs[name] = tf.TensorSpec(part.shape, part.dtype, name=name)
+    # Not a concrete function: TensorFlow traces it again while saving, where several replicas' variables are one.
+    return graph_function(serve, input_signature=list(flat_specs.values()))
+
+
+def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
+    """Returns the spec of each entry of a batch, with a free first axis, by its path in the structure.
+
+    `{"a": {"b": x}}` is named a_b; the entries of a tuple are named x0, x1.
+
+    Raises:
+        ValueError: if two entries would get the same name.
+    """
+    specs: dict[str, tf.TensorSpec] = {}
+    for name, spec in _walk(element_spec, ""):
+        name = f"x{name}" if name[:1].isdigit() or not name else name
+        if name in specs:
+            raise ValueError(_same_name(name))
+        specs[name] = _with_free_batch_axis(spec, name)
+    return specs
+
+
+def read_specs(
+    name: str, predict_fn: Callable[[Any], Any], element_spec: Any, specs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the specs of the entries that `predict_fn` reads; traces it to see which.
+
+    Raises:
+        ValueError: if it reads none.
+    """
+
+    def trace(*flat: Any) -> Any:
+        return predict_fn(tf.nest.pack_sequence_as(element_spec, flat))
+
+    graph = graph_function(trace).get_concrete_function(*specs.values()).graph
+    graph_inputs = iter(graph.inputs)
+    read = {}
+    for entry, spec in specs.items():
+        parts = [next(graph_inputs) for _ in tf.nest.flatten(spec, expand_composites=True)]
+        if any(part.consumers() for part in parts):
+            read[entry] = spec
+    if not read:
+        raise ValueError(
+            f"{title(name)} reads nothing from its batch, so there is nothing to serve: compute from the batch."
+        )
+    return read
+
+
+def title(name: str) -> str:
+    """Returns a prediction function's name as the user wrote it."""
+    return "predict_fn" if name == DEFAULT_SIGNATURE else f"predict_fn[{name!r}]"
+
+
+def _same_name(name: str) -> str:
+    return f"Two entries of a batch would both be named {name!r} in the signature: rename one."
+
+
+def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a structure with their paths, in the order of `tf.nest.flatten`."""
+    if isinstance(node, Mapping):
+        children = [(key, node[key]) for key in sorted(node)]
+    elif isinstance(node, tuple) and hasattr(node, "_fields"):
+        children = list(zip(node._fields, node, strict=True))
+    elif isinstance(node, (list, tuple)):
+        children = list(enumerate(node))
+    else:
+        yield prefix, node
+        return
+    for key, child in children:
+        yield from _walk(child, f"{prefix}_{key}" if prefix else str(key))
+
+
+def _with_free_batch_axis(spec: Any, name: str) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, name=name)
+
+
+def _zeros(spec: Any, rows: tf.Tensor) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        splits = tf.zeros([rows + 1], spec.row_splits_dtype)
+        return tf.RaggedTensor.from_row_splits(tf.zeros([0], spec.dtype), splits)
+    return tf.zeros([rows, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+
+
+def _named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
+    if isinstance(outputs, dict) and all(not isinstance(v, (dict, list, tuple)) for v in outputs.values()):
+        return outputs
+    flat = tf.nest.flatten(outputs)
+    return {"output": flat[0]} if len(flat) == 1 else {f"output_{i}": value for i, value in enumerate(flat)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.exports.signatures import entry_specs, make_signature, specs_read, title
+from distloop.exports.saved_model import entry_specs, make_signature, read_specs, title
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 Z = np.ones((4, 2), np.float32)
@@ -14,7 +14,7 @@ def signature_of(predict_fn, batch, **settings):
     """Returns the signature for batches like the given one."""
     element_spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
     specs = entry_specs(element_spec)
-    read = specs_read("serving_default", predict_fn, element_spec, specs)
+    read = read_specs("serving_default", predict_fn, element_spec, specs)
     return make_signature(predict_fn, element_spec, specs, read, **settings)
 
 
@@ -116,5 +116,5 @@ def test_a_function_that_reads_nothing_is_refused_by_its_name(name):
     assert title("serving_default") == "predict_fn" and title("embed") == "predict_fn['embed']"
     specs = entry_specs({"x": tf.TensorSpec([4, 3])})
     with pytest.raises(ValueError) as caught:
-        specs_read(name, lambda batch: tf.zeros([4, 1]), {"x": tf.TensorSpec([4, 3])}, specs)
+        read_specs(name, lambda batch: tf.zeros([4, 1]), {"x": tf.TensorSpec([4, 3])}, specs)
     assert str(caught.value).startswith(f"{title(name)} reads nothing from its batch, so there is nothing to serve:")
