@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.export_trainers import ROWS, dataset, images, make_image_trainer, make_trainer, serve, signatures_of
+from tests.export_trainers import ROWS, dataset, make_trainer, serve, signatures_of
 from tests.problems import assert_equal, everything, mostly_wide, on
 
 pytestmark = pytest.mark.slow
@@ -57,41 +57,11 @@ def pair():
     return make_trainer_of(make_pair)
 
 
-def test_the_batch_dimension_is_free_even_if_the_data_fixed_it(exported):
-    path, predictions = exported
-    for size in (1, 7):
-        np.testing.assert_allclose(serve(path, x=ROWS["x"][:size])["output"], predictions[:size], rtol=1e-6)
-
-
 def test_dropout_is_off_where_predict_fn_says_so(exported):
     path, _ = exported
     served = signatures_of(path)["serving_default"]  # loaded once: its random streams would begin anew each time
     first, second = (served(x=tf.constant(ROWS["x"]))["output"].numpy() for _ in range(2))
     np.testing.assert_array_equal(first, second)
-
-
-def test_an_export_converts_to_tflite(exported):
-    path, predictions = exported
-    flat = tf.lite.TFLiteConverter.from_saved_model(str(path)).convert()
-    runner = tf.lite.Interpreter(model_content=flat).get_signature_runner("serving_default")
-    rows = ROWS["x"][: len(predictions)]
-    np.testing.assert_allclose(runner(x=rows)["output"], predictions, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.wide
-def test_ragged_and_nested_entries_are_served(tmp_path):
-    words = tf.ragged.constant([[1.0], [2.0, 2.0], [], [4.0]])
-    rows = {"x": ROWS["x"][:4], "words": words, "more": {"z": ROWS["more"]["z"][:4]}}
-
-    def predict_of(model, batch):
-        sums = tf.reduce_sum(batch["words"], -1, keepdims=True) + tf.reduce_sum(batch["more"]["z"], -1, keepdims=True)
-        return model(batch["x"], training=False) + sums
-
-    trainer = make_trainer(predict_of)
-    predictions = trainer.predict(tf.data.Dataset.from_tensor_slices(rows).batch(3))
-    trainer.export(tmp_path / "model")
-    parts = {"x": rows["x"], "words": words.values, "words_1": words.row_splits, "more_z": rows["more"]["z"]}
-    np.testing.assert_allclose(serve(tmp_path / "model", **parts)["output"], predictions, rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"]))
@@ -191,14 +161,6 @@ def test_a_function_called_serving_default_is_the_default_wherever_it_stands(tmp
     np.testing.assert_allclose(serve(tmp_path / "model")["output"], logits, rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_that_reads_nothing_is_named(tmp_path):
-    trainer = make_trainer_of(lambda model: {**make_pair(model), "nothing": lambda batch: tf.zeros([4, 1])})
-    trainer.fit(dataset(), steps=1)
-    with pytest.raises(ValueError, match=r"predict_fn\['nothing'\] reads nothing from its batch"):
-        trainer.export(tmp_path / "model")
-    assert os.listdir(tmp_path) == []
-
-
 # Comparing with what was read back ----------------------------------------------------------------------------------
 
 
@@ -227,20 +189,6 @@ def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_pa
             trainer.export(tmp_path / "model")
     assert os.listdir(tmp_path) == []
     trainer.export(tmp_path / "model")
-
-
-@pytest.mark.wide
-def test_a_net_that_takes_no_image_of_one_pixel_is_exported_and_compared(tmp_path, monkeypatch):
-    signature = {"image": tf.TensorSpec([None, None, None, 1])}
-    data = tf.data.Dataset.from_generator(lambda: iter([{"image": images(20)}]), output_signature=signature)
-    trainer = make_image_trainer()
-    trainer.predict(data)
-    trainer.export(tmp_path / "model")
-    image = images(30)
-    np.testing.assert_allclose(serve(tmp_path / "model", image=image)["output"], trainer.model(image), rtol=1e-5)
-    save_with(monkeypatch, trainer.model.layers[-2].bias)
-    with pytest.raises(ValueError, match="otherwise than predict_fn does"):
-        trainer.export(tmp_path / "other")
 
 
 def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, monkeypatch):

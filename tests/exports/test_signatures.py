@@ -70,16 +70,6 @@ def test_a_ragged_entry_is_taken_apart():
     np.testing.assert_array_equal(sums[:, 0], [1, 4, 0, 4])
 
 
-def test_a_ragged_entry_that_is_not_read_is_left_out():
-    def predict_fn(batch):
-        assert isinstance(batch["words"], tf.RaggedTensor)
-        return batch["x"]
-
-    signature = signature_of(predict_fn, {"x": tf.constant(X), "words": tf.ragged.constant([[1], [2, 2], [], [4]])})
-    assert input_names(signature) == ["x"]
-    np.testing.assert_array_equal(signature(X)["output"], X)
-
-
 @pytest.mark.parametrize(
     ("outputs_of", "names"),
     [

@@ -1,7 +1,6 @@
 """A CSV file of rows: whole at any time, each row once over kills, and with columns that come later."""
 
 import csv
-import errno
 import os
 import pathlib
 import subprocess
@@ -78,22 +77,6 @@ def test_every_row_is_there_once_however_often_the_process_is_killed(tmp_path):
     rows = read(tmp_path / "rows.csv")
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(step, step / 7) for step in range(1, 301)]
     assert list(rows[0])[-1] == "column 6" and [row["column 1"] for row in rows].count("1.0") == 50
-
-
-def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "rows.csv"
-    short = {"step 2"}
-
-    def append(path, line, of=csv_writer._append):
-        if not line.startswith(b"2,") or not short:
-            return of(path, line)
-        short.clear()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    monkeypatch.setattr(csv_writer, "_append", append)
-    deliver(path, [(step, {"loss": 0.5}) for step in (1, 2, 3)])
-    assert [row["step"] for row in read(path)] == ["1", "2", "3"]
-    assert "the run goes on, and its rows are kept until it takes them" in capsys.readouterr().err
 
 
 def test_opening_a_file_reads_no_rows_but_the_last_and_cuts_off_half_a_row(tmp_path, monkeypatch):
