@@ -284,7 +284,7 @@ class Config:
     @property
     def local_workdir(self) -> str:
         """Where the run's files are on this machine: the workdir, or the staging directory of a URL."""
-        return urls.staging_directory(self.workdir) if urls.is_url(self.workdir) else self.workdir
+        return urls.local_directory(self.workdir)
 
     @property
     def first_microbatches(self) -> int:

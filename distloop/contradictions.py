@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from distloop.urls import is_url
-
 
 def check(config: Any) -> None:
     """Checks the settings of a `Config` against each other.
@@ -35,12 +33,12 @@ def _is_no_pattern(text: str) -> bool:
 # Each row: a condition that is an error, and its message.
 _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
     (
-        lambda config: is_url(config.workdir) and config.copy_every,
+        lambda config: config.workdir != config.local_workdir and config.copy_every,
         "copy_every={config.copy_every} was given with workdir={config.workdir!r}, and copies in memory need one on a "
         "disk that all hosts share: give such a workdir, or copy_every=0.",
     ),
     (
-        lambda config: is_url(config.workdir) and "{time}" in config.workdir,
+        lambda config: config.workdir != config.local_workdir and "{time}" in config.workdir,
         "workdir={config.workdir!r} has {{time}} in it, which needs a directory on a disk to look for unfinished runs: "
         "write a name into the URL.",
     ),

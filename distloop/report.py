@@ -59,14 +59,14 @@ from rich.cells import cell_len
 from distloop.log import printable
 from distloop.monitoring import ledger, memory_file, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
+from distloop.monitoring.directory import fetch_reports
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run, Series
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
 from distloop.parts import import_part
-from distloop.remote.fetching import fetch_reports
-from distloop.urls import expand, is_url
+from distloop.urls import expand, require_disk, whole
 
 _STYLES = {
     ("status", "complete"): "green",
@@ -120,7 +120,7 @@ def _as_json(runs: Sequence[Run]) -> Any:
     listed = [
         {
             "name": run.name,
-            "workdir": run.path if is_url(run.path) else os.path.abspath(run.path),
+            "workdir": whole(run.path),
             "status": run.status,
             "step": run.step,
             "until": run.until,
@@ -157,8 +157,8 @@ def _without_nan(value: Any) -> Any:
 def _load(options: argparse.Namespace) -> list[Run]:
     """Returns the runs; of those at URLs, what is read is brought here for as long as that takes."""
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
-        urls = {fetch_reports(path, root): path.rstrip("/") for path in options.workdirs if is_url(path)}
-        runs = run_files.load_all([*urls, *(path for path in options.workdirs if not is_url(path))], _complain)
+        urls = {fetch_reports(path, root): path.rstrip("/") for path in options.workdirs}
+        runs = run_files.load_all(list(urls), _complain)
         for i, run in enumerate(runs):
             for path in [path for path in urls if f"{run.path}/".startswith(f"{path}/")]:
                 runs[i] = dataclasses.replace(run, path=urls[path] + run.path.removeprefix(path))
@@ -187,10 +187,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         options.workdirs = list(map(expand, options.workdirs))
+        for path in options.workdirs if options.prune else ():
+            require_disk(path, "--prune was given with {}, and removes files of a disk: delete those of a URL by hand")
     except ValueError as error:
         parser.error(str(error))
-    if options.prune and (urls := [path for path in options.workdirs if is_url(path)]):
-        parser.error(f"--prune was given with {urls[0]!r}, and removes files of a disk: delete those of a URL by hand")
     if options.keep < 1:
         parser.error(f"--keep={options.keep} was given; the newest checkpoint always stays: give 1 or more")
     return options

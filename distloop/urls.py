@@ -43,6 +43,31 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+def require_disk(path: str | os.PathLike[str], message: str) -> None:
+    """Raises a ValueError with a message if a path goes through fsspec; `{}` in the message is the path.
+
+    Raises:
+        ValueError: if it does.
+    """
+    if is_url(path):
+        raise ValueError(message.format(repr(without_credentials(os.fspath(path)))))
+
+
+def whole(path: str) -> str:
+    """Returns a path as it is shown: absolute, and a URL as it is."""
+    return path if is_url(path) else os.path.abspath(path)
+
+
+def local_directory(workdir: str) -> str:
+    """Returns where the files of a run are on this machine: its workdir, or the staging directory of a URL."""
+    return staging_directory(workdir) if is_url(workdir) else workdir
+
+
+def read(path: str) -> bytes | None:
+    """Returns what the file at a URL holds; None: the path is no URL."""
+    return bytes(file_system(path, "remote").cat_file(path)) if is_url(path) else None
+
+
 def without_credentials(text: str) -> str:
     """Returns a text whose URLs have no password, and `***` for keys and tokens."""
     for shown, full in tuple(_with_password.items()):

@@ -22,7 +22,7 @@ ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
     # parts, which can be taken away: tests/test_without_parts.py
-    ["audit", "mixtures", "records", "recompute", "pipeline", "sharding", "trackers", "exports"],
+    ["audit", "bucket", "mixtures", "records", "recompute", "pipeline", "sharding", "trackers", "exports"],
     ["trainer"],
     ["fit"],
     ["checkpoints"],
@@ -30,7 +30,6 @@ ORDER = [
     ["training"],
     ["actions"],
     ["data"],
-    ["remote"],
     ["monitoring"],
     ["distributed"],
     ["optimizers"],
@@ -86,7 +85,7 @@ WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "notes", "output", "preemption")
 }
 WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "children elastic membership ports processes ray_actors".split()}
-WITHOUT_TENSORFLOW |= {"urls", *(f"remote.{name}" for name in "directory fetching lease mirror staging tree".split())}
+WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory fetching lease mirror staging tree".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

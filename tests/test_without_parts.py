@@ -17,6 +17,7 @@ PROGRAM = pathlib.Path(without_part.__file__)
 PARTS = {
     "audit": lambda: distloop.Trainer(classifier(), on(1, fast_dev_run=True)),
     "launcher": None,  # a command; nothing within a program
+    "bucket": lambda: distloop.Trainer(classifier(), on(1, workdir="memory://runs/first")),
     "exports": lambda: distloop.Trainer(classifier(), on(1)).export("model"),
     "mixtures": lambda: distloop.Mixture,
     "pipeline": lambda: distloop.split,

@@ -43,9 +43,9 @@ from distloop.distributed import workers
 from distloop.durations import Period
 from distloop.monitoring import run_identity
 from distloop.monitoring.console import say, speaker
+from distloop.monitoring.directory import directory_of
 from distloop.monitoring.records import append_row
 from distloop.monitoring.workers_lock import WorkersLock
-from distloop.remote.workdir import Workdir
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState
@@ -74,9 +74,9 @@ class RunCheckpoints:
         self._is_chief = workers.is_chief(state.strategy)
         self._say = speaker(self._is_chief, config.console)
         self._gather = functools.partial(workers.gather, state.strategy)
-        self._workdir = Workdir(config, workers.Workers(state.strategy))
-        self._load_newest = functools.partial(load_newest, state.strategy, share=self._workdir.share)
-        self.lock = WorkersLock(config.local_workdir, self._is_chief, self._gather, self._workdir)
+        self._directory = directory_of(config, workers.Workers(state.strategy))
+        self._load_newest = functools.partial(load_newest, state.strategy, share=self._directory.share)
+        self.lock = WorkersLock(config.local_workdir, self._is_chief, self._gather, self._directory)
         self.disk_watch = _disk_watch(state.strategy, config)
         self.costs: dict[str, float] = {}
         checkpoints = _on_disk(config, self.lock, self.disk_watch, self.costs)
@@ -125,7 +125,7 @@ class RunCheckpoints:
         self._copies.has_gone_back = True
         if path == BEST:
             return self.restore_best()
-        with self._workdir.reading(path) as local:
+        with self._directory.reading(path) as local:
             saved = load_from(self._state.strategy, local)
         if saved is None:
             raise ValueError(
@@ -140,7 +140,7 @@ class RunCheckpoints:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
         self._copies.has_gone_back = self._copies.has_gone_back or run_goes_on_from_it
-        with self._workdir.reading(self._config.workdir, best=True) as local:
+        with self._directory.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             self._restore(saved._replace(path=self._config.workdir + saved.path.removeprefix(local)))
         self._shows_best = not run_goes_on_from_it

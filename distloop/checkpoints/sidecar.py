@@ -19,7 +19,6 @@ from distloop.monitoring.records import read_steps
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import unix_time
-from distloop.urls import is_url
 
 
 def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:
@@ -41,7 +40,7 @@ def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:
         )
     if not config.workdir:
         raise ValueError("There are no checkpoints to follow: give Config(workdir=...) the run's workdir.")
-    if is_url(config.workdir):
+    if config.workdir != config.local_workdir:
         raise ValueError(
             f"evaluate_checkpoints was called with workdir={config.workdir!r}, and it follows a run on a disk: give "
             f"{config.local_workdir!r} on the machine that trains, or call restore and evaluate in turn."

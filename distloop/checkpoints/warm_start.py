@@ -20,8 +20,8 @@ import tensorflow as tf
 from distloop.checkpoints.checkpoint import is_checkpoint, load, plain_path
 from distloop.checkpoints.store import in_workdir
 from distloop.errors import first_line
+from distloop.monitoring.directory import local_copy
 from distloop.optimizers import keras_hooks
-from distloop.remote.fetching import local_copy
 from distloop.training.state import TrainState
 from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
 

@@ -19,7 +19,7 @@ from distloop.actions.save import check_keep, choose_mode
 from distloop.distributed import workers
 from distloop.errors import first_line
 from distloop.log import log
-from distloop.urls import absolute, expand, is_url
+from distloop.urls import absolute, expand, require_disk
 
 
 class Export(Action):
@@ -66,11 +66,11 @@ class Export(Action):
             )
         if not callable(export):
             raise ValueError(f"Export was given {export!r}; its first argument writes an export: give trainer.export.")
-        if is_url(os.fspath(directory)):
-            raise ValueError(
-                f"Export was given {directory!r}, and keeps its exports in a directory on a disk: give one, such as "
-                "os.path.join(config.local_workdir, 'exports'), which is uploaded with a workdir in a bucket."
-            )
+        require_disk(
+            directory,
+            "Export was given {}, and keeps its exports in a directory on a disk: give one, such as "
+            "os.path.join(config.local_workdir, 'exports'), which is uploaded with a workdir in a bucket.",
+        )
         self.name = f"Export({os.fspath(directory)})"
         self.every = None if metric else every
         self.directory = absolute(expand(directory))

@@ -27,7 +27,7 @@ from distloop.atomic_files import remove_leftovers, replacing
 from distloop.distributed import workers
 from distloop.errors import as_user_error
 from distloop.log import log
-from distloop.remote.tree import send
+from distloop.monitoring.directory import send
 from distloop.urls import is_url
 from distloop.variables import tensorflow_variable, top_layers
 

@@ -114,12 +114,11 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
         ValueError: if the directory does not exist, or holds no metrics.
     """
     directory = urls.expand(workdir)
-    is_url = urls.is_url(directory)
-    if not is_url and not os.path.isdir(directory):
-        raise ValueError(f"There is no directory {directory!r}: give the workdir of a run.")
     try:
-        if is_url:
-            rows = _parse_rows(urls.file_system(directory, "remote").cat_file(f"{directory.rstrip('/')}/metrics.jsonl"))
+        if (data := urls.read(f"{directory.rstrip('/')}/metrics.jsonl")) is not None:
+            rows = _parse_rows(data)
+        elif not os.path.isdir(directory):
+            raise ValueError(f"There is no directory {directory!r}: give the workdir of a run.")
         else:
             rows = read_rows(os.path.join(directory, "metrics.jsonl"))
     except FileNotFoundError:

@@ -18,7 +18,6 @@ from distloop.atomic_files import replacing
 from distloop.config import Config
 from distloop.log import log
 from distloop.monitoring.records import read_json
-from distloop.urls import is_url
 
 FILE = "run_id.json"
 
@@ -49,7 +48,8 @@ def claim(config: Config, verify: Callable[[], None] = lambda: None) -> str:
     Returns:
         The name; empty where it cannot be written: the first save will say so.
     """
-    workdir, url = config.local_workdir, config.workdir if is_url(config.workdir) else ""
+    workdir = config.local_workdir
+    url = config.workdir if config.workdir != workdir else ""
     with contextlib.suppress(OSError):
         if run := read(workdir, url):
             return run

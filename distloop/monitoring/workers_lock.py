@@ -10,20 +10,8 @@ import contextlib
 from collections.abc import Callable, Collection
 from typing import Any
 
+from distloop.monitoring.directory import Directory
 from distloop.monitoring.run_lock import LockLost, RunLock
-
-
-class Outer:
-    """What else a run needs in order to write its files; this one is always there."""
-
-    def __enter__(self) -> None:
-        """Gets it."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Gives it back."""
-
-    def verify(self) -> None:
-        """Checks that this process still has it; raises as `RunLock.verify` if not."""
 
 
 class WorkersLock:
@@ -40,7 +28,7 @@ class WorkersLock:
         workdir: str,
         is_chief: bool,
         gather: Callable[[bool], Any],
-        outer: Outer | None = None,
+        outer: Directory | None = None,
     ):
         """Touches no disk.
 
@@ -53,7 +41,7 @@ class WorkersLock:
         self._workdir = workdir
         self._lock = RunLock(workdir) if workdir and is_chief else None
         self._gather = gather
-        self._outer = outer or Outer()
+        self._outer = outer or Directory()
         self.finish: Callable[[], None] = lambda: None
         self.saved: Callable[[], Collection[str]] | None = None
         self._seen: set[str] | None = None  # the names when this process looked last

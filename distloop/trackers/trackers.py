@@ -64,7 +64,7 @@ class WandbWriter:
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
         workdir = str(settings.get("workdir") or "")
-        directory = urls.staging_directory(workdir) if urls.is_url(workdir) else workdir
+        directory = urls.local_directory(workdir)
         place = {"id": run_id, "resume": "allow", "dir": directory or None}
         config = {"config": dict(settings), "allow_val_change": True}
         if _FLUSH in getattr(self._wandb.Settings, "model_fields", ()):  # new in 0.31
@@ -205,7 +205,7 @@ class MLflowWriter:
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         tags = {
             **self._tags,
-            **({_WORKDIR: workdir if urls.is_url(workdir) else os.path.abspath(workdir)} if workdir else {}),
+            **({_WORKDIR: urls.whole(workdir)} if workdir else {}),
         }
         if workdir and '"' not in tags[_WORKDIR]:
             begun = f'tags."{_WORKDIR}" = "{tags[_WORKDIR]}" and attributes.status = "RUNNING"'

@@ -35,7 +35,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
 from distloop.training import run_length
 from distloop.training.state import TrainState
-from distloop.urls import is_url
+from distloop.urls import whole
 from distloop.variables import count_parameters, named_variables, top_layers
 
 _MAX_ROWS = 200  # of the model's table
@@ -364,7 +364,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     if settings.workdir and not settings.fast_dev_run:
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
-        lines.append(f"workdir {settings.workdir if is_url(settings.workdir) else os.path.abspath(settings.workdir)}")
+        lines.append(f"workdir {whole(settings.workdir)}")
         lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
     return lines
 

@@ -66,9 +66,7 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
         ValueError: if something else is at the path, there is no batch, or a file cannot hold an output.
         OSError: if a file cannot be written.
     """
-    if urls.is_url(path):
-        path = urls.without_credentials(path)
-        raise ValueError(f"path={path!r} is a URL, and predictions go to a disk: give a directory of this machine.")
+    urls.require_disk(path, "path={} is a URL, and predictions go to a disk: give a directory of this machine.")
     path = os.path.abspath(urls.expand(path))
     if is_chief:
         _require_replaceable(path)

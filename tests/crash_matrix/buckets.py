@@ -15,14 +15,14 @@ import threading
 from unittest import mock
 
 import distloop
+from distloop.bucket import lease, workdir
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.tree import sealed_steps
 from distloop.checkpoints.store import Checkpoints
 from distloop.log import log
 from distloop.monitoring.json_writer import JsonWriter
-from distloop.remote import lease, workdir
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.tree import sealed_steps
+from tests.bucket.unreliable import URL, Killed, Unreliable, bucket
 from tests.crash_matrix.scenarios import BEFORE, HAND, LOST, NEW, WRONG, values
-from tests.remote.unreliable import URL, Killed, Unreliable, bucket
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 DOCS = FOLDER.parent.parent / "docs"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distloop.remote import lease
+from distloop.bucket import lease
 from tests.crash_matrix.buckets import SCENARIOS, cells
 from tests.crash_matrix.scenarios import BEFORE, NEW
 from tests.problems import mostly_wide

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from distloop.monitoring.directory import Directory
 from distloop.monitoring.run_lock import LockLost
-from distloop.monitoring.workers_lock import Outer, WorkersLock
+from distloop.monitoring.workers_lock import WorkersLock
 from tests.monitoring.test_run_lock import holder_of, write_lock
 
 
@@ -59,7 +60,7 @@ def test_the_lock_is_held_until_nothing_is_written_any_more(tmp_path):
 
 
 def test_what_else_a_run_needs_to_write_is_verified_with_the_lock(tmp_path):
-    class Lost(Outer):
+    class Lost(Directory):
         def verify(self):
             raise LockLost("the bucket is another run's")
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from distloop.bucket import lease
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.lease import Lease
 from distloop.monitoring import run_lock
 from distloop.monitoring.run_lock import LockLost
-from distloop.remote import lease
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.lease import Lease
 
 
 @pytest.fixture

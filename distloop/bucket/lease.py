@@ -19,10 +19,10 @@ import json
 import threading
 import time
 
+from distloop.bucket.directory import RemoteDirectory, RemoteError
 from distloop.monitoring.console import say
 from distloop.monitoring.records import as_object, parse_json
 from distloop.monitoring.run_lock import Holder, LockLost, Look, held, is_alive, parse, this_process
-from distloop.remote.directory import RemoteDirectory, RemoteError
 
 FILE = "run.lock"
 BEAT_SECS = 10.0

@@ -1,4 +1,4 @@
-"""The workdir of a run: a local one as it is; one behind a URL is locked, brought to this machine, and uploaded.
+"""The workdir of a run at a URL: it is locked, brought to this machine, and uploaded.
 
     workdir = Workdir(config, Workers(strategy))
     with workdir:                       # on every worker
@@ -17,23 +17,22 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 
+from distloop.bucket import staging, tree
+from distloop.bucket.directory import RemoteDirectory, RemoteError
+from distloop.bucket.fetching import fetch_checkpoints
+from distloop.bucket.lease import Lease
+from distloop.bucket.mirror import Mirror, listed
 from distloop.config import Config
 from distloop.distributed.workers import Workers
 from distloop.log import log
 from distloop.monitoring.console import say
-from distloop.monitoring.workers_lock import Outer
-from distloop.remote import staging, tree
-from distloop.remote.directory import RemoteDirectory, RemoteError
-from distloop.remote.fetching import fetch_checkpoints, local_copy
-from distloop.remote.lease import Lease
-from distloop.remote.mirror import Mirror, listed
-from distloop.urls import is_url
+from distloop.monitoring.directory import Directory
 
 _CHIEF = ".chief"  # a text that the chief writes at each start: who reads it sees the chief's disk
 
 
-class Workdir(Outer):
-    """Where a run keeps its files; may be entered several times, one inside the other. Nothing for a local one."""
+class Workdir(Directory):
+    """Where a run keeps its files; may be entered several times, one inside the other."""
 
     def __init__(self, config: Config, workers: Workers):
         """Sends no request.
@@ -42,7 +41,7 @@ class Workdir(Outer):
             config: `workdir` and `keep_checkpoints` are read.
             workers: of the run.
         """
-        self._url = config.workdir if is_url(config.workdir) else ""
+        self._url = config.workdir
         self._root, self._keep = config.local_workdir, config.keep_checkpoints
         self._is_quiet = config.console == "quiet"
         self._workers = workers
@@ -57,8 +56,6 @@ class Workdir(Outer):
         Raises:
             ValueError: if another process writes to it, or it cannot be read or written.
         """
-        if not self._url:
-            return
         if self._depth == 0:
             try:
                 self._agree(self._open if self._workers.is_chief else None)
@@ -75,8 +72,6 @@ class Workdir(Outer):
         Raises:
             OSError: if something could not be uploaded, unless another error ends the block.
         """
-        if not self._url:
-            return
         self._depth -= 1
         if self._depth == 0 and self._mirror is not None:
             self._close(error)
@@ -99,16 +94,13 @@ class Workdir(Outer):
         Raises:
             ValueError: if it cannot be read.
         """
-        if self._url and path.rstrip("/") == self._url.rstrip("/") and (self._depth or self._is_current()):
+        if path.rstrip("/") == self._url.rstrip("/") and (self._depth or self._is_current()):
             if best:
                 self._share(None)
             yield self._root
             return
-        try:
-            with local_copy(path, best=best) as local:
-                yield local
-        except RemoteError as error:
-            raise ValueError(f"{path!r} cannot be read ({error}): correct it, or try again later.") from error
+        with super().reading(path, best=best) as local:
+            yield local
 
     def share(self, step: int) -> None:
         """Brings a checkpoint that the chief has chosen to the hosts that lack it. All workers call it.
@@ -126,7 +118,7 @@ class Workdir(Outer):
 
     def _share(self, steps: set[int] | None) -> None:
         """Brings checkpoints to the hosts that lack them; None: the best ones."""
-        if not self._url or self._depth == 0 or self._workers.count == 1:
+        if self._depth == 0 or self._workers.count == 1:
             return
         if not any(self._workers.gather(self._fetches)):
             return

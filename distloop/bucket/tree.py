@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
+from distloop.bucket.directory import RemoteDirectory, RemoteError
 from distloop.monitoring.records import as_best_steps, parse_json
-from distloop.remote.directory import RemoteDirectory, RemoteError
 
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best.json"

@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from distloop.atomic_files import remove
+from distloop.bucket import tree
+from distloop.bucket.directory import RemoteDirectory, RemoteError
+from distloop.bucket.staging import STATE, as_stamps, digest, read, read_state, write_state
+from distloop.bucket.tree import BEST, CHECKPOINTS, OLD, ROWS, Stamp, Unit
 from distloop.log import log, printable
 from distloop.monitoring.console import say
 from distloop.monitoring.run_lock import LockLost
-from distloop.remote import tree
-from distloop.remote.directory import RemoteDirectory, RemoteError
-from distloop.remote.staging import STATE, as_stamps, digest, read, read_state, write_state
-from distloop.remote.tree import BEST, CHECKPOINTS, OLD, ROWS, Stamp, Unit
 
 PASS_SECS = 5.0  # between two passes over all files, at least
 STALLED_SECS = 300.0  # at the end of a run, without an answer

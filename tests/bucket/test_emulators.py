@@ -13,11 +13,11 @@ import pytest
 
 import distloop
 from distloop import report
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.lease import Lease
-from distloop.remote.tree import sealed_steps
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.lease import Lease
+from distloop.bucket.tree import sealed_steps
+from tests.bucket.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
 from tests.problems import assert_equal, everything
-from tests.remote.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow
 

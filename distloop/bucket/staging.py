@@ -17,12 +17,12 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from distloop.atomic_files import is_private, replacing
+from distloop.bucket import tree
+from distloop.bucket.directory import RemoteDirectory, is_path
+from distloop.bucket.fetching import fetch_workdir
+from distloop.bucket.tree import Unit
 from distloop.monitoring.console import say
 from distloop.monitoring.records import parse_json
-from distloop.remote import tree
-from distloop.remote.directory import RemoteDirectory, is_path
-from distloop.remote.fetching import fetch_workdir
-from distloop.remote.tree import Unit
 
 STATE = ".uploaded.json"
 _MOST_MANIFESTS = 1000  # that are known again; a bucket may be put back to what it was

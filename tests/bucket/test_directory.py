@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from distloop.remote import directory
-from distloop.remote.directory import RemoteDirectory, RemoteError
-from tests.remote.unreliable import URL, Unreliable, bucket, empty
+from distloop.bucket import directory
+from distloop.bucket.directory import RemoteDirectory, RemoteError
+from tests.bucket.unreliable import URL, Unreliable, bucket, empty
 
 
 @pytest.fixture(autouse=True)

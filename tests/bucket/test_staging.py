@@ -7,12 +7,12 @@ import shutil
 import pytest
 import tensorflow as tf
 
+from distloop.bucket import lease
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.tree import sealed_steps
+from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
 from distloop.config import Config
-from distloop.remote import lease
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.tree import sealed_steps
-from distloop.remote.workdir import Workdir
 from tests.crash_matrix.buckets import Alone
 
 

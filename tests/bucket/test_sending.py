@@ -2,9 +2,9 @@
 
 import pytest
 
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.tree import send
-from tests.remote.unreliable import URL, Unreliable, bucket, empty
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.tree import send
+from tests.bucket.unreliable import URL, Unreliable, bucket, empty
 
 
 def test_an_export_replaces_another_and_is_sealed_last(tmp_path):

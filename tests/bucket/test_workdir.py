@@ -9,15 +9,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import distloop
+from distloop.bucket import mirror
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.fetching import fetch_workdir
+from distloop.bucket.tree import sealed_steps, whole_checkpoints
 from distloop.checkpoints.checkpoint import load
 from distloop.distributed.workers import Workers
-from distloop.remote import mirror
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.fetching import fetch_workdir
-from distloop.remote.tree import sealed_steps, whole_checkpoints
 from tests import forked
+from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, empty
 from tests.problems import assert_equal, classification, classifier, everything, on
-from tests.remote.unreliable import URL, Killed, Unreliable, bucket, empty
 
 
 @pytest.fixture(autouse=True)

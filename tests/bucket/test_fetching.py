@@ -10,10 +10,11 @@ import tensorflow as tf
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distloop import report
+from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
+from distloop.bucket.fetching import fetch_checkpoints, fetch_reports, fetch_workdir
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints
-from distloop.remote.directory import RemoteDirectory, RemoteError, is_path
-from distloop.remote.fetching import fetch_checkpoints, fetch_reports, fetch_workdir, local_copy
+from distloop.monitoring.directory import local_copy
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_of_a_file_that_is_cut_short_nothing_is_left(url, tmp_path, monkeypatch)
     directory = RemoteDirectory(url)
     system = type(directory._system)
     monkeypatch.setattr(system, "get_file", lambda self, source, target, **_: open(target, "wb").close())
-    monkeypatch.setattr("distloop.remote.directory._PAUSES_SECS", ())
+    monkeypatch.setattr("distloop.bucket.directory._PAUSES_SECS", ())
     with pytest.raises(OSError, match="0 of 39 bytes came"):
         directory.download("metrics.jsonl", 39, str(tmp_path / "rows"))
     assert [name for name in os.listdir(tmp_path) if name.startswith("rows")] == []

@@ -1,7 +1,7 @@
 """Fetching: brings files of a bucket to this machine, so that what reads them needs to know no URLs.
 
 fetch_workdir(directory, "staging")                     # all that a run goes on from
-with local_copy("s3://bucket/run") as path:             # its newest checkpoint; a local path stays as it is
+with local_copy("s3://bucket/run") as path:             # its newest checkpoint
     load_newest(path)
 """
 
@@ -12,12 +12,11 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from distloop.atomic_files import replacing
+from distloop.bucket import tree
+from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path, local_path
+from distloop.bucket.tree import BEST, CHECKPOINTS
 from distloop.log import log
 from distloop.monitoring import ledger, memory_file, run_starts
-from distloop.remote import tree
-from distloop.remote.directory import RemoteDirectory, RemoteError, is_path, local_path
-from distloop.remote.tree import BEST, CHECKPOINTS
-from distloop.urls import is_url
 
 _REPORTED = ("config.json", "metrics.jsonl", "incidents.jsonl", run_starts.FILE, ledger.FILE, memory_file.FILE)
 _MANIFEST = re.compile(rf"(?P<run>.*/|){CHECKPOINTS}/(?P<step>[0-9]{{1,18}})/manifest\.json")
@@ -103,7 +102,7 @@ def fetch_checkpoint(
 
 @contextlib.contextmanager
 def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
-    """Yields a local path with what is at a URL, for as long as the block runs; a local path stays as it is.
+    """Yields a local path with what is at a URL, for as long as the block runs.
 
     Args:
         path: of a workdir, of which the newest whole checkpoint comes; a checkpoint; an `.npz`, `.keras` or
@@ -113,9 +112,6 @@ def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
     Raises:
         RemoteError: if it cannot be read.
     """
-    if not is_url(path):
-        yield path
-        return
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         path = path.rstrip("/")
         folder, _, name = path.rpartition("/")

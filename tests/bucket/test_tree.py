@@ -5,9 +5,9 @@ import os
 import pytest
 import tensorflow as tf
 
+from distloop.bucket import tree
+from distloop.bucket.directory import RemoteDirectory
 from distloop.checkpoints.store import Checkpoints
-from distloop.remote import tree
-from distloop.remote.directory import RemoteDirectory
 
 
 @pytest.fixture

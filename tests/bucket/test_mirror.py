@@ -7,15 +7,15 @@ import time
 import pytest
 import tensorflow as tf
 
+from distloop.bucket import directory as requests
+from distloop.bucket import mirror
+from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.mirror import Mirror
+from distloop.bucket.staging import STATE
+from distloop.bucket.tree import sealed_steps
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.run_lock import LockLost
-from distloop.remote import directory as requests
-from distloop.remote import mirror
-from distloop.remote.directory import RemoteDirectory
-from distloop.remote.mirror import Mirror
-from distloop.remote.staging import STATE
-from distloop.remote.tree import sealed_steps
-from tests.remote.unreliable import URL, Unreliable, bucket, empty
+from tests.bucket.unreliable import URL, Unreliable, bucket, empty
 
 
 @pytest.fixture

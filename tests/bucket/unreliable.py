@@ -16,7 +16,7 @@ from unittest import mock
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from distloop.remote import directory, mirror
+from distloop.bucket import directory, mirror
 
 URL = "unreliable://bucket/run"
 _nested = threading.local()
