@@ -85,7 +85,7 @@ WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "notes", "output", "preemption")
 }
 WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "children elastic membership ports processes ray_actors".split()}
-WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory fetching lease mirror staging tree".split())}
+WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory lease tree upload".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)

@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, TypeVar
 
 from distloop.log import log
@@ -32,6 +33,7 @@ _SILENT_SECS = 60.0  # after which a request that shows no progress counts as ha
 _PART_BYTES, _LEAST_BYTES_PER_SEC = 2**27, 2**18  # of what packages send at once; they show no progress within it
 _LEFTOVER = re.compile(r".+\.[0-9a-f]{8}\.tmp")
 _MOST_LETTERS = 1024  # of a key; S3 and Google Cloud Storage have none that is longer
+_RAISE = object()
 _T = TypeVar("_T")
 
 
@@ -88,13 +90,10 @@ class RemoteDirectory:
 
         def find(_: Any) -> dict[str, Any]:
             self._system.invalidate_cache()
-            try:
-                return dict(self._system.find(self._path(below), detail=True))
-            except FileNotFoundError:
-                return {}
+            return dict(self._system.find(self._path(below), detail=True))
 
         start = len(self._path(below)) + 1
-        names = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list").items()}
+        names = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list", {}).items()}
         names = {name: size for name, size in names.items() if name and not name.endswith("/")}  # not folders' own
         folders = {name[:i] for name in names for i, letter in enumerate(name) if letter == "/"}
         files = {name: size for name, size in names.items() if name not in folders and is_path(name)}
@@ -108,15 +107,8 @@ class RemoteDirectory:
 
     def read(self, name: str) -> bytes | None:
         """Returns the bytes of a file; None: there is none."""
-
-        def cat(_: Any) -> bytes | None:
-            try:
-                return bytes(self._system.cat_file(self._path(name)))
-            except FileNotFoundError:
-                return None
-
         for _ in range(len(_PAUSES_SECS) + 1):
-            data = self._try(cat, f"read {name}")
+            data = self._try(lambda _: bytes(self._system.cat_file(self._path(name))), f"read {name}", None)
             if data is None or len(data) == self._size(name):
                 return data
         raise RemoteError(f"read {name}: a part of it came")
@@ -173,7 +165,7 @@ class RemoteDirectory:
 
         try:
             for _ in range(len(_PAUSES_SECS) + 1):
-                self._try(get, f"read {name}", size)
+                self._try(get, f"read {name}", size=size)
                 actual = os.path.getsize(parts[-1])
                 if actual == size or actual == (size := self._size(name)):
                     os.replace(parts[-1], path)
@@ -196,12 +188,7 @@ class RemoteDirectory:
 
     def delete(self, name: str) -> None:
         """Deletes a file if it is there."""
-
-        def delete(_: Any) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(self._path(name))
-
-        self._try(delete, f"delete {name}")
+        self._try(lambda _: self._system.rm_file(self._path(name)), f"delete {name}", None)
 
     def probe(self) -> None:
         """Writes a file and deletes it.
@@ -213,7 +200,7 @@ class RemoteDirectory:
         self.delete(".probe")
 
     def remove_leftovers(self) -> None:
-        """Deletes the temporary files that killed processes have left; no other process may write meanwhile."""
+        """Deletes what killed processes have left; no other process may write meanwhile."""
         for name in () if self._is_store else self.list():
             if _LEFTOVER.fullmatch(name):
                 self.delete(name)
@@ -223,14 +210,7 @@ class RemoteDirectory:
 
     def _size(self, name: str) -> int:
         """Returns the size of a file; -1: it is not there."""
-
-        def look(_: Any) -> int:
-            try:
-                return int(self._system.info(self._path(name))["size"])
-            except FileNotFoundError:
-                return -1
-
-        return self._try(look, f"look at {name}")
+        return self._try(lambda _: int(self._system.info(self._path(name))["size"]), f"look at {name}", -1)
 
     def _make_parent(self, name: str) -> None:
         if not self._is_store:
@@ -243,21 +223,20 @@ class RemoteDirectory:
         self._make_parent(name)
 
         def write_again() -> int:
-            self._try(functools.partial(write, self._path(temporary)), name, size)
+            self._try(functools.partial(write, self._path(temporary)), name, size=size)
             return self._size(temporary)
 
         def mv(_: Any) -> None:
-            with contextlib.suppress(FileNotFoundError):  # it was moved, and the answer did not come
-                if self._takes_patterns:
-                    self._system.cp_file(self._path(temporary), self._path(name))
-                    self._system.rm_file(self._path(temporary))
-                else:
-                    self._system.mv(self._path(temporary), self._path(name))
+            if self._takes_patterns:
+                self._system.cp_file(self._path(temporary), self._path(name))
+                self._system.rm_file(self._path(temporary))
+            else:
+                self._system.mv(self._path(temporary), self._path(name))
 
         try:
             _until_whole(name, write_again, size)
             if temporary != name:
-                self._try(mv, name)
+                self._try(mv, name, None)  # absent: it was moved, and the answer did not come
                 if self._size(name) != size:
                     raise RemoteError(f"{name}: it was not moved")
         except RemoteError:
@@ -266,12 +245,13 @@ class RemoteDirectory:
                     self.delete(temporary)
             raise
 
-    def _try(self, request: Callable[[Any], _T], what: str, size: int = 0) -> _T:
+    def _try(self, request: Callable[[Any], _T], what: str, absent: Any = _RAISE, *, size: int = 0) -> _T:
         """Returns what a request does; tries again after an error or a silence.
 
         Args:
             request: is called with a callback of fsspec's, which shows progress.
             what: is done, for the message.
+            absent: is returned if there is no such file; left out: that is an error.
             size: of the bytes that are sent.
 
         Raises:
@@ -284,6 +264,9 @@ class RemoteDirectory:
                 self._hear()
                 return result
             except Exception as error:  # the packages raise errors of many kinds
+                if absent is not _RAISE and isinstance(error, FileNotFoundError):
+                    self._hear()
+                    return absent
                 is_final = _is_final(error)
                 if is_final or pause is None or time.monotonic() > self.answered_at + self.patience_secs:
                     raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
@@ -308,7 +291,7 @@ def _call_in_thread(request: Callable[[Any], _T], silent_secs: float, hear: Call
     from fsspec.callbacks import Callback
 
     progress_at, is_given_up = time.monotonic(), False
-    outcome: list[Any] = []
+    outcome: futures.Future[_T] = futures.Future()
 
     def note(*_: Any, **__: Any) -> None:
         nonlocal progress_at
@@ -319,21 +302,17 @@ def _call_in_thread(request: Callable[[Any], _T], silent_secs: float, hear: Call
 
     def call() -> None:
         try:
-            outcome.extend([request(Callback(hooks={"progress": note})), None])
+            outcome.set_result(request(Callback(hooks={"progress": note})))
         except BaseException as error:  # raised again by whoever waits
-            outcome.extend([None, error])
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=call, name="distloop-request", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    threading.Thread(target=call, name="distloop-request", daemon=True).start()
+    while not outcome.done():
         if (left := progress_at + silent_secs - time.monotonic()) <= 0:
             is_given_up = True
             raise TimeoutError(f"no answer for {silent_secs:.0f} seconds")
-        thread.join(left)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
+        futures.wait([outcome], left)
+    return outcome.result()
 
 
 def is_path(key: str) -> bool:

@@ -12,16 +12,18 @@ it runs.
 
 import contextlib
 import functools
+import itertools
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 
-from distloop.bucket import staging, tree
+from distloop.atomic_files import is_private, replacing
+from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError
-from distloop.bucket.fetching import fetch_checkpoints
 from distloop.bucket.lease import Lease
-from distloop.bucket.mirror import Mirror, listed
+from distloop.bucket.upload import Upload, listed
 from distloop.config import Config
 from distloop.distributed.workers import Workers
 from distloop.log import log
@@ -47,7 +49,7 @@ class Workdir(Directory):
         self._workers = workers
         self._depth = 0
         self._lease: Lease | None = None  # the chief's
-        self._mirror: Mirror | None = None
+        self._upload: Upload | None = None
         self._fetches = False  # whether this worker brings files for those of its host that do not see the chief's disk
 
     def __enter__(self) -> None:
@@ -61,7 +63,7 @@ class Workdir(Directory):
                 self._agree(self._open if self._workers.is_chief else None)
                 self._share_all()
             except BaseException as error:
-                if self._mirror is not None:
+                if self._upload is not None:
                     self._close(error)
                 raise
         self._depth += 1
@@ -73,7 +75,7 @@ class Workdir(Directory):
             OSError: if something could not be uploaded, unless another error ends the block.
         """
         self._depth -= 1
-        if self._depth == 0 and self._mirror is not None:
+        if self._depth == 0 and self._upload is not None:
             self._close(error)
 
     def verify(self) -> None:
@@ -113,7 +115,7 @@ class Workdir(Directory):
     def _is_current(self) -> bool:
         """Returns whether all workers have a staging directory that the run goes on from. All workers call it."""
         answers: list[bool] = []
-        self._agree(lambda: answers.append(staging.is_current(self._root, RemoteDirectory(self._url))))
+        self._agree(lambda: answers.append(_is_current(self._root, RemoteDirectory(self._url))))
         return all(self._workers.gather(answers[0]))
 
     def _share(self, steps: set[int] | None) -> None:
@@ -122,12 +124,12 @@ class Workdir(Directory):
             return
         if not any(self._workers.gather(self._fetches)):
             return
-        mirror = self._mirror
-        self._agree((lambda: mirror.wait_for(steps)) if mirror is not None else None)
+        upload = self._upload
+        self._agree((lambda: upload.wait_for(steps)) if upload is not None else None)
 
         def fetch() -> None:
-            fetch_checkpoints(RemoteDirectory(self._url), self._root, steps)
-            staging.note_fetched(self._root)
+            tree.fetch_checkpoints(RemoteDirectory(self._url), self._root, steps)
+            tree.note_fetched(self._root)
 
         self._agree(fetch if self._fetches else None)
 
@@ -156,20 +158,20 @@ class Workdir(Directory):
         try:
             directory.remove_leftovers()
             self._update(directory)
-            self._mirror = Mirror(self._root, directory, verify=lease.look, keep=self._keep, is_quiet=self._is_quiet)
+            self._upload = Upload(self._root, directory, verify=lease.look, keep=self._keep, is_quiet=self._is_quiet)
         except BaseException:
             with contextlib.suppress(RemoteError):
                 lease.release()
             raise
         self._lease = lease
-        self._mirror.start()
+        self._upload.start()
 
     def _update(self, directory: RemoteDirectory) -> None:
         """Makes the staging directory what the bucket is, unless the run goes on from it."""
-        if not staging.is_current(self._root, directory):
+        if not _is_current(self._root, directory):
             if os.path.isdir(self._root):
                 say(f"{self._root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
-            fetched = staging.replace(self._root, directory)
+            fetched = _replace(self._root, directory)
             if fetched and not self._is_quiet:
                 say(f"{len(fetched)} files were brought from {self._url} to {self._root}")
         with open(os.path.join(self._root, _CHIEF), "w", encoding="utf-8") as file:
@@ -179,24 +181,24 @@ class Workdir(Directory):
         """Brings the checkpoints to the hosts that do not see the chief's disk. All workers call it."""
         if self._workers.count == 1:
             return
-        token = self._workers.broadcast(staging.read(self._root, _CHIEF).decode() if self._workers.is_chief else None)
+        token = self._workers.broadcast(tree.read(self._root, _CHIEF).decode() if self._workers.is_chief else None)
         places = self._workers.gather([socket.gethostname(), os.path.abspath(self._root)])
         is_first = places.index(places[self._workers.index]) == self._workers.index
-        self._fetches = is_first and staging.read(self._root, _CHIEF).decode(errors="replace") != token
+        self._fetches = is_first and tree.read(self._root, _CHIEF).decode(errors="replace") != token
         if not any(self._workers.gather(self._fetches)):
             return
-        mirror = self._mirror
+        upload = self._upload
         newest = {unit.step for unit in tree.checkpoints(self._root)[:1]}
-        self._agree((lambda: mirror.wait_for(newest)) if mirror is not None else None)
-        fetch = functools.partial(staging.replace, self._root, RemoteDirectory(self._url))
+        self._agree((lambda: upload.wait_for(newest)) if upload is not None else None)
+        fetch = functools.partial(_replace, self._root, RemoteDirectory(self._url))
         self._agree(fetch if self._fetches else None)
 
     def _close(self, error: BaseException | None) -> None:
-        assert self._mirror is not None and self._lease is not None
-        mirror, self._mirror = self._mirror, None
+        assert self._upload is not None and self._lease is not None
+        upload, self._upload = self._upload, None
         lease, self._lease = self._lease, None
         try:
-            missing = mirror.finish()
+            missing = upload.finish()
         finally:
             with contextlib.suppress(RemoteError):
                 lease.release()
@@ -205,9 +207,62 @@ class Workdir(Directory):
                 say(f"all is in {self._url}")
             return
         text = (
-            f"{listed(missing)} could not be uploaded to {self._url} ({mirror.failure}); {self._root} has it: run the "
+            f"{listed(missing)} could not be uploaded to {self._url} ({upload.failure}); {self._root} has it: run the "
             "same command on this machine to upload it."
         )
         if error is None:
             raise OSError(text)
         log.error("%s", text)
+
+
+def _is_current(root: str, directory: RemoteDirectory) -> bool:
+    """Returns whether a run goes on from a directory of this machine; else from what the bucket has.
+
+    Args:
+        root: the directory; may be missing.
+        directory: of the run.
+
+    Raises:
+        ValueError: if others may write to it, or the bucket has nothing of what was uploaded from there.
+        RemoteError: if the bucket cannot be read.
+    """
+    if os.path.isdir(root) and not is_private(root):
+        raise ValueError(
+            f"{root!r}, which stands for {directory.url!r} on this machine, belongs to another user, or others may "
+            "write to it: remove it, or give XDG_CACHE_HOME a directory of your own."
+        )
+    steps = [unit.step for unit in tree.checkpoints(root)]
+    if not steps and not os.path.exists(os.path.join(root, tree.STATE)):
+        return False
+    manifests = tree.read_state(root).manifests
+    for _, _, manifest in tree.whole_checkpoints(directory, directory.list()):  # the newest
+        return bool(steps) and tree.digest(manifest) in {*manifests, *tree.digests(root)}
+    if steps and manifests:
+        raise ValueError(
+            f"workdir={directory.url!r} holds no whole checkpoint, but some were uploaded there from this machine, "
+            f"where {root!r} has the run up to step {steps[0]}: check that the share is mounted, and that endpoint, "
+            f"profile and name are those of the run. To upload it anew, delete {os.path.join(root, tree.STATE)!r}; to "
+            "begin anew, the whole directory."
+        )
+    return True
+
+
+def _replace(root: str, directory: RemoteDirectory) -> list[str]:
+    """Replaces a directory of this machine by what the bucket has; keeps it aside if the bucket lacks some of it.
+
+    Returns:
+        The paths of the files that came.
+    """
+    uploaded, units = tree.read_state(root).uploaded, tree.checkpoints(root)
+    newest = next(tree.whole_checkpoints(directory, directory.list()), (-1,))[0] if units else -1
+    if late := [u.step for u in units if uploaded.get(u.path) != tree.as_stamps(u) or u.step > newest]:
+        names = itertools.chain([f"{root}.aside"], (f"{root}.aside-{i}" for i in itertools.count(2)))
+        os.rename(root, aside := next(name for name in names if not os.path.lexists(name)))
+        say(f"{aside} keeps steps {', '.join(map(str, late))}, which the bucket did not get before it was written to.")
+    shutil.rmtree(root, ignore_errors=True)
+    os.makedirs(os.path.dirname(root), exist_ok=True)
+    with replacing(root) as temporary:
+        os.mkdir(temporary, 0o700)
+        paths = tree.fetch_workdir(directory, temporary)
+        tree.note_fetched(temporary, paths)
+    return paths

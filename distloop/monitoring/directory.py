@@ -76,7 +76,7 @@ def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
     if not is_url(path):
         yield path
         return
-    with _bucket("fetching", path).local_copy(path, best=best) as local:
+    with _bucket("tree", path).fetched(path, best=best) as local:
         yield local
 
 
@@ -86,7 +86,7 @@ def send(path: str, url: str) -> None:
     Raises:
         ValueError: if the URL cannot be written to.
     """
-    _bucket("tree", url).send(path, url)
+    _bucket("upload", url).send(path, url)
 
 
 def fetch_reports(path: str, root: str) -> str:
@@ -99,7 +99,7 @@ def fetch_reports(path: str, root: str) -> str:
     Raises:
         ValueError: if a URL cannot be read, or is no run.
     """
-    return str(_bucket("fetching", path).fetch_reports(path, root)) if is_url(path) else path
+    return str(_bucket("tree", path).fetch_reports(path, root)) if is_url(path) else path
 
 
 def _bucket(module: str, url: str) -> Any:

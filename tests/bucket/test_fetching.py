@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from distloop import report
 from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
-from distloop.bucket.fetching import fetch_checkpoints, fetch_reports, fetch_workdir
+from distloop.bucket.tree import fetch_checkpoints, fetch_reports, fetch_workdir
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.directory import local_copy

@@ -3,7 +3,7 @@
 import pytest
 
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.tree import send
+from distloop.bucket.upload import send
 from tests.bucket.unreliable import URL, Unreliable, bucket, empty
 
 

@@ -38,14 +38,18 @@ def test_locks_temporary_names_and_abandoned_checkpoints_stay_where_they_are(run
     assert sorted(unit.step for unit in units) == [-1, 10]
 
 
+def whole(remote):
+    return {step: path for step, path, _ in tree.whole_checkpoints(remote, remote.list())}
+
+
 def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run):
     remote = RemoteDirectory(f"file://{run}")
-    assert tree.whole_checkpoints(remote, remote.list()) == {10: "checkpoints/10", 20: "checkpoints/20"}
+    assert whole(remote) == {10: "checkpoints/10", 20: "checkpoints/20"}
     os.rename(run / "checkpoints" / "10", run / "checkpoints" / "10.old")
     os.truncate(run / "checkpoints" / "20" / "variables.data-00000-of-00001", 1)
-    assert tree.whole_checkpoints(remote, remote.list()) == {10: "checkpoints/10.old"}
+    assert whole(remote) == {10: "checkpoints/10.old"}
     os.remove(run / "checkpoints" / "10.old" / "manifest.json")
-    assert tree.whole_checkpoints(remote, remote.list()) == {}
+    assert whole(remote) == {}
 
 
 def test_what_is_no_list_of_best_steps_lists_none():

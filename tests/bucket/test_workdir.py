@@ -9,10 +9,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import distloop
-from distloop.bucket import mirror
+from distloop.bucket import upload as uploading
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.fetching import fetch_workdir
-from distloop.bucket.tree import sealed_steps, whole_checkpoints
+from distloop.bucket.tree import fetch_workdir, sealed_steps, whole_checkpoints
 from distloop.checkpoints.checkpoint import load
 from distloop.distributed.workers import Workers
 from tests import forked
@@ -49,7 +48,7 @@ def checkpoints_of(directory, place):
     """Returns the steps of the whole checkpoints, each of which is loaded, every byte verified."""
     shutil.rmtree(place, ignore_errors=True)
     fetch_workdir(directory, str(place))
-    steps = sorted(whole_checkpoints(directory, directory.list()))
+    steps = sorted(step for step, _, _ in whole_checkpoints(directory, directory.list()))
     assert [load(str(place / "checkpoints" / str(step))).step for step in steps] == steps
     return steps
 
@@ -147,7 +146,7 @@ def test_a_bucket_that_goes_away_before_the_end_is_an_error_and_the_same_machine
         def __call__(self, report):
             faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
 
-    monkeypatch.setattr(mirror, "STALLED_SECS", 0.05)
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.05)
     with bucket(share=0.0) as faults:
         with pytest.raises(
             OSError, match=r"checkpoints/6, .* could not be uploaded to .*: run the same command on this"

@@ -16,7 +16,7 @@ from unittest import mock
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from distloop.bucket import directory, mirror
+from distloop.bucket import directory, upload
 
 URL = "unreliable://bucket/run"
 _nested = threading.local()
@@ -150,7 +150,7 @@ def bucket(seed=0, share=0.3, kill_at=-1):
     with (
         mock.patch.object(Unreliable, "faults", faults),
         mock.patch.object(directory, "_PAUSES_SECS", (0.0,) * 12),
-        mock.patch.object(mirror, "PASS_SECS", 0.001),
+        mock.patch.object(upload, "PASS_SECS", 0.001),
     ):
         yield faults
 

@@ -1,4 +1,4 @@
-"""The mirror: what is uploaded in which order, what is deleted, and what a bucket that is away costs."""
+"""The upload: what is uploaded in which order, what is deleted, and what a bucket that is away costs."""
 
 import os
 import threading
@@ -8,11 +8,10 @@ import pytest
 import tensorflow as tf
 
 from distloop.bucket import directory as requests
-from distloop.bucket import mirror
+from distloop.bucket import upload as uploading
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.mirror import Mirror
-from distloop.bucket.staging import STATE
-from distloop.bucket.tree import sealed_steps
+from distloop.bucket.tree import STATE, sealed_steps
+from distloop.bucket.upload import Upload
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.run_lock import LockLost
 from tests.bucket.unreliable import URL, Unreliable, bucket, empty
@@ -34,7 +33,7 @@ def save(root, *steps, keep=3, best=None):
 
 
 def upload(root, keep=3, verify=lambda: None):
-    upload = Mirror(str(root), RemoteDirectory(URL), verify=verify, keep=keep)
+    upload = Upload(str(root), RemoteDirectory(URL), verify=verify, keep=keep)
     upload.start()
     return upload.finish()
 
@@ -77,7 +76,7 @@ def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucke
     with bucket(share=0.0):
         upload(root)
         before = RemoteDirectory(URL).list()
-        upload_again = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload_again = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
         for path in (STATE, "metrics.jsonl"):
             os.remove(root / path)
         upload_again.start()
@@ -107,7 +106,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, mon
 
     with bucket(share=0.0):
         monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
         upload.start()
         assert is_waiting.wait(10)
         save(root, 20, keep=1)
@@ -121,7 +120,7 @@ def test_a_bucket_that_is_away_is_named_once_and_the_upload_goes_on_when_it_is_b
     save(root, 10)
     with bucket(share=1.1) as faults:
         monkeypatch.setattr(requests, "_PAUSES_SECS", ())
-        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
         faults._random.choice = lambda kinds: "fails"
         upload.start()
         while len(faults.requests) < 5:
@@ -133,7 +132,7 @@ def test_a_bucket_that_is_away_is_named_once_and_the_upload_goes_on_when_it_is_b
 
 
 def test_the_end_of_a_run_waits_no_longer_than_the_bucket_is_silent(root, monkeypatch):
-    monkeypatch.setattr(mirror, "STALLED_SECS", 0.05)
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.05)
     save(root, 10)
     with bucket(share=1.1) as faults:
         faults._random.choice = lambda kinds: "fails"
@@ -175,7 +174,7 @@ def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_bac
     with bucket(share=0.0):
         refused = refuse(monkeypatch, name, error)
         (root / name).write_text("x")
-        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
         upload.start()
         for step in (10, 20):
             save(root, step)
@@ -193,7 +192,7 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, capl
     save(root, 10, 20)
     with bucket(share=0.0):
         refuse(monkeypatch, "checkpoints/20/", INVALID)
-        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
         upload.start()
         with pytest.raises(OSError, match="checkpoints/20 could not be uploaded .*400 InvalidArgument"):
             upload.wait_for({20})
@@ -232,7 +231,7 @@ def test_a_checkpoint_goes_up_at_once_however_long_the_last_pass_over_the_files_
     (root / "events").write_text("x")
     with bucket(share=0.0):
         monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
         upload.start()
         while "events" in upload.missing():
             time.sleep(0.01)
@@ -248,7 +247,7 @@ def test_the_upload_goes_on_when_the_clock_is_set_back(root, monkeypatch):
     now = iter(range(10**9, 0, -1000))
     monkeypatch.setattr(time, "time", lambda: float(next(now)))
     with bucket(share=0.0):
-        upload = Mirror(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
         upload.start()
         for step in (10, 20):
             save(root, step)
