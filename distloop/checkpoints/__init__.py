@@ -1,4 +1,4 @@
-"""What outlives a process: checkpoints, going on and back, the start from other weights, exports.
+"""What outlives a process: checkpoints, going on and back, the start from other weights.
 
 Read first: `store`, `checkpoint`, `resume`.
 """

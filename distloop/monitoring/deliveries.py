@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _BUFFER_SECS = 10.0  # that a writer may keep a row, at most, before it is safe from a kill
 _MAX_ROWS = 10_000  # that are kept while a writer fails
-_OPEN_SECS = 30.0  # that a run waits until a writer is open
+_OPEN_SECS = 30.0  # that a run waits until the writers are open
 _CLOSE_SECS = 60.0  # that the end of a run waits for the writers
 _FILES_SECS = 600.0  # that it waits if they have got files
 _LEAVE_SECS = 5.0  # that an interrupted or failed one does
@@ -227,13 +227,13 @@ class Deliveries:
         Raises:
             ValueError: if a writer cannot be opened.
         """
-        self._settings = settings
+        self._settings, until = settings, time.monotonic() + _OPEN_SECS
         with contextlib.ExitStack() as stack:
             stack.push(self)  # closes those that are open if another one fails
             for delivery in self._deliveries:
                 if is_over and not (delivery.note.is_open or self._lacking(delivery.step, step)):
                     continue
-                self._open(delivery)
+                self._open(delivery, until)
                 self._do(delivery.take, self._lacking(delivery.step, step))
                 if delivery.step > 0 == step:
                     log.warning(
@@ -264,7 +264,7 @@ class Deliveries:
         for delivery in self._deliveries:
             for file in filter(delivery.lacks, files):
                 if delivery.settings is None:
-                    self._open(delivery)
+                    self._open(delivery, time.monotonic() + _OPEN_SECS)
                 self._do(delivery.take_file, file)
                 self._close_secs = _FILES_SECS
 
@@ -302,7 +302,7 @@ class Deliveries:
             elif not future.done():
                 log.error("%s has not closed in %g seconds; the program goes on.", delivery.name, secs)
 
-    def _open(self, delivery: Delivery) -> None:
+    def _open(self, delivery: Delivery, until: float) -> None:
         """Opens a writer; if that fails in a run that it has rows of, it is tried again with the next row.
 
         One that takes long is opened while the run goes on.
@@ -314,7 +314,7 @@ class Deliveries:
         goes_on = delivery.note.is_open or delivery.step >= 0
         opened = self._do(delivery.open)
         try:
-            opened.result(_OPEN_SECS)
+            opened.result(max(0.0, until - time.monotonic()))
         except Exception as error:
             if not opened.done():
                 log.error(
