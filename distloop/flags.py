@@ -21,7 +21,8 @@ from absl import flags
 
 from distloop import config_file
 from distloop.atomic_files import replacing
-from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, CountOrAuto, check_names, fields
+from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
+from distloop.durations import CountOrAuto
 from distloop.urls import without_credentials
 
 HIDDEN = "***"  # in place of a secret value
