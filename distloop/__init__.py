@@ -28,9 +28,9 @@ _MODULES = {
     "Histogram": "monitoring.media",
     "History": "monitoring.history",
     "Images": "monitoring.media",
-    "LazyAdam": "optimizers.lazy",
-    "LazyAdamW": "optimizers.lazy",
-    "LazySGD": "optimizers.lazy",
+    "LazyAdam": "tables.lazy",
+    "LazyAdamW": "tables.lazy",
+    "LazySGD": "tables.lazy",
     "LossScaleOptimizer": "optimizers.loss_scale",
     "MLflowWriter": "trackers.trackers",
     "MemoryEstimate": "audit.memory_estimate",
@@ -124,15 +124,15 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.writers import Writer as Writer
     from distloop.notebook import notebook_launch as notebook_launch
-    from distloop.optimizers.lazy import LazyAdam as LazyAdam
-    from distloop.optimizers.lazy import LazyAdamW as LazyAdamW
-    from distloop.optimizers.lazy import LazySGD as LazySGD
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer
     from distloop.pipeline.pipeline import split as split
     from distloop.pipeline.pipeline import stages as stages
     from distloop.records.record_files import open_records as open_records
+    from distloop.tables.lazy import LazyAdam as LazyAdam
+    from distloop.tables.lazy import LazyAdamW as LazyAdamW
+    from distloop.tables.lazy import LazySGD as LazySGD
     from distloop.trackers.csv_writer import CsvWriter as CsvWriter
     from distloop.trackers.trackers import MLflowWriter as MLflowWriter
     from distloop.trackers.trackers import WandbWriter as WandbWriter

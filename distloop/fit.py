@@ -53,7 +53,7 @@ from distloop.monitoring.timing import Clock, timed, unix_time
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
-from distloop.training import elasticity, overview, run_length, tables, unread_entries
+from distloop.training import elasticity, overview, run_length, unread_entries
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.state import TrainState
@@ -353,7 +353,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         unread_entries.report(
             [update.differentiate.reads for update in step.updates], config.unread_entries, is_shown=is_shown
         )
-        tables.report([update.tables for update in step.updates], state, is_shown=is_shown)
+        overview.report_whole_tables(step.updates, state, is_shown=is_shown)
         elasticity.note_traced(state, config)
 
     return TrainLoop(

@@ -22,7 +22,7 @@ ORDER = [
     ["__init__", "testing", "smoke", "launch", "notebook", "report"],
     ["launcher"],
     # parts, which can be taken away: tests/test_without_parts.py
-    ["audit", "bucket", "mixtures", "records", "recompute", "pipeline", "sharding", "trackers", "exports"],
+    ["audit", "bucket", "mixtures", "records", "recompute", "pipeline", "sharding", "tables", "trackers", "exports"],
     ["trainer"],
     ["fit"],
     ["checkpoints"],

@@ -19,14 +19,15 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import tensorflow_internals, workers
 from distloop.monitoring.records import OF_THE_MACHINE
-from distloop.optimizers import gradients, sparse_gradients
+from distloop.optimizers import gradients
 from distloop.sharding import variable_parts
+from distloop.tables import sparse_packing
 from distloop.training import overview
 from distloop.training.saved_state import SavedState
 from tests import many_rows, test_bits
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
 from tests.sharding import test_sharding
-from tests.training import test_tables
+from tests.tables import test_tables
 
 ROWS = 67
 
@@ -134,7 +135,7 @@ def tables(make, workdir):
     for rows, microbatches in ((10, 1), (24, 2)):
         merged = []
         with unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64):
-            with unittest.mock.patch.object(sparse_gradients, "merge", test_tables.recorded(merged)):
+            with unittest.mock.patch.object(sparse_packing, "merge", test_tables.recorded(merged)):
                 trainer = make(test_tables.model_fn(("lazy",)), microbatches=microbatches)
                 trainer.fit(test_tables.data(2 * rows, rows, drop_remainder=True), steps=4)
         assert merged, "the gradient was dense"

@@ -23,7 +23,7 @@ from distloop.actions.action import Action, Report
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, scaled
-from distloop.optimizers.sparse_gradients import Rows, Segment, values_of
+from distloop.optimizers.rows import Rows, Segment, values_of
 from distloop.variables import tensorflow_variable
 
 _MOST_ROWS = 100_000  # of a variable, up to which all count

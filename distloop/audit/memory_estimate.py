@@ -26,7 +26,7 @@ from distloop.monitoring import memory_file
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
 from distloop.operations import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
-from distloop.optimizers.sparse_gradients import Rows, values_of
+from distloop.optimizers.rows import Rows, values_of
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.spec import Update
@@ -219,7 +219,7 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
         with as_replica(0, state.strategy.num_replicas_in_sync, set()):
             factor = update_pass.loss_factor(tf.constant(float(count)))
             segments, *others = update_pass.compute(rows, None, factor)
-        scaled = update_pass.tables.unpack(segments, tf.constant(1.0), state.plain_optimizers[update.name])
+        scaled = update_pass.packing.unpack_for(state.plain_optimizers[update.name], segments, tf.constant(1.0))
         sizes[:] = [sum(_bytes_of_gradient(g, num_parts) for g in gradients) for gradients in (segments, scaled)]
         return segments, others
 

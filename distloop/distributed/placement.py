@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from distloop.distributed import strategies
 from distloop.optimizers.gradients import Packing
-from distloop.optimizers.sparse_gradients import Rows, Segment
+from distloop.optimizers.rows import Rows, Segment
 from distloop.variables import walk
 
 # Packed gradients, tallies, `[2 * m]`, and rows of other values, `[b, ...]` each.

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.optimizers.gradients import Packing, scaled
-from distloop.optimizers.sparse_gradients import Segment, map_values, values_of
+from distloop.optimizers.rows import Segment, map_values, values_of
 
 
 @dataclass(frozen=True)

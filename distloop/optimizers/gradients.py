@@ -7,10 +7,11 @@ All functions run in replica context. They do not know how gradients are compute
     _, norm, scale = norm_and_scale(segments, weight)                # norm is finite only if every gradient is
     apply(optimizer, packing.unpack(segments, scale), variables)
 
-A segment is a flat vector, or the rows of a large table that a sparse gradient consists of: `sparse_gradients.py`.
+A segment is a flat vector, or the rows of a large table that a sparse gradient consists of: `tables/`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,26 +19,26 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.optimizers import sparse_gradients
-from distloop.optimizers.sparse_gradients import Rows, Segment, map_values, values_of
+from distloop.optimizers.rows import Segment, map_values, values_of
 
 # Larger tensors travel alone: copying them into one vector costs more than launching one more reduction.
 LARGEST_PACKED_BYTES = 256 * 1024
 
 Reduce = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
-Gather = Callable[[Rows], Rows]
 
 
 class Packing:
     """The layout of some variables' gradients in a few tensors, called segments.
 
     Small gradients of one dtype share a vector; each large gradient is a segment of its own. One that the tape returns
-    as `tf.IndexedSlices` stays sparse, so whether a segment is `Rows` is known once gradients are packed.
+    as `tf.IndexedSlices` becomes dense here; `tables/` has a packing that keeps it.
 
     Attributes:
         dtypes: of each segment.
         devices: of each segment; empty if no device is prescribed.
         sparse: the segments that were `Rows` when a loop over microbatches was traced last.
+        reasons: by `id`, the variables whose gradients are sparse, and why all of one is updated, the end of a
+            sentence, or None; known once a step is traced.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Packing:
         devices: Sequence[str] | None = None,
         workers: Sequence[int] | None = None,
         *,
-        keeps_sparse: bool = False,
+        why_dense: str | None = None,
     ):
         """Plans the layout.
 
@@ -55,7 +56,7 @@ class Packing:
             devices: the device of each variable's gradient, on which it is packed and unpacked; None: no device is
                 prescribed.
             workers: the worker of this device; None: all have the same.
-            keeps_sparse: whether large sparse gradients stay sparse.
+            why_dense: why a sparse gradient is made dense, if that is to be reported.
         """
         self._shapes = [tuple(v.shape) for v in variables]
         self._places = list(devices or [""] * len(variables))
@@ -71,8 +72,9 @@ class Packing:
         self._groups.extend(vectors.values())
         self.devices = [self._places[group[0]] for group in self._groups]
         self._packed_on = self.devices  # where replicas pack and add
-        self._keeps_sparse = keeps_sparse
+        self._why_dense = why_dense
         self.sparse: set[int] = set()
+        self.reasons: dict[int, str | None] = {}
         self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
 
     def _size(self, i: int) -> int:
@@ -86,19 +88,35 @@ class Packing:
         """The shape of each segment, as if all were dense."""
         return [tf.TensorShape([sum(self._sizes(group))]) for group in self._groups]
 
+    @property
+    def may_be_sparse(self) -> bool:
+        """Whether any segment is that of one variable, whose gradient may be sparse."""
+        return any(len(group) == 1 for group in self._groups)
+
+    @property
+    def by_rows(self) -> set[int]:
+        """The variables, by `id`, of which the optimizer updates the rows of the batch alone."""
+        return {i for i, reason in self.reasons.items() if reason is None}
+
+    def sized(self, gradient: Any, variable: Any) -> Any:
+        """Returns a variable's gradient from a tape as it can be packed."""
+        if not isinstance(gradient, tf.IndexedSlices) or self._why_dense is None:
+            return gradient
+        self.reasons[id(variable)] = self._why_dense
+        return tf.convert_to_tensor(gradient)
+
     def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs one gradient a variable into segments; with `keeps_sparse=False`, into flat vectors alone."""
         segments: list[Segment] = []
         for group, device in zip(self._groups, self._packed_on, strict=True):
             with tf.device(device):
-                first = gradients[group[0]]
-                if keeps_sparse and self._keeps_sparse and len(group) == 1 and isinstance(first, tf.IndexedSlices):
-                    segments.append(sparse_gradients.from_slices(first, self._shape(group)))
-                    continue
-                # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
-                flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
-                segments.append(tf.concat(flat, 0) if len(group) > 1 else flat[0])
+                segments.append(self._segment(group, gradients, keeps_sparse=keeps_sparse))
         return segments
+
+    def _segment(self, group: Sequence[int], gradients: Sequence[Any], *, keeps_sparse: bool) -> Segment:
+        # The size is explicit because TensorFlow does not always know the size of a sparse gradient.
+        flat = [tf.reshape(tf.convert_to_tensor(gradients[i]), [self._size(i)]) for i in group]
+        return tf.concat(flat, 0) if len(group) > 1 else flat[0]
 
     def unpack(
         self, segments: Sequence[Segment], scale: tf.Tensor | None = None, *, keeps_sparse: bool = False
@@ -113,12 +131,17 @@ class Packing:
         gradients: list[Any] = []
         for flat, shape, device in zip(self.unpack_flat(segments, scale), self._shapes, self._places, strict=True):
             with tf.device(device):
-                if keeps_sparse and isinstance(flat, Rows):
-                    gradients.append(sparse_gradients.to_slices(flat, shape))
-                else:
-                    dense = sparse_gradients.to_dense(flat, shape) if isinstance(flat, Rows) else flat
-                    gradients.append(tf.reshape(dense, shape))
+                gradients.append(self._shaped(flat, shape, keeps_sparse=keeps_sparse))
         return gradients
+
+    def _shaped(self, flat: Segment, shape: Sequence[int], *, keeps_sparse: bool) -> Any:
+        return tf.reshape(flat, shape)
+
+    def unpack_for(
+        self, optimizer: keras.optimizers.Optimizer, segments: Sequence[Segment], scale: tf.Tensor
+    ) -> list[Any]:
+        """Returns the gradients for an optimizer, one a variable, times a scale; sparse where it updates rows alone."""
+        return self.unpack(segments, scale)
 
     def unpack_flat(self, segments: Sequence[Segment], scale: tf.Tensor | None = None) -> list[Segment]:
         """Returns the flat gradient of each variable, times `scale` as in `scaled`."""
@@ -138,30 +161,20 @@ class Packing:
         """Returns the shape of the variable that a segment begins with."""
         return self._shapes[group[0]]
 
-    def _dense(self, group: Sequence[int], segment: Segment) -> tf.Tensor:
-        """Returns a segment as a flat vector."""
-        if not isinstance(segment, Rows):
-            return segment
-        return tf.reshape(sparse_gradients.to_dense(segment, self._shape(group)), self._sizes(group))
-
     def add(self, segments: Sequence[Segment], others: Sequence[Segment]) -> list[Segment]:
         """Returns the sums of two microbatches' segments."""
         sums: list[Segment] = []
         for a, b, group, device in zip(segments, others, self._groups, self._packed_on, strict=True):
             with tf.device(device):
-                if isinstance(a, Rows) and isinstance(b, Rows):
-                    sums.append(sparse_gradients.join([a, b]))
-                else:
-                    sums.append(self._dense(group, a) + self._dense(group, b))
+                sums.append(self._sum(group, a, b))
         return sums
 
-    def without_sparse(self, segments: Sequence[Segment]) -> list[tf.Tensor]:
-        """Returns segments that are flat vectors all."""
-        return [self._dense(group, segment) for group, segment in zip(self._groups, segments, strict=True)]
+    def _sum(self, group: Sequence[int], a: Segment, b: Segment) -> Segment:
+        return a + b
 
     def row_specs(self, segment: int) -> tuple[tf.TensorSpec, tf.TensorSpec]:
         """Returns what numbers and values of a sparse segment look like, given its index."""
-        width = sparse_gradients.row_size(self._shape(self._groups[segment]))
+        width = math.prod(self._shape(self._groups[segment])[1:])
         return tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], self.dtypes[segment])
 
     def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -201,7 +214,7 @@ class Packing:
         segments: Sequence[Segment],
         sums: Mapping[str, Any],
         reduce: Reduce | None = None,
-        gather: Gather | None = None,
+        shard: tuple[Any, Any] | None = None,
     ) -> tuple[list[Segment], dict[str, Any]]:
         """Sums gradients, and other values by name, over all replicas and workers in one reduction.
 
@@ -209,28 +222,15 @@ class Packing:
             segments: the packed gradients.
             sums: name -> a float32 tensor of static shape, or a list of such tensors.
             reduce: returns the sums of some tensors over all replicas; None: in the order that TensorFlow chooses.
-            gather: returns sparse rows of all replicas in one list; None: none are sparse.
+            shard: the global batch and its layout, which say how many rows replicas have.
 
         Returns:
             The summed segments, in which each row of a table occurs once, and name -> sum.
         """
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1:
-            return [_merged(segment) for segment in segments], dict(sums)
-        flat = [segment for segment in segments if not isinstance(segment, Rows)]
+            return list(segments), dict(sums)
         reduce = reduce or functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM)
-        flat, summed = self._reduce_dense(flat, sums, reduce)
-        dense = iter(flat)
-        assert gather is not None or len(flat) == len(segments), "sparse rows need a function that gathers them"
-        return [
-            sparse_gradients.merge(gather(segment)) if gather and isinstance(segment, Rows) else next(dense)
-            for segment in segments
-        ], summed
-
-    def _reduce_dense(
-        self, segments: Sequence[tf.Tensor], sums: Mapping[str, Any], reduce: Reduce
-    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
-        """Sums flat segments, and other values by name, over the replicas."""
         tensors = [tensor for value in sums.values() for tensor in tf.nest.flatten(value)]
         if not tensors:
             return list(reduce(list(segments))) if segments else [], {}
@@ -290,10 +290,6 @@ def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
         return tf.math.multiply_no_nan(values, tf.cast(scale, values.dtype))
 
     return [map_values(scale_values, segment) for segment in segments]
-
-
-def _merged(segment: Segment) -> Segment:
-    return sparse_gradients.merge(segment) if isinstance(segment, Rows) else segment
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

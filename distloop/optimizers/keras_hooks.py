@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from distloop.optimizers.lazy import LazyAdam, LazyAdamW
 from distloop.variables import tensorflow_variable
 
 # From this size on, one operation for all of Adam's update is faster than several: 1.1 times at this size, 2 times at
@@ -69,7 +68,8 @@ def simplify_adam(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[A
         optimizer: a plain Keras optimizer. Adam with `amsgrad` and all other classes stay as they are.
         sizes: pairs of a variable and the elements that decide, where it is a part of a larger one.
     """
-    if type(optimizer) not in (keras.optimizers.Adam, keras.optimizers.AdamW, LazyAdam, LazyAdamW) or optimizer.amsgrad:
+    is_lazy = getattr(optimizer, "is_lazy", False) and isinstance(optimizer, keras.optimizers.Adam)
+    if not (is_lazy or type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW)) or optimizer.amsgrad:
         return
     update_all, update_step = optimizer._distributed_tf_update_step, optimizer.update_step
     elements = {optimizer._var_key(variable): size for variable, size in sizes}

@@ -6,49 +6,47 @@ It does not know evaluations. The warm-up of the decay is that of `tf.train.Expo
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function
-from distloop.optimizers.table_average import TableAverage
 from distloop.variables import tensorflow_variable
 
 
 class MovingAverage(tf.Module):
     """The moving averages of some variables; the variables keep the weights that train."""
 
-    def __init__(self, variables: Sequence[Any], decay: float, tables: Collection[int] = ()):
+    def __init__(self, variables: Sequence[Any], decay: float):
         """Creates the averages with the variables' values; to be called in the strategy's scope.
 
         Args:
             variables: the variables to average.
             decay: d, in (0, 1).
-            tables: the variables, by `id`, whose rows an optimizer updates without the others.
         """
         super().__init__(name="average")
         self.decay = decay
         self._averaged: dict[int, Any] = {}
         for variable in variables:
             with tf.distribute.get_strategy().extended.colocate_vars_with(tensorflow_variable(variable)):
-                self._averaged[id(variable)] = (
-                    TableAverage(variable)
-                    if id(variable) in tables
-                    else tf.Variable(tf.convert_to_tensor(variable), trainable=False)
-                )
+                self._averaged[id(variable)] = self._make(variable)
         self._variables = list(variables)
 
         @graph_function
         def swap() -> None:
-            for variable, average in self.pairs:
-                if isinstance(average, TableAverage):
-                    continue
+            for variable, average in self._swapped():
                 weight = tf.identity(variable)
                 variable.assign(tf.identity(average))
                 average.assign(weight)
 
         self._swap = swap
+
+    def _make(self, variable: Any) -> Any:
+        return tf.Variable(tf.convert_to_tensor(variable), trainable=False)
+
+    def _swapped(self) -> list[tuple[Any, Any]]:
+        return self.pairs
 
     @property
     def variables(self) -> tuple[Any, ...]:
@@ -58,8 +56,7 @@ class MovingAverage(tf.Module):
     @property
     def stored(self) -> Sequence[tf.Variable]:
         """The variables that hold the averages."""
-        lists = [a.stored.values() if isinstance(a, TableAverage) else [a] for a in self.variables]
-        return [variable for stored in lists for variable in stored]
+        return self.variables
 
     def start(self) -> None:
         """Sets the averages to the variables' values; in cross-replica context."""
@@ -73,9 +70,6 @@ class MovingAverage(tf.Module):
 
     def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Prepares for an update that applies gradients, one a variable, or None; in replica context."""
-        for variable, gradient in zip(variables, gradients, strict=True):
-            if isinstance(average := self._averaged[id(variable)], TableAverage):
-                average.touch(gradient)
 
     def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
         """Moves the averages of some of the variables; in replica context, after an update was applied.
@@ -86,12 +80,11 @@ class MovingAverage(tf.Module):
         """
         rate = self._rate(applied_steps)
         for variable in variables:
-            average = self._averaged[id(variable)]
-            if isinstance(average, TableAverage):
-                average.move(rate)
-                continue
-            with tf.device(average.device):
-                average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
+            self._move(variable, self._averaged[id(variable)], rate)
+
+    def _move(self, variable: Any, average: Any, rate: tf.Tensor) -> None:
+        with tf.device(average.device):
+            average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
 
     def _rate(self, applied_steps: tf.Tensor) -> tf.Tensor:
         t = tf.cast(applied_steps, tf.float32)
@@ -100,14 +93,8 @@ class MovingAverage(tf.Module):
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Enters a scope in which the variables have the averaged values; restores every bit on exit."""
-        tables = [(variable, a) for variable, a in self.pairs if isinstance(a, TableAverage)]
-        weights = [tf.identity(tensorflow_variable(variable)) for variable, _ in tables]
         self._swap()
-        for variable, average in tables:
-            variable.assign(tf.convert_to_tensor(average))
         try:
             yield
         finally:
             self._swap()
-            for (variable, _), weight in zip(tables, weights, strict=True):
-                variable.assign(weight)

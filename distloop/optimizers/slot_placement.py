@@ -2,13 +2,14 @@
 
     placement = make_slot_placement(strategy, shard_optimizer=False)
     placement.build(optimizer, variables)
-    packing = placement.make_packing(variables, devices, needs_whole=False, needs_all=False)
-    average = placement.make_average(variables, 0.99, tables)
+    packing = placement.make_packing(state, update, variables, needs_all=False)
+    average = placement.make_average(variables, 0.99, trained)
 
-`sharding/` has a placement with the same methods, under which each replica has some of the slots.
+`sharding/` has a placement with the same methods, under which each replica has some of the slots. `tables/` keeps the
+sparse gradients of large tables sparse; without it they are dense, and train to the same weights.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -25,11 +26,9 @@ class SlotPlacement:
 
     Attributes:
         num_shares: the number of parts in which replicas share out an update.
-        why_dense: why sparse gradients are made dense, the end of a sentence; None: they need not be.
     """
 
     num_shares = 1
-    why_dense: str | None = None
 
     def copies(self) -> list[tf.Variable]:
         """Returns the variables that have weights once more."""
@@ -42,10 +41,18 @@ class SlotPlacement:
     def prepare(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
         """Prepares to build optimizers, each with the variables that it trains."""
 
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Makes an optimizer's slots, if it has none yet; in the strategy's scope; the loss scale's, too."""
+    def build(self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+        """Makes an optimizer's slots, if it has none yet; in the strategy's scope.
+
+        Args:
+            optimizer: the optimizer, or the `LossScaleOptimizer` around it.
+            plain: the optimizer itself.
+            variables: the variables that it trains.
+        """
         if not optimizer.built:
             optimizer.build(variables)
+        if (row_updates := _part("row_updates", variables)) is not None:
+            row_updates.update_rows(plain)
 
     def views(self, variable: Any) -> Sequence[Any]:
         """Returns what an optimizer updates in place of a variable of the model."""
@@ -61,22 +68,29 @@ class SlotPlacement:
         """Returns an optimizer's variables, as `slot_names` does."""
         return slot_names(optimizer, variables, names)
 
-    def make_average(self, variables: Sequence[Any], decay: float, tables: Collection[int]) -> MovingAverage:
-        """Returns the moving averages of variables, as `MovingAverage` makes them; in the strategy's scope."""
-        return MovingAverage(variables, decay, tables)
+    def make_average(self, variables: Sequence[Any], decay: float, trained: Sequence[tuple[Any, Any]]) -> MovingAverage:
+        """Returns the moving averages of variables, given pairs of an optimizer and a variable that it trains."""
+        is_lazy = any(getattr(optimizer, "is_lazy", False) for optimizer, _ in trained)
+        if (tables := _part("table_average", variables, is_needed=is_lazy)) is not None:
+            made: MovingAverage = tables.make_average(variables, decay, trained)
+            return made
+        return MovingAverage(variables, decay)
 
-    def make_packing(
-        self, variables: Sequence[Any], devices: Sequence[str] | None, *, needs_whole: bool, needs_all: bool
-    ) -> Packing:
-        """Returns the layout of gradients.
+    def make_packing(self, state: Any, update: Any, variables: Sequence[Any], *, needs_all: bool) -> Packing:
+        """Returns the layout of an update's gradients.
 
         Args:
+            state: the `TrainState`.
+            update: the `Update`.
             variables: the variables to differentiate by.
-            devices: as for `Packing`.
-            needs_whole: whether each replica needs whole gradients.
             needs_all: whether each worker needs all gradients.
         """
-        return Packing(variables, devices, keeps_sparse=devices is None)
+        if (devices := state.placement.gradient_devices(variables)) is not None:
+            return Packing(variables, devices)
+        if (tables := _part("sparse_packing", variables)) is not None:
+            packing: Packing = tables.SparsePacking(variables, state, for_rows=update.gradient_fn is None)
+            return packing
+        return Packing(variables, why_dense="the part of distloop that updates rows alone, the folder tables, is gone")
 
     def adapt(self, application: Any) -> Any:
         """Returns the application of updates that fits, given the plain `Application`."""
@@ -93,3 +107,16 @@ def make_slot_placement(strategy: tf.distribute.Strategy, *, shard_optimizer: bo
         return SlotPlacement()
     placement: SlotPlacement = import_part("sharding.sharded_application", f"{shard_optimizer=}").place_slots(strategy)
     return placement
+
+
+def _part(module: str, variables: Sequence[Any], *, is_needed: bool = False) -> Any:
+    """Returns a module of `tables/` if variables may have sparse gradients that stay sparse, or it is needed; or None.
+
+    Without that folder sparse gradients are dense, which trains to the same weights.
+    """
+    if not is_needed and not Packing(variables).may_be_sparse:
+        return None
+    try:
+        return import_part(f"tables.{module}", "a sparse gradient")
+    except ValueError:
+        return None

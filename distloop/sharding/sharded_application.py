@@ -8,7 +8,7 @@
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,20 @@ from distloop.actions.machine_use import held_by_device
 from distloop.distributed import strategies, tensorflow_internals, workers
 from distloop.graph_functions import graph_function
 from distloop.optimizers import gradients
-from distloop.optimizers.gradients import Gather, Packing, Reduce
+from distloop.optimizers.gradients import Packing, Reduce
 from distloop.optimizers.moving_average import MovingAverage
+from distloop.optimizers.rows import Segment
 from distloop.optimizers.slot_placement import SlotPlacement
-from distloop.optimizers.sparse_gradients import Segment
 from distloop.sharding.sharding import Sharding
 from distloop.sharding.variable_parts import Part
 from distloop.training import variable_writes
 from distloop.training.application import Application, reached
 from distloop.training.forward_backward import ForwardBackward, Summed
+from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
+
+_WHY_DENSE = "shard_optimizer cuts gradients into parts"
 
 
 class SplitPacking(Packing):
@@ -47,7 +50,8 @@ class SplitPacking(Packing):
         """
         pairs = [(i, part) for i, of in enumerate(parts) for part in of]
         flat = [tf.TensorSpec([part.size], variables[i].dtype) for i, part in pairs]
-        super().__init__(flat, [part.device for _, part in pairs], [part.worker for _, part in pairs])
+        devices, owners = [part.device for _, part in pairs], [part.worker for _, part in pairs]
+        super().__init__(flat, devices, owners, why_dense=_WHY_DENSE)
         self._packed_on = [""] * len(self.devices)
         self._of_variables = [(tuple(v.shape), list(of)) for v, of in zip(variables, parts, strict=True)]
         self._positions = [i for i, _ in pairs]
@@ -96,7 +100,7 @@ class SplitPacking(Packing):
         segments: Sequence[Segment],
         sums: Mapping[str, Any],
         reduce: Reduce | None = None,
-        gather: Gather | None = None,
+        shard: tuple[Any, Any] | None = None,
     ) -> tuple[list[Segment], dict[str, Any]]:
         """Sums values by name over all replicas and workers; segments stay those of this replica."""
         return list(segments), super().all_reduce([], sums, reduce)[1]
@@ -261,18 +265,19 @@ class ShardedPlacement(Sharding):
         )
         return [f"slots {'and averages ' if state.average is not None else ''}{by_device}"]
 
-    def make_average(self, variables: Sequence[Any], decay: float, tables: Collection[int]) -> ShardedAverage:
+    def make_average(
+        self, variables: Sequence[Any], decay: float, trained: Sequence[tuple[Any, Any]]
+    ) -> ShardedAverage:
         """Returns moving averages, each part on the device that updates it."""
         self.add(variables, are_whole=False)
         with tensorflow_internals.outside_strategies():
             return ShardedAverage(variables, decay, self)
 
-    def make_packing(
-        self, variables: Sequence[Any], devices: Sequence[str] | None, *, needs_whole: bool, needs_all: bool
-    ) -> Packing:
+    def make_packing(self, state: TrainState, update: Update, variables: Sequence[Any], *, needs_all: bool) -> Packing:
         """Returns the layout of gradients: of their parts, if each is needed on one device alone."""
+        needs_whole = bool(state.virtual_replicas or update.gradient_fn or update.step_fn)
         if needs_whole or (needs_all and self.num_workers > 1):
-            return Packing(variables, devices)
+            return Packing(variables, why_dense=_WHY_DENSE)
         return SplitPacking(variables, [self._parts[id(variable)] for variable in variables])
 
     def adapt(self, application: Application) -> ShardedApplication:

@@ -19,11 +19,11 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies, tensorflow_internals, workers
-from distloop.optimizers import gradients, keras_hooks, row_updates
+from distloop.optimizers import gradients, keras_hooks
+from distloop.optimizers.rows import write_rows
 from distloop.optimizers.slot_placement import SlotPlacement
 from distloop.sharding.exchange import Exchange
 from distloop.sharding.variable_parts import JoinedVariable, Part, Slice, has_rows, plan, unit
-from distloop.training.spec import plain_optimizer
 from distloop.variables import slot_names, tensorflow_variable
 
 # Each element of their updates depends on the same element of the gradient, the weight and the slots, and on no other.
@@ -49,8 +49,6 @@ class Sharding(SlotPlacement):
         num_workers: that share.
         exchange: between them.
     """
-
-    why_dense = "shard_optimizer cuts gradients into parts"
 
     def __init__(self, strategy: tf.distribute.Strategy):
         """Starts without a variable; `strategy` has several replicas."""
@@ -119,13 +117,13 @@ class Sharding(SlotPlacement):
             if type(optimizer) not in _BY_ELEMENT:
                 self.add(variables, are_whole=True)
 
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def build(self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Makes an optimizer's slots, each on the device of its part; in the strategy's scope.
 
         Raises:
             ValueError: if it is built, with slots on every replica, or lazy.
         """
-        optimizer = plain_optimizer(optimizer)
+        optimizer = plain
         if getattr(optimizer, "is_lazy", False):
             raise ValueError(
                 f"shard_optimizer=True was given with {type(optimizer).__name__}, which updates the rows of a batch, "
@@ -242,7 +240,7 @@ class Sharding(SlotPlacement):
             for replica in others:
                 for part, value in zip(parts, values, strict=True):
                     with tf.device(replica.device):
-                        row_updates.write(replica, part.rows, value)
+                        write_rows(replica, part.rows, value)
             return
         whole = None
         for replica in others:
@@ -256,7 +254,7 @@ class Sharding(SlotPlacement):
         if part.view is part.replica:
             return
         if not self._has_gpus and has_rows(tuple(part.variable.shape)):
-            row_updates.write(part.view, tf.range(part.view.shape[0]), part.value())
+            write_rows(part.view, tf.range(part.view.shape[0]), part.value())
         else:
             part.view.assign(part.value())
 

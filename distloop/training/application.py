@@ -96,7 +96,7 @@ class Application:
         """Returns the gradients of the variables that the loss reaches, as the user wants them; on a replica."""
         optimizer = self.state.plain_optimizers[update.name]
         pairs = zip(
-            update.tables.unpack(segments, scale, optimizer), update.variables, update.trace.reached, strict=True
+            update.packing.unpack_for(optimizer, segments, scale), update.variables, update.trace.reached, strict=True
         )
         by_path = {self.state.paths[id(variable)]: gradient for gradient, variable, is_reached in pairs if is_reached}
         if update.update.gradient_fn is not None:

@@ -261,7 +261,7 @@ class CompiledLoop:
         norms = {}
         for update in self._step.updates:  # a table that the steps do not walk is not walked for its norm either
             variables = state.variables_of_update[update.name]
-            norms[update.name] = _norm([v for v in variables if id(v) not in update.tables.by_rows])
+            norms[update.name] = _norm([v for v in variables if id(v) not in update.packing.by_rows])
         return {
             "skipped_steps": state.skipped_steps.read_value(),
             **_by_update("learning_rate", rates),

@@ -22,13 +22,12 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.placement import Sums
 from distloop.errors import explaining_merge_call
 from distloop.graph_functions import graph_function
-from distloop.optimizers.sparse_gradients import Segment
+from distloop.optimizers.rows import Segment
 from distloop.training import metrics, variable_writes
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
 from distloop.training.metric_state import Join
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
-from distloop.training.tables import Tables
 from distloop.training.variable_writes import WrittenValues
 from distloop.training.virtual_replicas import Compute, Part, Turns
 
@@ -76,7 +75,6 @@ class ForwardBackward:
         writable, written_values: the variables that the forward pass may write, and what becomes of their values.
         packing, reduce: the layout of their gradients; sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
-        tables: what becomes of sparse gradients.
         differentiate: computes the gradients of a value over some rows.
     """
 
@@ -104,11 +102,8 @@ class ForwardBackward:
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = state.slot_placement.make_packing(
-            *(self.variables, state.placement.gradient_devices(self.variables)),
-            needs_whole=bool(state.virtual_replicas or update.gradient_fn or update.step_fn),
-            needs_all=needs_whole_gradients,
+            state, update, self.variables, needs_all=needs_whole_gradients
         )
-        self.tables = Tables(state, update, self.variables, self.packing)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self.differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.state = state
@@ -264,8 +259,7 @@ class ForwardBackward:
         written = self.trace.written
         before = [shard.before[id(v)] for v in written]
         after, new_values = [shard.after.get(id(v), tf.identity(v)) for v in written], list[tf.Tensor]()
-        segments, gather = self.tables.gatherable(segments, shard.batch, shard.layout)
-        segments, sums = self.packing.all_reduce(segments, sums, self.reduce, gather)
+        segments, sums = self.packing.all_reduce(segments, sums, self.reduce, (shard.batch, shard.layout))
         if "pulled_back" in sums:
             segments = self.packing.add(segments, sums["pulled_back"])
         tallies = sums["tallies"]
@@ -327,7 +321,7 @@ class ForwardBackward:
     def _pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
         filled = [
-            tf.zeros(v.shape, v.dtype) if g is None else self.tables.sized(g, v)
+            tf.zeros(v.shape, v.dtype) if g is None else self.packing.sized(g, v)
             for g, v in zip(gradients, self.variables, strict=True)
         ]
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)

@@ -29,7 +29,7 @@ from distloop.distributed import strategies, workers
 from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.monitoring import flops, records
-from distloop.monitoring.console import show_parts, show_split
+from distloop.monitoring.console import say, show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
@@ -43,6 +43,7 @@ _MAX_NODES = 5000  # of a graph: TensorBoard cannot draw more in a reasonable ti
 _MAX_BYTES = 1024  # of a constant in a graph
 # Tracing takes about 2 ms per variable and cannot be interrupted; with this many it stays below 0.3 s.
 _FEW_VARIABLES = 100
+_MANY_ROWS = 100_000  # of a table; with fewer, a step hardly shows that it walks all of it
 
 
 def introduce(
@@ -375,3 +376,19 @@ def _tensorboard() -> str:
         return "tensorboard"
     relative = os.path.relpath(sys.executable)
     return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
+
+
+def report_whole_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:
+    """Prints the tables of many rows that a step updates as a whole, and why, if anything is shown.
+
+    Args:
+        updates: the `ForwardBackward` of each update, traced.
+        state: what is trained.
+        is_shown: whether this worker prints.
+    """
+    for update in updates if is_shown else ():
+        reasons = update.packing.reasons
+        for variable in (v for v in update.variables if id(v) in reasons and v.shape[0] >= _MANY_ROWS):
+            if (reason := reasons[id(variable)]) is not None:
+                table = f"the table {state.paths[id(variable)]} of {variable.shape[0]:,} rows"
+                say(f"{table} is updated as a whole at each step, since {reason}")

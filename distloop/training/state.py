@@ -18,7 +18,7 @@ from distloop.distributed import strategies
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.errors import raise_as_user_error
-from distloop.optimizers import gradients, keras_hooks, loss_scale, row_updates
+from distloop.optimizers import keras_hooks, loss_scale
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.optimizers.slot_placement import SlotPlacement, make_slot_placement
@@ -216,9 +216,9 @@ class TrainState(tf.Module):
         self.trained_variables, self.untrained_variables = list(trained.values()), mark_frozen(named.values(), trained)
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
-            _refuse_lazy(self.plain_optimizers.values(), self._average_decay)
-            tables = _updated_by_rows(self)
-            self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, tables)
+            of_updates = [(self.plain_optimizers[n], of) for n, of in self.variables_of_update.items()]
+            pairs = [(optimizer, v) for optimizer, of in of_updates for v in of]
+            self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, pairs)
         _refuse_synchronized(layers, self.virtual_replicas)
         replicas = self.strategy.num_replicas_in_sync * self.turns
         self.recurrent_states = _find_recurrent_states(layers, replicas)
@@ -302,9 +302,8 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
         excluded = {id(v) for v in variables if not plain._use_weight_decay(tensorflow_variable(v))}
         not_decayed = [v for v in variables if id(v) not in decayed - excluded]
         plain.exclude_from_weight_decay(not_decayed)
-    state.slot_placement.build(optimizer, variables)
+    state.slot_placement.build(optimizer, plain, variables)
     keras_hooks.skip_reduction(plain)
-    row_updates.update_rows(plain)
     views = [state.slot_placement.views(v) for v in variables]
     elements = [int(tf.TensorShape(v.shape).num_elements()) for v in variables]
     sizes = [(view, size) for of, size in zip(views, elements, strict=True) for view in of]
@@ -315,14 +314,6 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
     state.placement.adapt_optimizer(plain)
     if isinstance(rate := plain._learning_rate, keras.Variable):
         state.initial_learning_rates[update.name] = float(rate.numpy())
-
-
-def _updated_by_rows(state: TrainState) -> set[int]:
-    """Returns variables, by `id`, whose gradients may be sparse, and of which optimizers update those rows alone."""
-    pairs = [(state.plain_optimizers[name], v) for name, of in state.variables_of_update.items() for v in of]
-    whole = {id(v) for optimizer, v in pairs if row_updates.why_whole(optimizer, v) is not None}
-    sizes = {id(v): tf.as_dtype(v.dtype).size * (tf.TensorShape(v.shape).num_elements() or 0) for _, v in pairs}
-    return {i for i, size in sizes.items() if i not in whole and size > gradients.LARGEST_PACKED_BYTES}
 
 
 def _require_created(created: Mapping[int, Any], variables: Iterable[tuple[str, Any]], owner: str) -> None:
@@ -345,15 +336,6 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
     for top in top_layers(model, in_parts=True):
         yield top
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
-
-
-def _refuse_lazy(optimizers: Iterable[Any], average_decay: float) -> None:
-    """Refuses lazy optimizers with a moving average of the weights, which is not lazy."""
-    for name in (type(optimizer).__name__ for optimizer in optimizers if getattr(optimizer, "is_lazy", False)):
-        raise ValueError(
-            f"{average_decay=} was given with {name}, which changes the rows of a batch alone, but a moving average "
-            f"moves every row of a table at each step: give average_decay=0, or keras.optimizers.{name[4:]}."
-        )
 
 
 def _refuse_synchronized(layers: Iterable[keras.Layer], virtual_replicas: int) -> None:

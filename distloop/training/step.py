@@ -27,7 +27,7 @@ from distloop.distributed.devices import HOST
 from distloop.optimizers.clipping import Clipping
 from distloop.optimizers.gradients import Packing, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
-from distloop.optimizers.sparse_gradients import Segment
+from distloop.optimizers.rows import Segment
 from distloop.training import metrics, variable_writes
 from distloop.training.application import make_application
 from distloop.training.forward_backward import ForwardBackward, Summed

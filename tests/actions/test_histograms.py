@@ -11,6 +11,7 @@ import distloop
 from distloop.actions import histograms
 from distloop.actions.histograms import WeightHistograms
 from distloop.optimizers import gradients
+from distloop.tables.sparse_packing import SparsePacking
 from tests import problems
 from tests.problems import mostly_wide
 
@@ -171,7 +172,8 @@ def test_a_sparse_gradient_shows_its_rows_and_a_large_table_a_sample(monkeypatch
     table = tf.Variable(tf.ones([100, 2]))
     action = WeightHistograms({"": [table]}, {id(table): "table"}, every=1)
     action.begin(0, is_restored=False)
-    packing = gradients.Packing([table], keeps_sparse=True)
+    state = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), virtual_replicas=0)
+    packing = SparsePacking([table], state, for_rows=True)
     action.allocate("", packing)
 
     @tf.function

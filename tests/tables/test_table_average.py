@@ -3,8 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from distloop.optimizers import row_updates
-from distloop.optimizers.table_average import TableAverage
+from distloop.tables import row_updates
+from distloop.tables.table_average import TableAverage
 from tests.problems import assert_close
 
 RATES = (0.5, 0.1, 0.2, 0.3, 0.05, 0.25)
@@ -16,7 +16,7 @@ def train(average, table, expected, is_sparse):
         numbers = tf.constant([step % 3, 4])
         gradient = tf.IndexedSlices(tf.ones([2, 2]), numbers, tf.constant([5, 2])) if is_sparse(step) else tf.ones([5])
         average.touch(gradient)
-        row_updates.subtract(table, numbers, -tf.ones([2, 2]))
+        row_updates.subtract_rows(table, numbers, -tf.ones([2, 2]))
         average.move(tf.constant(rate))
         expected = expected + np.float32(rate) * (table.numpy() - expected)
         assert_close({"average": average.numpy()}, {"average": expected})

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.optimizers.test_row_updates import NUMBERS, SHAPE, start, train
+from tests.tables.test_row_updates import NUMBERS, SHAPE, start, train
 
 LAZY = {
     "LazySGD": (distloop.LazySGD, dict(momentum=0.9)),

@@ -14,8 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.optimizers import row_updates, sparse_gradients
-from distloop.optimizers.sparse_gradients import Rows
+from distloop.optimizers.rows import Rows, read_rows, write_rows
+from distloop.tables import sparse_packing
+from distloop.tables.row_updates import subtract_rows
 from distloop.variables import tensorflow_variable
 
 _Mixin: Any = object  # the methods of Keras come from the class that stands beside it
@@ -44,21 +45,21 @@ class _Lazy(_Mixin):
             super().update_step(gradient, variable, learning_rate)
             return
         plain = tensorflow_variable(variable)
-        rows = sparse_gradients.merge(sparse_gradients.from_slices(gradient, plain.shape))
+        rows = sparse_packing.merge(sparse_packing.from_slices(gradient, plain.shape))
         has_gradient = tf.reduce_any(tf.not_equal(rows.values, 0), 1)
         rows = Rows(*(tf.boolean_mask(part, has_gradient) for part in rows))
-        values = tf.cast(sparse_gradients.to_slices(rows, plain.shape).values, plain.dtype)
+        values = tf.cast(sparse_packing.to_slices(rows, plain.shape).values, plain.dtype)
         rate = tf.cast(learning_rate, plain.dtype)
         if self.weight_decay is not None and super()._use_weight_decay(variable):
-            weights = row_updates.read(variable, rows.numbers)
-            row_updates.subtract(variable, rows.numbers, weights * tf.cast(self.weight_decay, plain.dtype) * rate)
+            weights = read_rows(variable, rows.numbers)
+            subtract_rows(variable, rows.numbers, weights * tf.cast(self.weight_decay, plain.dtype) * rate)
         self._update_rows(rows.numbers, values, variable, rate)
 
     def _change(self, slots: Sequence[Any], variable: Any, numbers: tf.Tensor, change: Any) -> tf.Tensor:
         """Sets a slot's rows to what a function makes of them; returns the new ones."""
         slot = slots[self._get_variable_index(variable)]
-        rows = change(row_updates.read(slot, numbers))
-        row_updates.write(slot, numbers, rows)
+        rows = change(read_rows(slot, numbers))
+        write_rows(slot, numbers, rows)
         return rows
 
 
@@ -74,7 +75,7 @@ class _LazyAdamRule(_Lazy):
         if self.amsgrad:
             v = self._change(self._velocity_hats, variable, numbers, lambda largest: tf.maximum(largest, v))
         rate *= tf.sqrt(1 - beta_2**step) / (1 - beta_1**step)
-        row_updates.subtract(variable, numbers, m * rate / (tf.sqrt(v) + self.epsilon))
+        subtract_rows(variable, numbers, m * rate / (tf.sqrt(v) + self.epsilon))
 
 
 @keras.saving.register_keras_serializable(package="distloop")
@@ -97,4 +98,4 @@ class LazySGD(_Lazy, keras.optimizers.SGD):
         if self.momentum:
             velocity = self._change(self.momentums, variable, numbers, lambda m: m * self.momentum - difference)
             difference = difference - self.momentum * velocity if self.nesterov else -velocity
-        row_updates.subtract(variable, numbers, difference)
+        subtract_rows(variable, numbers, difference)

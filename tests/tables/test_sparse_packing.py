@@ -1,12 +1,16 @@
 """Rows of tables: lists, their sums, and the functions of gradients that take them beside dense ones."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.optimizers import gradients, sparse_gradients
+from distloop.optimizers import gradients
 from distloop.optimizers.clipping import Clipping
-from distloop.optimizers.sparse_gradients import Rows
+from distloop.optimizers.rows import Rows
+from distloop.tables import sparse_packing
+from distloop.tables.sparse_packing import SparsePacking
 from tests.problems import mirrored
 
 SHAPE = (7, 2)
@@ -23,8 +27,13 @@ def slices(numbers, values=None, shape=SHAPE):
     return tf.IndexedSlices(values, tf.constant(numbers, tf.int32), tf.constant(shape))
 
 
-def packing(**arguments):
-    return gradients.Packing([tf.TensorSpec(SHAPE), tf.TensorSpec([3])], **{"keeps_sparse": True, **arguments})
+def sparse(variables, replicas=1):
+    state = types.SimpleNamespace(strategy=mirrored(replicas), virtual_replicas=0)
+    return SparsePacking(variables, state, for_rows=True)
+
+
+def packing(kind=sparse, **arguments):
+    return kind([tf.TensorSpec(SHAPE), tf.TensorSpec([3])], **arguments)
 
 
 def dense(*numbers):
@@ -32,15 +41,15 @@ def dense(*numbers):
 
 
 def test_merging_adds_duplicates_in_the_order_of_the_list():
-    rows = sparse_gradients.from_slices(slices([5, 0, 5, 5], [[1e8, 1], [2, 2], [1, 3], [-1e8, 4]]), SHAPE)
-    numbers, values = sparse_gradients.merge(rows)
+    rows = sparse_packing.from_slices(slices([5, 0, 5, 5], [[1e8, 1], [2, 2], [1, 3], [-1e8, 4]]), SHAPE)
+    numbers, values = sparse_packing.merge(rows)
     assert numbers.numpy().tolist() == [5, 0]
     assert values.numpy().tolist() == [[0.0, 8.0], [2.0, 2.0]]  # 1e8 + 1 - 1e8 is 0 in float32
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 2), (7, 2, 3)])
 def test_a_sparse_gradient_comes_back_in_the_shape_of_its_table(shape):
-    layout = gradients.Packing([tf.TensorSpec(shape)], keeps_sparse=True)
+    layout = sparse([tf.TensorSpec(shape)])
     gradient = slices([4, 1, 4], shape=shape)
     segments = layout.pack([gradient])
     assert isinstance(segments[0], Rows)
@@ -52,7 +61,7 @@ def test_a_sparse_gradient_comes_back_in_the_shape_of_its_table(shape):
 def test_a_gradient_stays_sparse_only_where_that_is_asked_for_and_pays(monkeypatch):
     gradient = [slices([4, 1]), tf.ones([3])]
     assert isinstance(packing().pack(gradient)[0], Rows)
-    assert not isinstance(packing(keeps_sparse=False).pack(gradient)[0], Rows)
+    assert not isinstance(packing(gradients.Packing).pack(gradient)[0], Rows)
     assert not isinstance(packing().pack(gradient, keeps_sparse=False)[0], Rows)
     monkeypatch.setattr(gradients, "LARGEST_PACKED_BYTES", 56)  # of 7 x 2 numbers
     assert [segment.shape.as_list() for segment in packing().pack(gradient)] == [[17]]
@@ -60,10 +69,10 @@ def test_a_gradient_stays_sparse_only_where_that_is_asked_for_and_pays(monkeypat
 
 def test_sums_of_sparse_and_dense_gradients_are_those_of_dense_ones():
     layout = packing()
-    sparse = layout.pack([slices([4, 1, 4]), tf.ones([3])])
+    rows = layout.pack([slices([4, 1, 4]), tf.ones([3])])
     other = layout.pack([slices([4, 2]), tf.ones([3])])
     whole = layout.pack([tf.ones(SHAPE), tf.ones([3])])
-    (joined, vector), (mixed, _) = layout.add(sparse, other), layout.add(sparse, whole)
+    (joined, vector), (mixed, _) = layout.add(rows, other), layout.add(rows, whole)
     assert joined.numbers.numpy().tolist() == [4, 1, 4, 4, 2] and vector.numpy().tolist() == [2.0] * 3
     np.testing.assert_array_equal(layout.unpack([joined, vector])[0], dense([4, 1, 4]) + dense([4, 2]))
     np.testing.assert_array_equal(tf.reshape(mixed, SHAPE), dense([4, 1, 4]) + 1)
@@ -71,14 +80,13 @@ def test_sums_of_sparse_and_dense_gradients_are_those_of_dense_ones():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_reduction_adds_rows_of_all_replicas_once(replicas):
-    layout, strategy = packing(), mirrored(replicas)
+    layout, strategy = packing(replicas=replicas), mirrored(replicas)
 
     def reduce():
         context = tf.distribute.get_replica_context()
         numbers = tf.constant([[4, 1, 4], [1, 6, 6]])[context.replica_id_in_sync_group]
         segments = layout.pack([tf.IndexedSlices(tf.ones([3, 2]), numbers, tf.constant(SHAPE)), tf.ones([3])])
-        gather = lambda rows: Rows(*(context.all_gather(part, 0) for part in rows))  # noqa: E731
-        segments, sums = layout.all_reduce(segments, {"tallies": tf.ones([2])}, gather=gather)
+        segments, sums = layout.all_reduce(segments, {"tallies": tf.ones([2])})
         return [*segments[0], segments[1], sums["tallies"]]
 
     results = tf.function(lambda: strategy.run(reduce), autograph=False)()
@@ -96,16 +104,16 @@ def test_a_reduction_adds_rows_of_all_replicas_once(replicas):
 def test_norms_clipping_and_the_diagnosis_are_those_of_the_dense_gradient(clipping, bad):
     clipping, results = Clipping(**clipping), []
     values = [[1.0, -2.0], [3.0, 4.0], [0.5, bad]]
-    for layout in (packing(), packing(keeps_sparse=False)):
+    for layout in (packing(), packing(gradients.Packing)):
         segments, _ = layout.all_reduce(layout.pack([slices([4, 1, 4], values), tf.ones([3])]), {})
         squares, norm, scale = gradients.norm_and_scale(segments, tf.constant(2.0))
         found = layout.find_nonfinite(layout.diagnosis(segments, squares).numpy())
         segments, scale, is_clipped = clipping.clip(layout, segments, norm, scale, tf.math.is_finite(norm))
         results.append([norm, is_clipped, *layout.unpack(segments, scale)])
         assert found == ([0] if bad else [])
-        assert isinstance(segments[0], Rows) == layout._keeps_sparse
-    for sparse, whole in zip(*results, strict=True):
-        np.testing.assert_allclose(tf.cast(sparse, tf.float32), tf.cast(whole, tf.float32), rtol=1e-6)
+        assert isinstance(segments[0], Rows) == isinstance(layout, SparsePacking)
+    for kept, whole in zip(*results, strict=True):
+        np.testing.assert_allclose(tf.cast(kept, tf.float32), tf.cast(whole, tf.float32), rtol=1e-6)
 
 
 def test_a_factor_of_zero_gives_zero_even_for_infinite_rows():

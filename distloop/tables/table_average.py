@@ -2,15 +2,19 @@
 
     a_t = w + (a_s - w) * d_(s+1) * ... * d_t        for a row that has the weights w since step s; d is the decay
 
-So a step reads and writes the rows of its batch alone. It does not know which rows these are, or what the decay is.
+So a step reads and writes the rows of its batch alone.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from distloop.optimizers import row_updates
+from distloop.optimizers import gradients
+from distloop.optimizers.moving_average import MovingAverage
+from distloop.optimizers.rows import read_rows, write_rows
+from distloop.tables import row_updates
 from distloop.variables import ComposedVariable, tensorflow_variable
 
 
@@ -69,9 +73,9 @@ class TableAverage(ComposedVariable):
             tf.cond(tf.equal(self._decay, 0), lambda: None, lambda: self.assign(tf.convert_to_tensor(self)))
             return
         numbers = gradient.indices
-        rows, weights = (row_updates.read(variable, numbers) for variable in (self._rows, self._table))
-        row_updates.write(self._rows, numbers, self._up_to_date(rows, weights, row_updates.read(self._marks, numbers)))
-        row_updates.write(self._marks, numbers, tf.fill(tf.shape(numbers), tf.identity(self._decay)))
+        rows, weights = (read_rows(variable, numbers) for variable in (self._rows, self._table))
+        write_rows(self._rows, numbers, self._up_to_date(rows, weights, read_rows(self._marks, numbers)))
+        write_rows(self._marks, numbers, tf.fill(tf.shape(numbers), tf.identity(self._decay)))
 
     def move(self, rate: tf.Tensor) -> None:
         """Moves the average towards the weights by a rate, `1 - d`, after an update; in replica context."""
@@ -96,3 +100,73 @@ class TableAverage(ComposedVariable):
         passed = tf.reshape(tf.identity(self._decay) - marks, shape)
         moved = weights + (rows - weights) * tf.cast(tf.exp(passed), rows.dtype)
         return tf.where(tf.equal(passed, 0), rows, moved)
+
+
+class AverageByRows(MovingAverage):
+    """The moving averages of variables of which some are tables whose rows an optimizer updates without the others."""
+
+    def __init__(self, variables: Sequence[Any], decay: float, tables: set[int]):
+        """Creates the averages with the variables' values, as `MovingAverage` does; `tables` by `id`."""
+        self._tables = frozenset(tables)
+        super().__init__(variables, decay)
+
+    def _make(self, variable: Any) -> Any:
+        return TableAverage(variable) if id(variable) in self._tables else super()._make(variable)
+
+    def _swapped(self) -> list[tuple[Any, Any]]:
+        return [(variable, average) for variable, average in self.pairs if not isinstance(average, TableAverage)]
+
+    @property
+    def stored(self) -> Sequence[tf.Variable]:
+        """The variables that hold the averages."""
+        lists = [a.stored.values() if isinstance(a, TableAverage) else [a] for a in self.variables]
+        return [variable for stored in lists for variable in stored]
+
+    def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Brings up to date the rows that an update is about to change; in replica context."""
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if isinstance(average := self._averaged[id(variable)], TableAverage):
+                average.touch(gradient)
+
+    def _move(self, variable: Any, average: Any, rate: tf.Tensor) -> None:
+        if isinstance(average, TableAverage):
+            average.move(rate)
+        else:
+            super()._move(variable, average, rate)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Enters a scope in which the variables have the averaged values; restores every bit on exit."""
+        tables = [(variable, a) for variable, a in self.pairs if isinstance(a, TableAverage)]
+        weights = [tf.identity(tensorflow_variable(variable)) for variable, _ in tables]
+        with super().applied():
+            for variable, average in tables:
+                variable.assign(tf.convert_to_tensor(average))
+            try:
+                yield
+            finally:
+                for (variable, _), weight in zip(tables, weights, strict=True):
+                    variable.assign(weight)
+
+
+def make_average(variables: Sequence[Any], decay: float, trained: Sequence[tuple[Any, Any]]) -> MovingAverage:
+    """Returns the moving averages of variables, those of tables by rows where optimizers update rows alone.
+
+    Args:
+        variables: the variables to average.
+        decay: as for `MovingAverage`.
+        trained: pairs of an optimizer and a variable.
+
+    Raises:
+        ValueError: if an optimizer is lazy, and the average would move all rows of its tables.
+    """
+    for name in (type(optimizer).__name__ for optimizer, _ in trained if getattr(optimizer, "is_lazy", False)):
+        raise ValueError(
+            f"average_decay={decay} was given with {name}, which changes the rows of a batch alone, but a moving "
+            "average moves every row of a table at each step: give average_decay=0, or "
+            f"keras.optimizers.{name[4:]}."
+        )
+    whole = {id(v) for optimizer, v in trained if row_updates.why_whole(optimizer, v) is not None}
+    sizes = {id(v): tf.as_dtype(v.dtype).size * (tf.TensorShape(v.shape).num_elements() or 0) for _, v in trained}
+    tables = {i for i, size in sizes.items() if i not in whole and size > gradients.LARGEST_PACKED_BYTES}
+    return AverageByRows(variables, decay, tables)

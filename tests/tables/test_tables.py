@@ -9,9 +9,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.optimizers import gradients, sparse_gradients
-from distloop.sharding.sharded_application import ShardedPlacement
-from distloop.training import tables
+from distloop.optimizers import gradients, slot_placement
+from distloop.sharding import sharded_application
+from distloop.tables import sparse_packing
+from distloop.training import overview
 from distloop.training.saved_state import SavedState
 from tests.problems import assert_close, assert_equal, local_values, on, refused
 
@@ -81,11 +82,11 @@ def tables_are_large(monkeypatch):
 def merges(monkeypatch):
     """The lists of rows that were merged, one for each sparse gradient that was traced."""
     merged = []
-    monkeypatch.setattr(sparse_gradients, "merge", recorded(merged))
+    monkeypatch.setattr(sparse_packing, "merge", recorded(merged))
     return merged
 
 
-def recorded(merged, merge=sparse_gradients.merge):
+def recorded(merged, merge=sparse_packing.merge):
     """Returns `merge`, which notes what it merges."""
     return lambda rows: merged.append(rows) or merge(rows)
 
@@ -165,7 +166,7 @@ def test_a_gradient_fn_and_a_step_fn_get_whole_gradients():
 
 @pytest.mark.slow
 def test_a_large_table_that_a_step_walks_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(tables, "_MANY_ROWS", ROWS)
+    monkeypatch.setattr(overview, "_MANY_ROWS", ROWS)
     trainer = fit(model_fn(("adam",)), on(1, console="lines"), data(8), steps=1)
     (path,) = trainer.state.paths.values()
     printed = " ".join(capsys.readouterr().out.split())
@@ -220,7 +221,7 @@ def test_evaluations_of_an_averaged_table_leave_no_trace(averaged):
 
 
 @pytest.mark.slow
-def test_a_run_on_sparse_gradients_goes_on_with_dense_ones(averaged, tmp_path):
+def test_a_run_on_sparse_packing_goes_on_with_dense_ones(averaged, tmp_path):
     _, dense, _ = averaged
     for is_dense, steps in ((False, 5), (True, 9)):
         config = on(1, workdir=str(tmp_path), average_decay=0.9, clip_norm=0.5)
@@ -234,14 +235,35 @@ def test_a_moving_average_of_a_lazily_trained_table_is_refused():
     refused(lambda: distloop.Trainer(model_fn(("lazy",)), config), *parts)
 
 
-def test_with_sharded_updates_the_gradient_of_a_table_is_whole_and_the_console_says_so(capsys):
-    state = types.SimpleNamespace(virtual_replicas=0, strategy=tf.distribute.get_strategy())
-    state.slot_placement = types.SimpleNamespace(why_dense=ShardedPlacement.why_dense)
-    table = types.SimpleNamespace(shape=(200_000, 2))
-    state.paths = {id(table): "ids/embeddings"}
-    of_update = tables.Tables(state, None, [table], None)
+@pytest.mark.parametrize("part", ["sharding", "none"])
+def test_a_packing_of_whole_gradients_says_why_and_the_console_too(part, capsys):
+    reason = sharded_application._WHY_DENSE if part == "sharding" else "the folder is gone"
+    table = types.SimpleNamespace(shape=(200_000, 2), dtype="float32")
+    packing = gradients.Packing([table], why_dense=reason)
     sparse = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), tf.constant([3, 2]))
-    assert tf.convert_to_tensor(of_update.sized(sparse, table)).numpy().tolist() == [[0, 0], [2, 2], [0, 0]]
-    assert not isinstance(of_update.sized(sparse, table), tf.IndexedSlices) and of_update.by_rows == set()
-    tables.report([of_update], state, is_shown=True)
-    assert "ids/embeddings of 200,000 rows is updated as a whole at each step, since shard" in capsys.readouterr().out
+    whole = packing.sized(sparse, table)
+    assert whole.numpy().tolist() == [[0, 0], [2, 2], [0, 0]] and packing.by_rows == set()
+    update = types.SimpleNamespace(packing=packing, variables=[table])
+    state = types.SimpleNamespace(paths={id(table): "ids/embeddings"})
+    overview.report_whole_tables([update], state, is_shown=True)
+    assert (
+        f"ids/embeddings of 200,000 rows is updated as a whole at each step, since {reason}" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_without_the_part_a_table_trains_to_the_weights_of_dense_gradients_and_the_console_says_so(
+    merges, monkeypatch, capsys
+):
+    monkeypatch.setattr(overview, "_MANY_ROWS", ROWS)
+    with_part = fit(model_fn(("adagrad",)), on(2, average_decay=0.9), data())
+    assert merges
+    merges.clear()
+
+    def gone(module, given):
+        raise ValueError(f"{given} needs {module}")
+
+    monkeypatch.setattr(slot_placement, "import_part", gone)
+    without = fit(model_fn(("adagrad",)), on(2, average_decay=0.9, console="lines"), data())
+    assert not merges and "the folder tables, is gone" in " ".join(capsys.readouterr().out.split())
+    assert_close(values_of(without), values_of(with_part))

@@ -6,8 +6,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.optimizers import keras_hooks, row_updates
-from distloop.optimizers.sparse_gradients import Rows, to_slices
+from distloop.optimizers import keras_hooks
+from distloop.optimizers.rows import Rows, write_rows
+from distloop.tables import row_updates
+from distloop.tables.sparse_packing import to_slices
 
 SHAPE = (6, 2)
 NUMBERS = [[4, 1], [1, 5], [4, 5]]  # rows with a gradient, by step
@@ -81,7 +83,7 @@ def test_constraints_and_weight_decay_need_whole_tables_and_variables_without_de
 
 def test_reads_after_an_update_share_the_memory_of_the_table():
     table = tf.Variable(start())
-    row_updates.write(table, tf.constant([1]), tf.ones([1, 2]))
-    row_updates.subtract(table, tf.constant([1]), tf.ones([1, 2]))
+    write_rows(table, tf.constant([1]), tf.ones([1, 2]))
+    row_updates.subtract_rows(table, tf.constant([1]), tf.ones([1, 2]))
     views = [np.asarray(memoryview(table.read_value())) for _ in range(2)]
     assert np.shares_memory(*views), "TensorFlow copied the table at each read"
