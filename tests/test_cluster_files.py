@@ -144,10 +144,7 @@ def test_the_launcher_gets_the_pods_of_the_job_as_hosts(job, monkeypatch):
 
 def test_the_jobs_ports_are_the_launchers(job):
     ports = container_of(job["spec"]["template"])["ports"]
-    assert {(port["containerPort"], port.get("protocol", "TCP")) for port in ports} == {
-        (launch.FIRST_PORT, "TCP"),
-        (launch.FIRST_PORT, "UDP"),
-    }
+    assert {(port["containerPort"], port.get("protocol", "TCP")) for port in ports} == {(launch.FIRST_PORT, "TCP")}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ WITHOUT_TENSORFLOW |= {
     for name in "records run_files run_starts run_costs run_lock console text_tables curves timing".split()
 }
 WITHOUT_TENSORFLOW |= {
-    f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "notes", "output", "preemption")
+    f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "star", "notes", "output", "preemption")
 }
 WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "children elastic membership ports processes ray_actors".split()}
 WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory lease tree upload".split())}

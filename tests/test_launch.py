@@ -253,12 +253,8 @@ def test_an_index_of_kubernetes_outside_the_hosts_is_refused(index, monkeypatch)
         parse("--hosts=a,b")
 
 
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
-def test_a_port_that_is_taken_is_refused_before_the_start(kind, port, capsys):
-    with socket.socket(type=kind) as taken:
-        taken.bind(("127.0.0.1", port + 1))
-        if kind == socket.SOCK_STREAM:
-            taken.listen()
+def test_a_port_that_is_taken_is_refused_before_the_start(port, capsys):
+    with socket.create_server(("127.0.0.1", port + 1)):
         assert launch.main(["--hosts=a,b", "--host_index=1", "--workers=2", f"--port={port}", PROGRAM]) == 2
     assert capsys.readouterr().err == (
         f"distloop.launch: port {port + 1} is taken on this host, but worker 3 is to have it: give another --port, "

@@ -5,10 +5,9 @@
     heartbeat.watch(hang_timeout_secs=600)      # from now on this process ends when another one fails or falls silent
     heartbeat.phase = TRAINING
 
-Twice a second each worker sends a UDP datagram to its `neighbors`, up to 8 workers to all others, to the port of the
-same number as the TCP port that TensorFlow uses. So heartbeats work where TensorFlow waits forever: before the workers
-have joined, inside a collective that never completes, and after the chief is gone. `messages` writes and signs,
-`datagrams` carries, and `liveness` decides who failed. It does not know TensorFlow.
+Twice a second each worker sends a message to the chief, and the chief one to each worker, over TCP (`star`); `liveness`
+decides who failed. This works where TensorFlow waits for ever: before the workers have joined, and inside a collective
+that never completes. TensorFlow's own coordination service is not used: it ends processes by itself and names nobody.
 """
 
 import atexit
@@ -21,21 +20,19 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distloop.distributed import liveness, output
-from distloop.distributed.datagrams import Datagrams
-from distloop.distributed.liveness import Beat, Progress, Table, Timeouts
-from distloop.distributed.messages import Messages, NotCounted, shorten
+from distloop.distributed.liveness import Progress, Table, Timeouts
+from distloop.distributed.star import Star, describe_facts, shorten
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
 _GRAPH_ERROR = "Graph execution error:"  # the first line of TensorFlow's errors in a function
 _SEND_SECS = 0.5
-_MEET_SECS = 0.1  # from one heartbeat to the next until all have met
-_NEWS_SECS = 0.05  # from one heartbeat to the next while workers meet
-_LAST_MESSAGE_SECS = 1.0  # for other workers to hear why this one ends, and for the one that failed to end first
-_GONE_MESSAGE_SECS = 0.2  # for the same where one has ended already
+_MEET_SECS = 0.05  # from one message to the next until all have met; longer with more than 50 workers
+_LAST_MESSAGE_SECS = 1.0  # for the worker that failed to end first
+_GONE_MESSAGE_SECS = 0.2  # for other workers to hear why this one ends, where one has ended already
 _SAVE_SECS = 60.0  # for a checkpoint that is being written
 _LEAVE_SECS = 600.0  # that a worker waits for the others at the end of its program, without a hang_timeout
 
@@ -72,62 +69,67 @@ class Heartbeat:
         self.phase = "starting"
         self.step: Callable[[], int] = lambda: 0
         self._last_step = 0  # read by the sending thread: if a device hangs, reading the step may hang, too
-        self._messages = Messages(index, secret)
-        digests = self._messages.describe_facts(facts, secret_names)
-        self._table = Table(tuple(addresses), index, self._messages.run, digests)
-        self._table_lock = threading.Lock()  # held to replace the table
+        self._facts = describe_facts(facts, secret, secret_names)
+        self._digests: dict[int, Mapping[str, str]] = {}  # of the facts of the others, on the chief
+        self._values: dict[int, tuple[str, str]] = {}  # of the last one that was asked for, with its name
+        self._asked = ""  # the name of a fact whose value the chief needs
+        self._refusal = ""  # the reason why the run cannot begin, the same on all workers
+        self._missing = ""  # the workers that the chief waits for, in words
+        self._is_over = False  # all workers have come to the end of their programs
+        self._table = Table(tuple(addresses), index)
+        self._table_lock = threading.RLock()  # held to replace the table
         self._pid = os.getpid()  # a fork is another process
         self._state, self._error, self._is_hang = "alive", "", False
         self._timeouts = Timeouts()
         self._is_watching = False
         self._ending = threading.Lock()  # taken once, forever
-        self._has_news = threading.Event()  # that others wait for
-        self._strangers: dict[str, str] = {}  # by host, why its datagrams do not count
-        heard = self._table.neighbors
-        self._datagrams = Datagrams(addresses, index, lambda i: self._table.is_silent(i, time.monotonic()), heard)
-        for target in (self._send_forever, self._receive_forever):
-            threading.Thread(target=target, name="distloop-heartbeat", daemon=True).start()
+        self._star = Star(addresses, index, secret, self._receive, {"digests": self._facts.digests})
+        threading.Thread(target=self._send_forever, name="distloop-heartbeat", daemon=True).start()
 
     def meet(self, timeout_secs: float) -> None:
-        """Waits until every worker hears all its neighbors, and checks that they were started alike.
+        """Waits until every worker is there, and checks that they were started alike.
 
         Raises:
             ValueError: if a worker did not come, or was started with other facts.
         """
         deadline, next_line = time.monotonic() + timeout_secs, time.monotonic() + 5
-        while unmet := liveness.find_unmet(self._table, time.monotonic()):
+        while not self._table.has_met:
             table, now = self._table, time.monotonic()
-            ended = liveness.find_ended(table)
-            if failure := liveness.find_reported_failure(table) or (ended.error if ended else ""):
-                self._check_facts()
-                self._end(failure)
-            self._rise(lambda table: liveness.rise(table, time.monotonic()))
+            if self._refusal:
+                self._send()
+                raise ValueError(self._refusal)
+            if verdict := liveness.find_failure(table):
+                self._end(verdict.reason)
+            missing = table.name(table.find_missing(now)) or self._missing or "all others"
+            causes = "; ".join(self._star.causes.values())
             if now >= deadline:
-                raise ValueError(liveness.explain_unmet(table, timeout_secs, self._find_causes(unmet), now))
+                raise ValueError(
+                    f"{missing} did not come within {timeout_secs:g} seconds{f' ({causes})' if causes else ''}, and "
+                    f"worker {table.index} waits no longer: look at their output, and whether each can reach the "
+                    "addresses of all by TCP, or set a longer start_timeout."
+                )
             if now >= next_line:
-                if table.has_duplicate(now):  # for seconds: a recorded datagram does not end this process
-                    raise ValueError(
-                        f"Another process says that it is worker {table.index}, too: give each its own task index in "
-                        "TF_CONFIG, and the same addresses."
-                    )
-                causes = "".join(f"; {cause}" for cause in self._find_causes(unmet))
-                output.say(f"distloop: waiting for {liveness.name_missing(table, now)}{causes}.", 0.1)
+                output.say(f"distloop: waiting for {missing}{f'; {causes}' if causes else ''}.", 0.1)
                 next_line += 30
+            if table.index == 0:
+                self._compare(now)
             time.sleep(0.05)
+
+    def _compare(self, now: float) -> None:
+        """Ends the meeting, on the chief, once all workers are there and were started alike."""
         with self._table_lock:
-            self._table = liveness.end_meeting(self._table)
-        self._send_repeatedly()
-        self._check_facts()
-
-    def _check_facts(self) -> None:
-        for i in sorted(self._table.beats):
-            liveness.check_facts(self._table, i)
-
-    def _find_causes(self, unmet: Sequence[int]) -> list[str]:
-        """Returns what may keep workers from being heard."""
-        problems, strangers = dict(self._datagrams.problems), dict(self._strangers)  # other threads change them
-        causes = [f"worker {i}: {problems[i]}" for i in unmet if i in problems]
-        return causes + [f"datagrams of {host} do not count: {why}" for host, why in strangers.items()]
+            if self._table.find_missing(now):
+                return
+            for i, digests in sorted(self._digests.items()):
+                name = liveness.find_difference(self._facts, digests)
+                if name is not None:
+                    self._asked = name
+                    if self._values.get(i, ("", ""))[0] == name:
+                        self._refusal = liveness.explain_difference(self._facts, name, i, self._values[i][1])
+                    return
+            self._star.close_port()
+            self._table = self._table.replace(has_met=True)
+        self._send()
 
     def watch(self, hang_timeout_secs: float, join_timeout_secs: float = 0.0) -> None:
         """Starts to end this process when another worker fails or falls silent, and to report an error of this one.
@@ -157,7 +159,7 @@ class Heartbeat:
         if self._state == "alive":
             self._state, self._error = "failed", _shorten_error(error)
         self._is_watching = False
-        self._send_repeatedly()
+        self._send()
 
     def _leave(self) -> None:
         """Waits at exit until all workers are there: TensorFlow takes a worker that leaves early for a dead one."""
@@ -170,14 +172,21 @@ class Heartbeat:
         if self._state != "alive":
             return
         self._read_step()
-        self._rise(lambda table: table.replace(level=0))
         self._state, self._is_watching = "left", False
-        self._send_repeatedly()
+        self._send()
         deadline = time.monotonic() + (self._timeouts.hang_secs or _LEAVE_SECS)
-        while self._table.level < self._table.top_level and time.monotonic() < deadline:
+        while self._has_to_stay() and time.monotonic() < deadline:
             time.sleep(0.05)
-            self._rise(lambda table: table.replace(level=liveness.level_at_end(table, time.monotonic())))
-        self._send_repeatedly()
+        self._is_over = True
+        self._send()
+
+    def _has_to_stay(self) -> bool:
+        """Returns whether a worker runs that can be heard: the chief looks, the others wait for its word."""
+        table, now = self._table, time.monotonic()
+        audible = [table.beats[i] for i in table.heard if not table.is_silent(i, now)]
+        if table.index:
+            return not self._is_over and any(beat.state in ("alive", "left") for beat in audible)
+        return any(beat.state == "alive" for beat in audible)
 
     def _watch(self) -> None:
         """Ends the process when `liveness` says so."""
@@ -201,8 +210,8 @@ class Heartbeat:
         deadline = time.monotonic() + 2 * liveness.SILENT_SECS
         while time.monotonic() < deadline:
             table, now = self._table, time.monotonic()
-            reason = liveness.find_failure(table, now) or liveness.find_silence(table, liveness.SILENT_SECS, now)
-            if reason:
+            verdict = liveness.find_failure(table)
+            if reason := verdict.reason if verdict else liveness.find_silence(table, liveness.SILENT_SECS, now):
                 self._end(reason)
             time.sleep(0.1)
         others = self._table.describe_others(time.monotonic())
@@ -214,11 +223,11 @@ class Heartbeat:
         try:
             place = f"worker {self._table.index} (step {self._last_step}, {self.phase})"
             self._state, self._error, self._is_hang = "ended", reason, with_stacks
-            self._send_repeatedly()
+            self._send()
             line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {place} ends, too."
             output.say("\n".join([line, *([_stacks(), line] if with_stacks else [])]))
             deadline = time.monotonic() + _SAVE_SECS
-            time.sleep(_GONE_MESSAGE_SECS if self._table.refused else _LAST_MESSAGE_SECS)
+            time.sleep(_GONE_MESSAGE_SECS if self._table.closed else _LAST_MESSAGE_SECS)
             for thread in threading.enumerate():
                 if thread.name.startswith("distloop-") and not thread.daemon:  # a checkpoint is being written
                     thread.join(max(0.0, deadline - time.monotonic()))
@@ -232,64 +241,50 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # the main thread may be changing the variable
             self._last_step = self.step()
 
-    def _rise(self, change: Callable[[Table], Table]) -> None:
-        """Changes the table; neighbors hear of a new level at once."""
-        with self._table_lock:
-            before, self._table = self._table, change(self._table)
-        if self._table.level != before.level:
-            self._has_news.set()
-
     def _send_forever(self) -> None:
+        meet_secs = _MEET_SECS * max(1.0, len(self._table.addresses) / 50)
         while True:
             self._read_step()
             self._send()
-            if self._has_news.wait(_SEND_SECS if self._table.has_met else _MEET_SECS):
-                time.sleep(_NEWS_SECS)
-            self._has_news.clear()
-
-    def _send_repeatedly(self) -> None:
-        """Sends three heartbeats at once, as datagrams may be lost."""
-        for _ in range(3):
-            self._send()
-            time.sleep(0.05)
+            time.sleep(_SEND_SECS if self._table.has_met else min(_SEND_SECS, meet_secs))
 
     def _send(self) -> None:
-        state, table, now = self._state, self._table, time.monotonic()  # the table last: its level is set first
-        beat = Beat(
-            *(table.run, state, self.phase, self._last_step, self._error, table.has_met, {}, table.facts, now),
-            *(table.level, "" if table.has_met else liveness.name_missing(table, now), self._is_hang),
-        )
-        if refused := self._datagrams.send(self._messages.write(beat, table, now)):
-            with self._table_lock:
-                self._table = self._table.replace(refused=self._table.refused | refused)
+        table, now = self._table, time.monotonic()
+        message: dict[str, Any] = {"state": self._state, "phase": self.phase, "step": self._last_step}
+        message |= {"error": self._error, "is_hang": self._is_hang}
+        if table.index == 0:
+            message |= {"others": table.tell(now), "has_met": table.has_met, "is_over": self._is_over}
+            if not table.has_met:
+                missing = table.name(table.find_missing(now))
+                message |= {"missing": missing, "asked": self._asked, "refusal": self._refusal}
+        elif self._asked:
+            message["value"] = [self._asked, self._facts.values.get(self._asked, str(None))]
+        self._star.send(message)
 
-    def _receive_forever(self) -> None:
-        while True:
-            source = ""
-            try:
-                data, source = self._datagrams.receive()
-                self._receive(data, source)
-            except NotCounted as error:
-                if source in self._strangers or len(self._strangers) < 3:
-                    self._strangers[source] = str(error)
-            except Exception:  # no datagram, or one of another program
-                continue
-
-    def _receive(self, data: bytes, source: str) -> None:
-        if not self._messages.is_signed and not self._datagrams.is_listed(source):
-            raise NotCounted("no worker has this address; with a DISTLOOP_SECRET on all, addresses do not matter")
+    def _receive(self, i: int, message: dict[str, Any] | None) -> None:
+        """Takes a message of worker `i`; None: it has closed its connection."""
         now = time.monotonic()
-        letter = self._messages.read(data, now)
-        self._strangers.pop(source, None)  # its name was looked up since
         with self._table_lock:
-            before = self._table
-            if letter.beat is None:
-                self._table = before.greet(letter.worker, letter.run, now)
-            else:
-                self._table = before.receive(letter.worker, letter.beat)
-            has_news = self._table.has_news_since(before)
-        if has_news:
-            self._has_news.set()
+            if message is None:
+                self._table = self._table.lose(i)
+            elif "state" in message:
+                self._table = self._table.receive(i, liveness.read_beat(message, now))
+            if message is None or self._table.has_met and self._table.index == 0:
+                return
+            if i:
+                if "digests" in message:
+                    self._digests[i] = {shorten(str(k), 100): str(v) for k, v in message["digests"].items()}
+                if "value" in message:
+                    self._values[i] = (str(message["value"][0]), shorten(message["value"][1], 200))
+                return
+            self._refusal = shorten(message.get("refusal", ""), 1000)
+            self._missing = shorten(message.get("missing", ""), 200)
+            self._asked = str(message.get("asked", ""))
+            self._is_over |= bool(message.get("is_over"))
+            self._table = self._table.learn(message.get("others", {}), now)
+            if message.get("has_met") and not self._table.has_met:
+                self._star.close_port()
+                self._table = self._table.replace(has_met=True)
 
 
 def _stacks() -> str:

@@ -1,4 +1,4 @@
-"""Ports: those that are free on this host, over TCP as TensorFlow uses them and UDP as heartbeats do."""
+"""Ports: those that are free on this host, over TCP, as TensorFlow and heartbeats use them."""
 
 import itertools
 import random
@@ -20,8 +20,6 @@ def is_free(port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow: closed connections do not count
         try:
             probe.bind(("", port))  # on every address, as TensorFlow does
-            with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
-                datagrams.bind(("", port))  # as heartbeats do
         except OSError:
             return False
         return True

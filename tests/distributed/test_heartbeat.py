@@ -1,6 +1,5 @@
 """Heartbeats between real processes, without TensorFlow and with a faster clock; test_liveness.py has the decisions."""
 
-import json
 import os
 import pathlib
 import signal
@@ -8,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -28,7 +26,7 @@ from distloop.distributed import heartbeat, liveness
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import GATHERING, JOINING, TRAINING
 
-heartbeat._SEND_SECS, liveness.SILENT_SECS, liveness.GONE_SECS = 0.1, 1.0, 0.4
+heartbeat._SEND_SECS, liveness.SILENT_SECS = 0.1, 1.0
 liveness.LEFT_SECS, heartbeat._LAST_MESSAGE_SECS = 1.0, 0.4
 
 index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
@@ -88,9 +86,9 @@ def free_ports(count):
     """Returns free ports below the range from which the system picks ports."""
     free = []
     for port in range(33_000 - os.getpid() % 1000 * 11, 10_000, -1):
-        with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        with socket.socket() as tcp:
             try:
-                tcp.bind(("", port)), udp.bind(("", port))
+                tcp.bind(("", port))
             except OSError:
                 continue
         free.append(port)
@@ -148,57 +146,21 @@ def test_missing_workers_are_printed_while_waiting(run, ports):
     assert worker.text.startswith(f"distloop: waiting for worker 1 (127.0.0.1:{ports[1]}).\n")
 
 
-def message(worker, **fields):
-    known = {"run": "x", "to": "", "number": 1, "state": "alive", "phase": "", "step": 0, "error": "", "has_met": False}
-    return json.dumps({"worker": worker, **known, **fields}).encode()
-
-
-@pytest.fixture
-def say():
-    """Returns a function that sends a datagram repeatedly to a local port until the test ends."""
-    is_over = threading.Event()
-    threads = []
-
-    def say(port, *messages):
-        def repeat():
-            with socket.socket(type=socket.SOCK_DGRAM) as sender:
-                while not is_over.wait(0.1):
-                    for data in messages:
-                        sender.sendto(data, ("127.0.0.1", port))
-
-        threads.append(threading.Thread(target=repeat))
-        threads[-1].start()
-
-    yield say
-    is_over.set()
-    for thread in threads:
-        thread.join()
-
-
-def test_heartbeats_of_an_earlier_run_do_not_count(run, say, ports):
-    say(ports[0], message(1, to="old", has_met=True), message(1, to="old", state="failed", error="old", number=2))
-    (worker,) = run("start(timeout=1, secret='')", None)
-    assert worker.end() == 1 and "did not come within 1 seconds, and" in worker.text and "old" not in worker.text
-
-
-def test_heartbeats_without_the_secret_do_not_count_and_are_named(run, say, ports):
-    say(ports[0], message(1, state="failed", error="forged"))
-    (worker,) = run("start(timeout=1)", None)
-    assert worker.end() == 1 and "forged" not in worker.text
-    assert (
-        "(datagrams of 127.0.0.1 do not count: they are not signed, and this worker has a DISTLOOP_SECRET)"
-        in worker.text
-    )
+def test_heartbeats_without_the_secret_do_not_count_and_are_named(run):
+    workers = run("start(timeout=2)", "start(timeout=1, secret='')")
+    assert [worker.end() for worker in workers] == [1, 1]
+    for worker in workers:
+        assert "connections of 127.0.0.1 do not count: they are not signed with the DISTLOOP_SECRET" in worker.text
 
 
 def test_other_facts_are_refused_on_every_worker(run):
     facts = ["{'--batch_size': '16', 'x': '1'}", "{'--batch_size': '16', 'x': '1'}", "{'--batch_size': '32'}"]
     workers = run(*[f"start({fact})" for fact in facts])
     assert [worker.end() for worker in workers] == [1, 1, 1]
-    for index, (mine, other, theirs) in enumerate([(16, 2, 32), (16, 2, 32), (32, 0, 16)]):
-        assert workers[index].text.splitlines()[-1] == (
-            f"ValueError: Workers were started differently: --batch_size is {mine} on worker {index} and {theirs} on "
-            f"worker {other}; start all with the same command."
+    for worker in workers:
+        assert worker.text.splitlines()[-1] == (
+            "ValueError: Workers were started differently: --batch_size is 16 on worker 0 and 32 on worker 2; start "
+            "all with the same command."
         )
 
 
@@ -207,38 +169,6 @@ def test_long_facts_are_compared_by_hash(run):
     workers = run(program.format("b"), program.format("c"))
     assert [worker.end() for worker in workers] == [1, 1]
     assert "Workers were started differently: x is aaa" in workers[0].text and len(workers[0].text) < 2000
-
-
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
-def test_a_port_that_is_taken_is_refused(kind, run, ports):
-    with socket.socket(type=kind) as taken:
-        taken.bind(("", ports[0]))
-        if kind == socket.SOCK_STREAM:
-            taken.listen()
-        (worker,) = run("start()", None)
-        assert worker.end() == 1
-    assert worker.text.splitlines()[-1] == (
-        f"ValueError: Port {ports[0]} of worker 0 (127.0.0.1:{ports[0]}) cannot be used (Address already in use): is "
-        "another run there? Give other ports, or end it."
-    )
-
-
-def test_garbage_is_ignored(run, ports):
-    workers = run(*["them = start(secret='')\ntrain(them, 100)\nprint('end')"] * 2)
-    good = json.loads(message(1))
-    garbage = [
-        *(b"", b"\xff\x00", b"[]", b"1", b"{}", b"[" * 60_000, os.urandom(1000), b'{"worker": 1}'),
-        *(message(worker, state="failed") for worker in (None, True, 1.0, "1", -1, 2, 10**30, [1])),
-        *(json.dumps({**good, **wrong}).encode() for wrong in [{"step": "1"}, {"state": 1}, {"facts": 1}, {"run": []}]),
-        message(1, state="failed"),  # of no run that was met
-    ]
-    with socket.socket(type=socket.SOCK_DGRAM) as sender:
-        for worker in workers:
-            worker.wait_for("met")
-        for data in garbage * 3:
-            sender.sendto(data, ("127.0.0.1", ports[0]))
-    assert [worker.end() for worker in workers] == [0, 0]
-    assert [worker.text for worker in workers] == ["met\nend\n"] * 2
 
 
 FAILS = """
@@ -340,8 +270,7 @@ def test_a_killed_worker_is_noticed_at_once_though_a_fork_of_it_lives(fork, run,
         f"distloop: the process of worker 1 (127.0.0.1:{ports[1]}) is gone without a word, last heard at step 10 (x): "
         "was it killed, or out of memory? Its own output may tell. So worker 0 (step 10, x) ends, too."
     ]
-    with socket.create_server(("", ports[1])), socket.socket(type=socket.SOCK_DGRAM) as datagrams:
-        datagrams.bind(("", ports[1]))
+    socket.create_server(("", ports[1])).close()
 
 
 @pytest.mark.slow
@@ -465,42 +394,19 @@ def test_an_error_in_a_function_of_tensorflow_is_told_by_its_reason():
     assert heartbeat._shorten_error("ValueError: Give {{node a/b}} rows.") == "ValueError: Give rows"
 
 
-# Workers that do not all hear each other: of ten, worker 0 hears 1, 2, 4, 6, 8 and 9.
-
-
-@pytest.mark.slow
-def test_ten_workers_meet_and_leave_together(run):
+def test_a_killed_worker_is_named_by_all_others_and_all_leave_together(run):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
-    programs = ["them = start()\nprint('end', flush=True)"] * 10
-    programs[5] = "time.sleep(1)\nthem = start()\ntime.sleep(1)\nprint('last', flush=True)"
-    workers = run(*programs, addresses=addresses)
-    workers[5].wait_for("last")
-    assert all(worker.process.poll() is None for worker in workers)  # they wait for worker 5
-    assert [worker.end() for worker in workers] == [0] * 10
-    assert {worker.text for worker in workers} == {"met\nend\n", "met\nlast\n"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 5])
-def test_a_killed_worker_is_named_by_nine_others_though_not_all_hear_it(killed, run):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
-    workers = run(*[WAITS] * 10, addresses=addresses)
+    workers = run(*["them = start()\ntrain(them)"] * 9, "start()\nprint('left', flush=True)", addresses=addresses)
     for worker in workers:
         worker.wait_for("met")
-    time.sleep(0.3)
-    workers[killed].process.kill()
+    workers[9].wait_for("left")
+    time.sleep(0.5)
+    assert workers[9].process.poll() is None  # it waits for the others
+    workers[5].process.kill()
     began = time.monotonic()
-    others = [worker for i, worker in enumerate(workers) if i != killed]
-    assert [worker.end() for worker in others] == [EXIT_CODE] * 9 and time.monotonic() - began < 6
+    others = [worker for i, worker in enumerate(workers[:9]) if i != 5]
+    assert [worker.end() for worker in others] == [EXIT_CODE] * 8 and time.monotonic() - began < 6
     for worker in others:
         (line,) = worker.text.splitlines()[1:]  # and no stacks
-        assert line.startswith(f"distloop: the process of worker {killed} ({addresses[killed]}) is gone without a word")
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_come_is_named_by_nine_others_though_not_all_would_hear_it(run):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
-    workers = run(*[None if i == 5 else "start(timeout=3)" for i in range(10)], addresses=addresses)
-    assert {worker.end() for worker in workers} <= {1, EXIT_CODE}
-    for worker in workers:
-        assert f"worker 5 ({addresses[5]}) did not come within 3 seconds, and worker " in worker.text
+        assert line.startswith(f"distloop: the process of worker 5 ({addresses[5]}) is gone without a word")
+    assert workers[9].end() == 0

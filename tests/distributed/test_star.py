@@ -1,0 +1,283 @@
+"""Connections between workers: what a stranger, a recorder or a process that is suspended can do."""
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+
+import pytest
+
+from distloop.distributed import star
+from distloop.distributed.star import Connection, Star, Stranger, describe_facts, shorten
+
+SECRET = "0123456789abcdef"
+
+
+def free_ports(count):
+    """Returns free ports below the range from which the system picks ports."""
+    free = []
+    for port in range(27_000 - os.getpid() % 1000 * 11, 10_000, -1):
+        with socket.socket() as tcp, contextlib.suppress(OSError):
+            tcp.bind(("", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+
+
+@pytest.fixture
+def ports():
+    return free_ports(3)
+
+
+def sockets():
+    """Returns two sockets that are connected."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def connect(*secrets):
+    """Returns a connection as the chief has it, and as another worker has it."""
+    sides = {}
+
+    def greet(name, side, secret):
+        sides[name] = Connection(side, secret, name == "chief")
+
+    threads = [
+        threading.Thread(target=greet, args=arguments)
+        for arguments in zip(("chief", "worker"), sockets(), secrets, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sides["chief"], sides["worker"]
+
+
+def lines_of(connection, *messages):
+    """Returns the lines of messages that a connection would send next."""
+    texts = [json.dumps(message).encode() for message in messages]
+    return [connection._sign(text, connection._is_chief) + text + b"\n" for text in texts]
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_messages_arrive_in_order_in_both_directions(secret):
+    chief, worker = connect(secret, secret)
+    for sender, receiver in ((chief, worker), (worker, chief)):
+        for i in range(3):
+            sender.send({"i": i})
+        assert [receiver.receive() for _ in range(3)] == [{"i": i} for i in range(3)]
+    worker.close()
+    with pytest.raises((EOFError, OSError)):
+        chief.receive()
+
+
+@pytest.mark.parametrize("kind", ["unsigned", "altered", "twice", "skipped", "reflected", "of another connection"])
+def test_what_is_not_the_next_message_of_the_other_side_does_not_count(kind):
+    chief, worker = connect(SECRET, SECRET)
+    another = connect(SECRET, SECRET)[1]
+    first, second = lines_of(worker, {"state": "alive"}, {"state": "left"})
+    sent = {
+        "unsigned": [b'{"state": "failed"}\n'],
+        "altered": [first.replace(b"alive", b"failed")],
+        "twice": [first, first],
+        "skipped": [second],
+        "reflected": lines_of(chief, {"state": "failed"}),
+        "of another connection": lines_of(another, {"state": "failed"}),
+    }[kind]
+    worker._socket.sendall(b"".join(sent))
+    with pytest.raises(Stranger, match="not signed with the DISTLOOP_SECRET of this worker"):
+        for _ in sent:
+            chief.receive()
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, SECRET + "!"), (SECRET, ""), ("", SECRET)])
+def test_the_secrets_have_to_be_the_same(secrets):
+    chief, worker = connect(*secrets)
+    for sender, receiver in ((chief, worker), (worker, chief)):
+        sender.send({"state": "failed"})
+        with pytest.raises(Stranger, match="not signed with the DISTLOOP_SECRET"):
+            receiver.receive()
+
+
+def test_a_process_that_reads_nothing_delays_nobody_and_takes_little_memory():
+    chief, worker = connect(SECRET, SECRET)
+    began = time.monotonic()
+    for i in range(200):
+        chief.send({"i": i, "x": "x" * 100_000})
+    assert time.monotonic() - began < 10 and len(chief._waiting) < 2 * star._MAX_BYTES
+    assert [worker.receive()["i"] for _ in range(5)] == list(range(5))
+
+
+def read(events):
+    return events.get(timeout=20)
+
+
+def make(addresses, index, secret=SECRET):
+    """Returns a star and the queue of what it receives."""
+    events = queue.Queue()
+    return Star(addresses, index, secret, lambda i, message: events.put((i, message)), {"x": 1}), events
+
+
+def send_until(sender, message, events):
+    """Sends a message until it arrives, as heartbeats do."""
+    while events.empty():
+        sender.send(message)
+        time.sleep(0.02)
+    return read(events)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports):
+    addresses = [f"{host}:{port}" for port in ports]
+    try:
+        worker, heard = make(addresses, 2)  # the worker may come first
+    except ValueError:
+        pytest.skip("no ::1 here")
+    chief, events = make(addresses, 0)
+    assert send_until(worker, {"state": "alive"}, events) == (2, {"worker": 2, "x": 1})
+    assert send_until(chief, {"has_met": True}, heard) == (0, {"has_met": True})
+    chief.close_port()
+    worker.close_port()
+    for port in ports:
+        socket.create_server(("", port)).close()  # as TensorFlow
+    while not events.empty():
+        events.get()
+    worker._connections[0].close()
+    assert read(events) == (2, None)
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 60_000, b"distloop " + b"0" * 32 + b"\nx\n"]
+)
+def test_other_programs_are_named_and_change_nothing(first, ports):
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    chief, events = make(addresses, 0)
+    with socket.create_connection(("127.0.0.1", ports[0])) as stranger, contextlib.suppress(OSError):
+        stranger.sendall(first)
+        while stranger.recv(1000):
+            pass
+    assert events.empty() and "connections of 127.0.0.1 do not count: they are" in chief.causes["127.0.0.1"]
+    worker, _ = make(addresses, 1)
+    send_until(worker, {"worker": 1}, events)
+    assert chief.causes == {}
+    chief.close_port(), worker.close_port()
+
+
+@pytest.mark.parametrize("worker", [None, True, 1.0, "1", -1, 0, 3, 10**30, [1]])
+def test_who_is_no_worker_of_the_run_changes_nothing(worker, ports):
+    chief, events = make([f"127.0.0.1:{port}" for port in ports], 0, "")
+    side = Connection(socket.create_connection(("127.0.0.1", ports[0])), "", False)
+    side.send({"worker": worker, "state": "failed"})
+    assert side.receive() == {}
+    with pytest.raises((EOFError, OSError)):
+        side.receive()
+    assert events.empty()
+    chief.close_port()
+
+
+def test_a_second_process_with_the_index_of_a_worker_is_told_so(ports):
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    chief, events = make(addresses, 0)
+    first, _ = make(addresses, 1)
+    send_until(first, {"worker": 1}, events)
+    second = Connection(socket.create_connection(("127.0.0.1", ports[0])), SECRET, False)
+    second.send({"worker": 1, "state": "failed"})
+    assert second.receive() == {} and second.receive()["refusal"].startswith(
+        "Another process says that it is worker 1, too: give each its own task index in TF_CONFIG"
+    )
+    assert (1, {"worker": 1, "state": "failed"}) not in list(events.queue)
+    first._connections[0].close()  # as at its end; then one that is started again counts
+    while read(events) != (1, None):
+        pass
+    again = Connection(socket.create_connection(("127.0.0.1", ports[0])), SECRET, False)
+    again.send({"worker": 1, "state": "alive"})
+    while read(events)[1] != {"worker": 1, "state": "alive"}:
+        pass
+    chief.close_port(), first.close_port()
+
+
+def test_without_a_secret_only_hosts_of_workers_count(ports, monkeypatch):
+    chief, events = make([f"127.0.0.1:{port}" for port in ports], 0, "")
+    monkeypatch.setattr(star, "_is_host", lambda number, host: False)
+    side = Connection(socket.create_connection(("127.0.0.1", ports[0])), "", False)
+    side.send({"worker": 1, "state": "failed"})
+    with pytest.raises((EOFError, OSError)):
+        for _ in range(2):
+            side.receive()
+    assert events.empty() and "no worker has this address" in chief.causes["127.0.0.1"]
+    chief.close_port()
+
+
+def test_a_host_has_all_addresses_of_its_name(monkeypatch):
+    names = {"b": ["10.0.0.2", "10.1.0.2"], "a": ["127.0.1.1"]}  # as Debian has it for the machine itself
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, port, type: [(2, type, 6, "", (number, 0)) for number in names[host]]
+    )
+    sources = ["10.0.0.2", "10.1.0.2", "::ffff:10.0.0.2", "10.0.0.3", "127.0.0.1", "::1", "fe80::1%eth0"]
+    assert [star._is_host(source, "b") for source in sources] == [True] * 3 + [False] * 4
+    assert star._is_host("127.0.0.1", "a") and not star._is_host("10.0.0.2", "a")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "bound"),
+    [
+        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),
+        (["127.0.0.2", "[::1]"], "127.0.0.2"),
+        (["127.0.0.1", "10.0.0.2"], "::" if socket.has_dualstack_ipv6() else "0.0.0.0"),
+    ],
+)
+def test_a_run_on_one_machine_listens_to_that_machine_alone(hosts, bound, ports):
+    places = [star.split_address(f"{host}:{port}") for host, port in zip(hosts, ports, strict=False)]
+    with star._listen(places, 0) as listener:
+        assert listener.getsockname()[:2] == (bound, ports[0])
+
+
+def test_a_port_that_is_taken_is_refused(ports):
+    with socket.create_server(("127.0.0.1", ports[1])):
+        with pytest.raises(ValueError) as error:
+            make([f"127.0.0.1:{port}" for port in ports], 1)
+    assert str(error.value) == (
+        f"Port {ports[1]} of worker 1 (127.0.0.1:{ports[1]}) cannot be used (Address already in use): is another run "
+        "there? Give other ports, or end it."
+    )
+
+
+def test_a_name_that_leads_nowhere_is_reported_until_it_does(ports, monkeypatch):
+    names, look_up = {}, socket.getaddrinfo
+
+    def lookup(host, *arguments, **named):
+        return look_up(names.get(host, host), *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    worker, _ = make([f"no.such.host.invalid:{ports[0]}", f"127.0.0.1:{ports[1]}"], 1)
+    give_up = time.monotonic() + 20
+    while not worker.causes and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert worker.causes["no.such.host.invalid"].startswith("worker 0: ")
+    names["no.such.host.invalid"] = "127.0.0.1"
+    chief, events = make([f"127.0.0.1:{port}" for port in ports[:2]], 0)
+    send_until(worker, {"worker": 1}, events)
+    chief.close_port(), worker.close_port()
+
+
+def test_secret_values_are_compared_by_a_digest_with_the_key_and_never_shown():
+    one, other = (describe_facts({"--token": f"hf_{i}"}, SECRET, {"--token"}) for i in range(2))
+    assert one.values == other.values == {"--token": "***"} and one.digests != other.digests
+    assert "hf_" not in str([one, other])
+    assert describe_facts({"x": "1"}, SECRET).digests != describe_facts({"x": "1"}, SECRET + "!").digests
+    unsigned = [describe_facts({"--token": f"hf_{i}"}, "", {"--token"}) for i in range(2)]
+    assert unsigned[0] == unsigned[1]  # without a key, who reads the digest could try all values
+
+
+def test_long_values_that_begin_alike_are_shown_with_their_digests():
+    values = [describe_facts({"x": "a" * 1000 + end}, SECRET).values["x"] for end in "bc"]
+    assert values[0] != values[1] and all(value.startswith("aaa") and len(value) < 200 for value in values)
+
+
+def test_texts_are_escaped_and_cut():
+    assert shorten("\x1b[2J\nERROR: \u202eall" + "x" * 500, 60).startswith(r"\x1b[2J\nERROR: \u202eallxxx")
+    assert len(shorten("ä" * 100, 60).encode()) <= 60 and shorten("ä" * 30, 60) == "ä" * 30
