@@ -23,7 +23,6 @@ from distloop.actions.action import Action, Report
 from distloop.actions.action_state import RunStates
 from distloop.checkpoints.best import BEST, load_best
 from distloop.checkpoints.checkpoint import Saved
-from distloop.checkpoints.disk_watch import DiskWatch
 from distloop.checkpoints.loading import (
     has_later,
     is_of_another_model,
@@ -37,6 +36,7 @@ from distloop.checkpoints.memory_copies import MemoryCopies
 from distloop.checkpoints.rollback import Rollback, gave_up
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
+from distloop.checkpoints.writing import DiskWatch, WorkersLock
 from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
@@ -45,7 +45,6 @@ from distloop.monitoring import run_identity
 from distloop.monitoring.console import say, speaker
 from distloop.monitoring.directory import directory_of
 from distloop.monitoring.records import append_row
-from distloop.monitoring.workers_lock import WorkersLock
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.training.saved_state import SavedState
 from distloop.training.state import TrainState

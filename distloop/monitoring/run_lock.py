@@ -101,10 +101,9 @@ class RunLock:
         held.add(holder.token)
         try:
             self._acquire(holder)
-        except BaseException as error:
-            if not (isinstance(error, OSError) and error.errno in _READ_ONLY):
-                held.discard(holder.token)
-                raise
+        except BaseException:
+            held.discard(holder.token)
+            raise
         self._holder, self._depth = holder, 1
         self._mutex, self._released = threading.Lock(), threading.Event()  # a forked child's may be locked for ever
         threading.Thread(target=self._beat, args=(self._released,), name="distloop-run-lock", daemon=True).start()
@@ -168,7 +167,6 @@ class RunLock:
 
         Raises:
             ValueError: if another process holds the lock, or the file cannot be written.
-            OSError: in a directory that may only be read.
         """
         beside = f"{self._path}.{own.token}"
         try:
@@ -186,7 +184,11 @@ class RunLock:
                     )
                 if lives is None:
                     if look is first:
-                        self._say_wait(look)
+                        say(
+                            f"workdir={self._workdir!r} is locked by {look.holder or 'another process'}, whose last "
+                            f"sign of life is {look.now - look.touched_at:.0f} seconds old; if there is none for "
+                            f"{STALE_SECS:g}, this run goes on."
+                        )
                     time.sleep(_POLL_SECS)
                 elif _holds(self._path, look.holder):
                     os.replace(beside, self._path)
@@ -195,7 +197,7 @@ class RunLock:
                         return
         except OSError as error:
             if error.errno in _READ_ONLY:
-                raise
+                return
             raise ValueError(
                 f"workdir={self._workdir!r} cannot be written ({error.strerror}): give a directory that you may write "
                 "to, or leave workdir empty to write nothing."
@@ -203,12 +205,6 @@ class RunLock:
         finally:
             with contextlib.suppress(OSError):
                 os.remove(beside)
-
-    def _say_wait(self, look: Look) -> None:
-        say(
-            f"workdir={self._workdir!r} is locked by {look.holder or 'another process'}, whose last sign of life is "
-            f"{look.now - look.touched_at:.0f} seconds old; if there is none for {STALE_SECS:g}, this run goes on."
-        )
 
 
 def is_held(workdir: str) -> bool:

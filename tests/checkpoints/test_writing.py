@@ -1,5 +1,6 @@
-"""What happens when the disk that a run saves to no longer answers."""
+"""The lock of a run of several workers, and what happens when the disk that it saves to no longer answers."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import pytest
 
 import distloop
 from distloop import atomic_files
-from distloop.checkpoints import disk_watch
-from distloop.checkpoints.disk_watch import EXIT_CODE, DiskWatch
+from distloop.checkpoints import writing
+from distloop.checkpoints.writing import EXIT_CODE, DiskWatch, WorkersLock
+from distloop.monitoring.directory import Directory
+from distloop.monitoring.run_lock import LockLost
+from tests.monitoring.test_run_lock import holder_of, write_lock
 from tests.problems import classification, classifier, on
 
 
@@ -41,7 +45,7 @@ def ended(monkeypatch):
 def test_a_save_that_hangs_ends_the_process_with_a_reason_that_others_are_told(tmp_path):
     program = f"""
         import time
-        from distloop.checkpoints.disk_watch import DiskWatch
+        from distloop.checkpoints.writing import DiskWatch
         watch = DiskWatch({str(tmp_path)!r}, 0.2, lambda reason: print("told", reason, flush=True))
         with watch.over("saving the checkpoint of step 5"):
             time.sleep(60)
@@ -68,7 +72,7 @@ def test_files_that_grow_are_progress_however_long_the_save_takes(tmp_path, ende
 
 def test_a_disk_on_which_not_even_sizes_can_be_read_does_not_answer(tmp_path, ended, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(disk_watch, "_size", lambda _: answers.wait(20))
+    monkeypatch.setattr(writing, "_size", lambda _: answers.wait(20))
     with DiskWatch(str(tmp_path), 0.1, ended.append).over("saving"):
         assert ended.wait()
         answers.set()
@@ -111,3 +115,62 @@ def test_fit_watches_the_disk_in_the_main_thread_and_in_the_one_that_saves(tmp_p
     for action in ("saving", "saving the checkpoint of step 1"):
         pattern = f"nothing in .* has changed for 0.15 seconds while {action}: .*"
         assert any(re.fullmatch(pattern, reason) for reason in ended), ended
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_every_worker_of_a_run_is_refused_with_its_chief(is_chief, tmp_path):
+    truths = []
+    lock = WorkersLock(str(tmp_path), is_chief, lambda truth: truths.append(truth) or [True, False])
+    write_lock(tmp_path)
+    with pytest.raises(ValueError, match="is being written to by process" if is_chief else "The chief may not write"):
+        with lock:
+            pass
+    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_the_chief_alone_takes_the_lock(is_chief, tmp_path):
+    with WorkersLock(str(tmp_path), is_chief, lambda truth: [truth]) as lock:
+        assert os.listdir(tmp_path) == ["run.lock"] * is_chief and lock is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_worker_that_fails_while_all_meet_releases_the_lock(tmp_path):
+    def fail(truth):
+        raise RuntimeError("a worker is gone")
+
+    with pytest.raises(RuntimeError, match="gone"), WorkersLock(str(tmp_path), True, fail):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_workdir_nothing_is_locked_and_nothing_gathered():
+    lock = WorkersLock("", True, lambda truth: pytest.fail("gathered"))
+    with lock:
+        lock.verify()
+
+
+def test_the_lock_is_held_until_nothing_is_written_any_more(tmp_path):
+    held = []
+
+    def finish():
+        held.append((tmp_path / "run.lock").exists())
+        raise OSError("the last save failed")
+
+    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth])
+    lock.finish = finish
+    with pytest.raises(OSError, match="the last save failed"), lock:
+        pass
+    with pytest.raises(KeyboardInterrupt), lock:
+        raise KeyboardInterrupt
+    assert held == [True, True] and os.listdir(tmp_path) == []
+
+
+def test_what_else_a_run_needs_to_write_is_verified_with_the_lock(tmp_path):
+    class Lost(Directory):
+        def verify(self):
+            raise LockLost("the bucket is another run's")
+
+    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth], outer=Lost())
+    with lock, pytest.raises(LockLost, match="another run's"):
+        lock.verify()
