@@ -1,4 +1,4 @@
-"""The upload: what is uploaded in which order, what is deleted, and what a bucket that is away costs."""
+"""The upload of a run, and of an export: what goes up in which order, what is deleted, and what a bucket away costs."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from distloop.bucket import directory as requests
 from distloop.bucket import upload as uploading
 from distloop.bucket.directory import RemoteDirectory
 from distloop.bucket.tree import STATE, sealed_steps
-from distloop.bucket.upload import Upload
+from distloop.bucket.upload import Upload, send
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.run_lock import LockLost
 from tests.bucket.unreliable import URL, Unreliable, bucket, empty
@@ -32,10 +32,14 @@ def save(root, *steps, keep=3, best=None):
         store.wait()
 
 
-def upload(root, keep=3, verify=lambda: None):
+def started(root, keep=3, verify=lambda: None):
     upload = Upload(str(root), RemoteDirectory(URL), verify=verify, keep=keep)
     upload.start()
-    return upload.finish()
+    return upload
+
+
+def upload(root, keep=3, verify=lambda: None):
+    return started(root, keep, verify).finish()
 
 
 def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last(root):
@@ -106,8 +110,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, mon
 
     with bucket(share=0.0):
         monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
-        upload.start()
+        upload = started(root, keep=1)
         assert is_waiting.wait(10)
         save(root, 20, keep=1)
         assert os.listdir(root / "checkpoints") == ["20"]
@@ -166,16 +169,16 @@ def refuse(monkeypatch, part, error):
     return refused
 
 
-@pytest.mark.parametrize("error", [INVALID, PermissionError("403 Forbidden")])
-@pytest.mark.parametrize("name", ["a-sample", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name, error", [("a-sample", INVALID), ("metrics.jsonl", INVALID), ("a-sample", PermissionError("403 Forbidden"))]
+)
 def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_back(
     name, error, root, caplog, monkeypatch
 ):
     with bucket(share=0.0):
         refused = refuse(monkeypatch, name, error)
         (root / name).write_text("x")
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
-        upload.start()
+        upload = started(root)
         for step in (10, 20):
             save(root, step)
             upload.wait_for({step})
@@ -192,8 +195,7 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, capl
     save(root, 10, 20)
     with bucket(share=0.0):
         refuse(monkeypatch, "checkpoints/20/", INVALID)
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
-        upload.start()
+        upload = started(root, keep=1)
         with pytest.raises(OSError, match="checkpoints/20 could not be uploaded .*400 InvalidArgument"):
             upload.wait_for({20})
         save(root, 30)
@@ -231,8 +233,7 @@ def test_a_checkpoint_goes_up_at_once_however_long_the_last_pass_over_the_files_
     (root / "events").write_text("x")
     with bucket(share=0.0):
         monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
-        upload.start()
+        upload = started(root)
         while "events" in upload.missing():
             time.sleep(0.01)
         save(root, 10)
@@ -247,8 +248,7 @@ def test_the_upload_goes_on_when_the_clock_is_set_back(root, monkeypatch):
     now = iter(range(10**9, 0, -1000))
     monkeypatch.setattr(time, "time", lambda: float(next(now)))
     with bucket(share=0.0):
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
-        upload.start()
+        upload = started(root)
         for step in (10, 20):
             save(root, step)
             upload.wait_for({step})
@@ -261,3 +261,31 @@ def test_checkpoints_that_the_run_does_not_keep_are_neither_uploaded_nor_missed(
         assert upload(root, keep=1) == []
         assert sealed_steps(RemoteDirectory(URL).list()) == [10, 30]
         assert upload(root, keep=1) == []
+
+
+def test_an_export_replaces_another_and_is_sealed_last(tmp_path):
+    empty()
+    (tmp_path / "variables").mkdir()
+    for name in ("saved_model.pb", "variables/data"):
+        (tmp_path / name).write_text(name)
+    with bucket(seed=3) as faults:
+        remote = RemoteDirectory(URL)
+        for name in ("saved_model.pb", "assets/old"):
+            remote.write(name, b"old")
+        start = len(faults.requests)
+        send(str(tmp_path), URL)
+        assert remote.list() == {"saved_model.pb": 14, "variables/data": 14}
+        assert remote.read("saved_model.pb") == b"saved_model.pb"
+    moved = [path for kind, path in faults.requests[start:] if kind == "mv"]
+    assert "variables/data" in moved[0] and "saved_model.pb" in moved[-1]
+
+
+def test_a_bucket_that_refuses_is_named_in_a_sentence(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("403 Forbidden by policy")
+
+    (tmp_path / "weights.npz").write_text("x")
+    with bucket(share=0.0):
+        monkeypatch.setattr(Unreliable, "put_file", refuse)
+        with pytest.raises(ValueError, match=r"//a/w.npz' cannot be written \(w.npz: 403 Forbidden by policy\)"):
+            send(str(tmp_path / "weights.npz"), "unreliable://a/w.npz")

@@ -16,7 +16,7 @@ from distloop.checkpoints.checkpoint import load
 from distloop.distributed.workers import Workers
 from tests import forked
 from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, empty
-from tests.problems import assert_equal, classification, classifier, everything, on
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ class Pause(distloop.Action):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("kill_at", [40, 110, 180, 250])
+@pytest.mark.parametrize("kill_at", mostly_wide([40, 110, 180, 250], 110))
 def test_a_machine_that_is_lost_costs_no_bit_and_no_row(kill_at, cache, tmp_path, undisturbed):
     with bucket(seed=kill_at, kill_at=kill_at) as faults:
         with pytest.raises((Killed, OSError)):
