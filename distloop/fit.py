@@ -25,7 +25,7 @@ from distloop.actions.evaluate import Evaluate, check_all, earlier_rows
 from distloop.actions.goodput import Goodput
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.machine_use import MemoryUse, PipelineUsage, Utilization
-from distloop.actions.save import Save, SaveCosts, make_saves, require_metrics
+from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.schedule import Plan
 from distloop.actions.sync_stop import SyncStop
 from distloop.actions.write import Write
@@ -209,7 +209,6 @@ class Fit:
                 executor=self._executor,
                 say=self._say,
                 show_progress=Host.show_progress if console is None or self.config.eager else console.show_progress,
-                by_clock=[(action.secs, action) for action in actions if isinstance(action, Save) and action.secs],
             )
             read_again(self.source.behind, self.state.strategy, host.stop_requests, host.say, host.show_progress)
             self._loop.require_metrics = functools.partial(require_metrics, self.actions, self.evaluations)

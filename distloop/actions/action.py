@@ -138,6 +138,8 @@ class Action(Protocol):
         metric_to_restore: a metric whose best checkpoint is restored when the run has ended. Empty: none.
         required_metric: a metric without which it is of no use; that the run will report it is checked before the first
             step. Empty: none.
+        between_loops_secs: seconds after which it is called alone between two loops, too, by the chief's clock and with
+            the numbers of the last report: it makes no row. 0: it is not.
         chief_only: True if the chief alone calls it, and its hooks: to write a file or send a message. It returns
             nothing, and calls nothing that all workers must call, such as `evaluate`; StopTraining ends all workers.
     """
@@ -149,6 +151,7 @@ class Action(Protocol):
     has_fixed_metrics: bool = False
     metric_to_restore: str = ""
     required_metric: str = ""
+    between_loops_secs: float = 0.0
     chief_only: bool = False
 
     def __call__(self, report: Report) -> Mapping[str, float | Media] | None:
@@ -259,6 +262,23 @@ def run(
     boundary.end_run_if_stopped()
     boundary.end()
     return dict(boundary.report.metrics), boundary.report.stop_reason
+
+
+def run_between_loops(actions: Sequence[Action], report: Report, clock: Clock, before: float, now: float) -> None:
+    """Calls the actions of which `between_loops_secs` have passed.
+
+    Args:
+        actions: in order.
+        report: of the last boundary, at the present step.
+        clock: adds the time of each action to its phase.
+        before: the seconds that the run had trained when this was called before, by the chief's clock.
+        now: the seconds that it has trained now.
+    """
+    for action in actions:
+        secs = member(action, "between_loops_secs")
+        if secs and before // secs < now // secs:
+            with clock.phase(phase_of(action)):
+                action(report)
 
 
 class _Boundary:

@@ -19,7 +19,7 @@ class Save(Action):
     """Saves the run every `every` steps; the last action of a run.
 
     Attributes:
-        saves, every, secs: the arguments.
+        saves, every, between_loops_secs: the arguments.
     """
 
     phase = "saving"
@@ -32,7 +32,7 @@ class Save(Action):
             every: steps; 0: only at the end.
             secs: the loop calls it whenever so many seconds have passed, too; 0: it does not.
         """
-        self.saves, self.every, self.secs = saves, every, secs
+        self.saves, self.every, self.between_loops_secs = saves, every, secs
 
     def __call__(self, report: Report) -> None:
         """Saves."""

@@ -22,7 +22,7 @@ class Plan:
     Attributes:
         units: of the run's durations.
         due_secs: the periods in seconds that are due at the end of the next step.
-        is_over: whether the run is to end with the next step, because its time is over.
+        last_step: the one that the run ends with; inf: not known yet, as it ends by time, with the step after that.
         is_chief: whether this worker calls what the chief alone calls.
     """
 
@@ -36,7 +36,7 @@ class Plan:
         self.units = units or Units()
         self.is_chief = is_chief
         self.due_secs: set[float] = set()
-        self.is_over = False
+        self.last_step = math.inf
         self._periods: dict[int | str, Period] = {}
 
     def check(self, everys: Iterable[int | str | None]) -> None:
@@ -70,22 +70,24 @@ class Plan:
         self, step: int, until: float, everys: Iterable[int | str | None], steps_per_loop: int = 0
     ) -> float:
         """Returns the next step at which a compiled loop has to end, as the function of the same name."""
-        if self.due_secs or self.is_over:
+        if self.due_secs:
             return step + 1
         periods = [self.period(every).steps for every in everys if every is not None]
         return next_boundary(step, until, periods, steps_per_loop)
 
-    def look_at_clock(self, before: float, now: float, everys: Sequence[int | str | None]) -> None:
+    def look_at_clock(self, before: float, now: float, everys: Sequence[int | str | None], step: int) -> None:
         """Notes what is due by time.
 
         Args:
             before: the seconds that the run had trained when this was called before, by the chief's clock.
             now: the seconds that it has trained now.
             everys: the durations that may be due.
+            step: the number of steps done.
         """
         periods = {self.period(every).secs for every in everys if every is not None} - {0.0}
         self.due_secs = {secs for secs in periods if before // secs < now // secs}
-        self.is_over = now >= (self.units.run.secs or math.inf)
+        if now >= (self.units.run.secs or math.inf):
+            self.last_step = step + 1
 
 
 def next_boundary(step: int, until: float, everys: Iterable[int | None], steps_per_loop: int = 0) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report, member, phase_of
+from distloop.actions.action import Action, Report, member, run_between_loops
 from distloop.actions.action import run as run_actions
 from distloop.actions.schedule import Plan
 from distloop.data.source import Source
@@ -61,8 +61,6 @@ class Host:
         executor: what runs the operations, as `strategies.choose_executor` returns it.
         say: prints a line about the run.
         show_progress: called after each loop with the step, and before tracing with what is being done, too.
-        by_clock: seconds, each with an action that is called alone after a loop whenever so many have passed by the
-            chief's clock, with the numbers of the last report: it makes no row.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
@@ -72,7 +70,6 @@ class Host:
     executor: str = strategies.PARALLEL_EXECUTOR
     say: Callable[[str], None] = say
     show_progress: Callable[[int, str], None] = lambda step, doing: None
-    by_clock: Sequence[tuple[float, Action]] = ()
 
 
 class TrainLoop:
@@ -156,6 +153,7 @@ class TrainLoop:
         """
         self._host = host or Host()
         plan = self._host.plan
+        plan.last_step = until
         self._most_steps = _MOST_STEPS if self._is_alone else 1
         self._started_at = time.monotonic() - self.secs
         if window is None:
@@ -163,34 +161,34 @@ class TrainLoop:
         else:
             self._window = Window(window)
         step = int(self._state.step)
-        if self.open_boundary is not None and self._act_again(step, until, actions):
+        if self.open_boundary is not None and self._act_again(step, actions):
             return self.reported
-        while step < until:
-            rows = iter(self._run_to_boundary(source, step, until, actions))
+        while step < plan.last_step:
+            rows = iter(self._run_to_boundary(source, step, actions))
             try:
                 for row in rows:
                     step += _count(source, self._window, row)
                     if row.diagnosis is not None:
                         raise self._explain_failure(source, step, row.diagnosis)
-                    if not self._is_boundary(step, until, actions):
-                        continue
-                    if self._act(actions, self._report(step, until, row.end)):
+                    if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
                     step += _count(source, self._window, row)
-                    if plan.is_due(self.log_every, step, until):
+                    if plan.is_due(self.log_every, step, plan.last_step):
                         self._open_window()
             self._host.show_progress(step, "")
-            if step < until:
-                before = self.secs
-                self._agree_on_next_loop(self._host.stop_requests, step)
-                plan.look_at_clock(before, self.secs, [self.log_every, *(action.every for action in actions)])
-                until = step + 1 if plan.is_over else until
-                for action in (a for secs, a in self._host.by_clock if before // secs < self.secs // secs):
-                    with self._host.clock.phase(phase_of(action)):
-                        action(Report(step, until, self.reported, self._state, time=unix_time()))
+            if step < plan.last_step:
+                self._pause(step, actions)
         return self.reported
+
+    def _pause(self, step: int, actions: Sequence[Action]) -> None:
+        """Agrees with the other workers on the next loop, and calls what is due by the clock between two loops."""
+        plan, before = self._host.plan, self.secs
+        self._agree_on_next_loop(self._host.stop_requests, step)
+        plan.look_at_clock(before, self.secs, [self.log_every, *(action.every for action in actions)], step)
+        report = Report(step, plan.last_step, self.reported, self._state, time=unix_time())
+        run_between_loops(actions, report, self._host.clock, before, self.secs)
 
     @property
     def histograms(self) -> Any:
@@ -206,10 +204,10 @@ class TrainLoop:
         self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
         self._traced_for = None
 
-    def _run_to_boundary(self, source: Source, step: int, until: float, actions: Sequence[Action]) -> list[Row]:
+    def _run_to_boundary(self, source: Source, step: int, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
-        count = int(min(self._next_boundary(step, until, actions) - step, self._most_steps, most_steps or np.inf))
+        count = int(min(self._next_boundary(step, actions) - step, self._most_steps, most_steps or np.inf))
         if self._halving is not None and self._halving.keep(source):
             self.trace_again()
         try:
@@ -240,7 +238,7 @@ class TrainLoop:
             if isinstance(error, tf.errors.ResourceExhaustedError):
                 if self._halving is not None and self._halving.halve(source):
                     self.trace_again()
-                    return self._run_to_boundary(source, step, until, actions)
+                    return self._run_to_boundary(source, step, actions)
                 raise out_of_memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is None:
                 raise
@@ -254,7 +252,7 @@ class TrainLoop:
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
 
-    def _next_boundary(self, step: int, until: float, actions: Sequence[Action]) -> float:
+    def _next_boundary(self, step: int, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.
 
         Logs that only writers consume need no boundary: the compiled loop returns a row for each.
@@ -262,13 +260,15 @@ class TrainLoop:
         everys = [action.every for action in actions]
         if self._state.keras_metrics or any(a.every is None and not member(a, "only_writes") for a in actions):
             everys.append(self.log_every)
-        boundary = self._host.plan.next_boundary(step, until, everys, self._steps_per_loop)
+        plan = self._host.plan
+        boundary = plan.next_boundary(step, plan.last_step, everys, self._steps_per_loop)
         return min(boundary, self._host.profile.next_boundary(step))
 
-    def _is_boundary(self, step: int, until: float, actions: Sequence[Action]) -> bool:
+    def _is_boundary(self, step: int, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
         everys = [self.log_every, *(action.every for action in actions if action.every is not None)]
-        return any(self._host.plan.is_due(every, step, until) for every in everys)
+        plan = self._host.plan
+        return any(plan.is_due(every, step, plan.last_step) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
@@ -286,23 +286,24 @@ class TrainLoop:
             self._host.say(f"Stopped at step {report.step}: {stop_reason}.")
         return bool(stop_reason)
 
-    def _act_again(self, step: int, until: float, actions: Sequence[Action]) -> bool:
+    def _act_again(self, step: int, actions: Sequence[Action]) -> bool:
         """Calls the actions of a boundary that was left open; returns as `_act`."""
         boundary, self.open_boundary = self.open_boundary, None
         plan = self._host.plan
         plan.due_secs = set(boundary["due_secs"])
-        if is_over := plan.units.run.is_over(step, self.secs):
-            until = step
+        is_over = plan.units.run.is_over(step, self.secs)
+        until = step if is_over else plan.last_step
         is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
         plan.due_secs = set()
         return is_stopped or is_over
 
-    def _report(self, step: int, until: float, end: float) -> Report:
+    def _report(self, step: int, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
         numbers = self._window.metrics(self._step.names, per_token)
-        report = Report(step, until, numbers, self._state, time=unix_time(end))
-        if self._host.plan.is_due(self.log_every, step, until):
+        plan = self._host.plan
+        report = Report(step, plan.last_step, numbers, self._state, time=unix_time(end))
+        if plan.is_due(self.log_every, step, plan.last_step):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window
         return report
 

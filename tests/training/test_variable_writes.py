@@ -1,11 +1,18 @@
-"""Variables that a piece of the graph writes."""
+"""Variables that the forward pass writes: found and restored; their values in a step, on any cut, in a resumed run."""
 
 from types import SimpleNamespace
 
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 
+import distloop
+from distloop.data.shards import Batch, Layout
 from distloop.training import variable_writes
+from distloop.training.state import TrainState
+from distloop.training.step import TrainStep
+from tests.problems import local_values, mostly_wide, on
 
 
 def variables():
@@ -72,3 +79,161 @@ def test_values_are_read_and_assigned_in_order():
     values = variable_writes.read([a, b, c])
     variable_writes.assign([c, a, b], values)
     assert [float(v.numpy()) for v in (a, b, c)] == [2.0, 3.0, 1.0]
+
+
+ROWS = 24
+X = np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(ROWS, 1)).astype(np.float32)
+
+
+def run_step(model_fn, x, **settings):
+    """Runs one step over rows on one replica; returns its state."""
+    state = TrainState.make(model_fn, tf.distribute.get_strategy())
+    step = TrainStep(state, **settings)
+    rows = {"x": tf.constant(x, tf.float32)}
+    layout = Layout(is_split=False, is_padded=False)
+    tf.function(lambda rows: step(Batch(rows, None), layout).applied, autograph=False)(rows)
+    return state
+
+
+def counting():
+    """A model whose forward pass writes an int, a float and a Keras metric; the loss is `weight * x`."""
+    weight, calls, mean = tf.Variable(1.0), tf.Variable(0, trainable=False), tf.Variable(4.0, trainable=False)
+
+    def loss_fn(batch, training):
+        calls.assign_add(1)
+        mean.assign(0.5 * mean + 0.5 * tf.reduce_mean(batch["x"]))
+        return {"loss": weight * batch["x"], "seen": (batch["x"],)}
+
+    metrics = {"seen": keras.metrics.Sum()}
+    return distloop.ModelSpec([weight, calls, mean], keras.optimizers.SGD(0.1), loss_fn, metrics=metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_microbatches_start_from_the_same_values_and_leave_their_mean(microbatches):
+    state = run_step(counting, range(1, 6), microbatches=microbatches)
+    weight, calls, mean = (variable.numpy() for variable in state.model)
+    assert (calls, mean) == (1, pytest.approx(0.5 * 4.0 + 0.5 * 3.0))
+    assert weight == pytest.approx(1.0 - 0.1 * 3.0)
+    assert float(state.keras_metrics["seen"].result()) == 15.0
+
+
+def normalized_by_itself():
+    """A model whose forward pass writes its weight and a statistic, used by three updates; the last one is `log(x)`."""
+    weight, others = tf.Variable([3.0, 4.0]), [tf.Variable(1.0) for _ in range(3)]
+    count = tf.Variable(0.0, trainable=False)
+
+    def update(i):
+        def loss_fn(batch, training):
+            weight.assign(2.0 * weight / tf.norm(weight))
+            count.assign_add(1.0)
+            value = batch["x"] if i < 2 else tf.math.log(batch["x"])
+            return {"loss": tf.reduce_sum(weight) * others[i] * value}
+
+        variables = [others[i], weight] if i == 0 else [others[i]]
+        return distloop.Update(f"update{i}", loss_fn, keras.optimizers.SGD(0.1), variables)
+
+    return distloop.ModelSpec([weight, count, *others], updates=[update(i) for i in range(3)])
+
+
+@pytest.mark.slow
+def test_a_step_that_is_skipped_restores_weights_that_several_updates_wrote():
+    settings = dict(skip_nonfinite=True, microbatches=2)
+    state = run_step(normalized_by_itself, [1.0, -1.0], **settings)
+    assert [variable.numpy().tolist() for variable in state.model] == [[3.0, 4.0], 0.0, 1.0, 1.0, 1.0]
+    state = run_step(normalized_by_itself, [1.0, 2.0], **settings)
+    weight, count, *others = (variable.numpy() for variable in state.model)
+    assert np.linalg.norm(weight) == pytest.approx(2.0) and count == 3.0 and 1.0 not in others
+
+
+def make_model():
+    """A model whose forward pass writes a weight, and one layer of which gets new values instead of gradients."""
+    keras.utils.set_random_seed(1)
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(6, activation="tanh"))
+    # Without a bias: Keras rounds the bias's gradient to bfloat16, in each part of a batch by itself.
+    float8 = keras.layers.Dense(1, use_bias=False)
+    model = keras.Sequential([keras.Input((8,)), spectral, float8])
+    float8.quantize("float8")
+    return model
+
+
+def optimizer():
+    return keras.optimizers.SGD(0.1, weight_decay=0.1)
+
+
+def trained(replicas, steps, x=X, **settings):
+    """A trainer after some steps on the same batch."""
+    model_fn = lambda: distloop.supervised(make_model(), keras.losses.MeanSquaredError(), optimizer())  # noqa: E731
+    trainer = distloop.Trainer(model_fn, on(replicas, **settings))
+    trainer.fit(tf.data.Dataset.from_tensors((x, Y)), steps=steps)
+    return trainer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "replicas, settings",
+    mostly_wide(
+        [(1, {"microbatches": 3}), (2, {"microbatches": 2, "clip_norm": 1e6})],
+        (2, {"microbatches": 2, "clip_norm": 1e6}),
+    ),
+)
+def test_written_and_overwritten_weights_are_those_of_keras_on_any_cut(replicas, settings):
+    model = make_model()
+    model.compile(optimizer(), keras.losses.MeanSquaredError())
+    model.fit(X, Y, batch_size=ROWS, epochs=3, verbose=0)
+    found = trained(replicas, 3, **settings).model.get_weights()
+    for value, expected in zip(found, model.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_skipped_step_restores_written_and_overwritten_weights_on_every_replica():
+    trainer = trained(2, 1, X * np.float32(np.nan), on_nonfinite="skip")
+    for variable, expected in zip(trainer.model.weights, make_model().get_weights(), strict=True):
+        first, second = local_values(trainer, variable)
+        np.testing.assert_array_equal(first, expected)
+        np.testing.assert_array_equal(second, expected)
+
+
+SEQUENCES = np.random.default_rng(2).normal(size=(8, 3, 5)).astype(np.float32)
+TARGETS = np.random.default_rng(3).normal(size=(8, 1)).astype(np.float32)
+
+
+def recurrent():
+    keras.utils.set_random_seed(1)
+    both = keras.layers.Bidirectional(keras.layers.GRU(2, stateful=True))
+    model = keras.Sequential([keras.Input(batch_shape=(4, 3, 5)), both, keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.MeanSquaredError())
+    return model
+
+
+def recurrent_trainer(replicas=1, **settings):
+    spec = lambda: distloop.supervised(recurrent(), keras.losses.MeanSquaredError(), keras.optimizers.SGD())  # noqa: E731
+    return distloop.Trainer(spec, on(replicas, **settings))
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_states_of_recurrent_layers_train_evaluate_and_resume_as_in_keras(tmp_path):
+    data = tf.data.Dataset.from_tensor_slices((SEQUENCES, TARGETS)).batch(4, drop_remainder=True)
+    model = recurrent()
+    model.fit(data, epochs=2, verbose=0)
+    expected = model.get_weights()
+    recurrent_trainer(workdir=str(tmp_path)).fit(data, steps=3)
+    trainer = recurrent_trainer(workdir=str(tmp_path))
+    trainer.fit(data, steps=4)
+    for value, weight in zip(trainer.model.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(value, weight)
+    # Within a pass the states go on, as in Keras; the pass leaves those of training.
+    losses = [trainer.evaluate(data)["loss"] for _ in range(2)]
+    assert losses == [pytest.approx(model.evaluate(data, verbose=0), rel=1e-6)] * 2
+
+
+@pytest.mark.slow
+def test_states_of_recurrent_layers_need_one_replica_and_whole_batches():
+    data = tf.data.Dataset.from_tensors((SEQUENCES[:4], TARGETS[:4]))
+    with pytest.raises(ValueError, match="^The layer '.*_gru.*' is stateful, .* one replica, and there are 2: give"):
+        recurrent_trainer(2)
+    with pytest.raises(ValueError, match="^microbatches=2 was given with a stateful recurrent layer, .* or stateful=F"):
+        recurrent_trainer(microbatches=2).fit(data, steps=1)

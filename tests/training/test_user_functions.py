@@ -1,4 +1,4 @@
-"""Mistakes of a user's function about its batch and its tensors: each a sentence, before the first step."""
+"""Mistakes of the user's functions, each a sentence before the first step; new variables; fixed numbers of rows."""
 
 import math
 import traceback
@@ -9,7 +9,15 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import on, refused
+from distloop.training.user_functions import (
+    VariableCreatedError,
+    explaining_fixed_sizes,
+    fixed_sizes,
+    recorded,
+    refusing_new_variables,
+)
+from tests.compiled_models import X, Y, batches, compiled
+from tests.problems import classification, mirrored, on, refused
 
 
 def train(batch, read):
@@ -65,7 +73,7 @@ def test_a_tensor_that_is_asked_for_its_value_is_said_with_the_users_line(case):
     change, *parts = OF_TENSORS[case]
     with pytest.raises(ValueError) as found:  # noqa: PT011 - the parts are looked for
         train({"x": ROWS}, lambda batch: keras.ops.reshape(change(batch["x"][:, 0]), [-1, 1]) * [1.0, 1.0])
-    assert all(part in str(found.value) for part in [*parts, "test_missing_entries.py:"])
+    assert all(part in str(found.value) for part in [*parts, "test_user_functions.py:"])
     assert "AutoGraph" not in "".join(traceback.format_exception(found.value))
     innermost = traceback.extract_tb(found.value.__traceback__)[-1]
     assert innermost.filename == __file__
@@ -157,3 +165,109 @@ def test_features_without_labels_are_said():
     model.compile("sgd", "mse")
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     refused(lambda: trainer.evaluate(ROWS), "features without labels were given", "give labels, too, as in fit(x, y)")
+
+
+def test_variables_are_recorded_by_identity():
+    created = {}
+    with recorded(created):
+        variable = tf.Variable(0.0)
+    assert created[id(variable)] is variable and len(created) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_layer_that_is_built_by_a_step_is_refused_by_name(replicas, is_eager):
+    layer = keras.layers.Dense(2, name="head")
+    fn = refusing_new_variables(lambda: layer(tf.ones([1, 3])))
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+
+    def step():
+        return strategy.run(fn)
+
+    with pytest.raises(VariableCreatedError, match="^The variable 'head/kernel' was created by a step") as e:
+        step() if is_eager else tf.function(step, autograph=False)()
+    assert e.value.variable == "head/kernel"
+
+
+def test_a_random_stream_of_its_own_gets_another_hint():
+    fn = refusing_new_variables(lambda: keras.layers.Dropout(0.5))
+    with pytest.raises(
+        VariableCreatedError, match="variable .* was created by a step, .*: give keras.random functions"
+    ):
+        tf.function(fn, autograph=False)()
+
+
+def test_other_errors_and_results_pass():
+    assert refusing_new_variables(lambda x: x + 1)(1) == 2
+    with pytest.raises(KeyError):
+        refusing_new_variables(lambda: {}["x"])()
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_part_that_only_training_calls_is_refused_in_the_first_step(replicas):
+    class Late(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head, self.extra = keras.layers.Dense(4), keras.layers.Dense(4, name="extra")
+
+        def call(self, x, training=False):
+            return self.head(x) + (self.extra(x) if training else 0.0)
+
+    def model_fn():
+        model = Late()
+
+        def loss_fn(batch, training):
+            logits = model(batch["x"], training=training)
+            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(replicas))
+    with pytest.raises(ValueError, match="The variable 'late.*/extra/kernel' was created by a step"):
+        trainer.fit(distloop.make_dataset(classification(), 16), steps=2)
+
+
+class Centered(keras.layers.Layer):
+    """Works with the number of rows that it was built for only."""
+
+    def build(self, shape):
+        self.rows = shape[0]
+
+    def call(self, x):
+        return x - tf.reduce_mean(tf.reshape(x, [self.rows, -1]), 1, keepdims=True)
+
+
+def model_for(rows, layer):
+    return compiled(keras.Sequential([keras.Input(batch_shape=(rows, 6)), layer, keras.layers.Dense(2)], name="net"))
+
+
+def test_sizes_are_those_of_the_models_at_the_top():
+    fixed = keras.Sequential([keras.Input(batch_shape=(8, 6)), keras.layers.Dense(2)], name="net")
+    free = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    assert fixed_sizes([fixed, free]) == {8: "net"}
+
+
+def test_other_errors_stay_as_they_are():
+    def fail(batch):
+        raise ValueError("no targets")
+
+    with pytest.raises(ValueError, match="^no targets$"):
+        explaining_fixed_sizes(fail, sizes={8: "net"}, replicas=2)({"x": tf.ones([4])})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch_size", "is_whole", "rows"), [(8, True, "4"), (16, False, "a number that is known")])
+def test_a_model_that_takes_other_rows_than_a_replica_gets_is_refused(batch_size, is_whole, rows):
+    trainer = distloop.Trainer(distloop.from_keras(model_for(8, Centered())), on(2))
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size, drop_remainder=is_whole)
+    with pytest.raises(ValueError, match=f"'net' is made for 8 rows by .* gets {rows}.*, or batches of 16 rows, with"):
+        trainer.fit(data, steps=1)
+
+
+@pytest.mark.slow
+def test_a_model_trains_where_its_rows_fit_or_do_not_matter():
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
+    trainer = distloop.Trainer(distloop.from_keras(model_for(8, Centered())), on(2))
+    assert np.isfinite(trainer.fit(data, steps=1)["loss"])
+    trainer = distloop.Trainer(distloop.from_keras(model_for(8, keras.layers.Dense(3))), on(2))
+    assert np.isfinite(trainer.fit(batches(X, Y, batch_size=12), steps=2)["loss"])
