@@ -27,7 +27,7 @@ from distloop.actions.histograms import WeightHistograms
 from distloop.actions.machine_use import MemoryUse, PipelineUsage, Utilization
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.schedule import Plan
-from distloop.actions.sync_stop import SyncStop
+from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import Write
 from distloop.checkpoints.best import left_files, may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints, saves_of

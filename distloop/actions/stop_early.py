@@ -1,11 +1,12 @@
-"""`StopEarly`: the action that ends a run when a metric no longer improves."""
+"""Ends a run early: `StopEarly` when a metric no longer improves, `SyncStop` on all workers with one of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distloop.actions.action import Action, Report, Saves, StopTraining
+from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
+from distloop.actions.schedule import Plan
 from distloop.durations import finite_number, shown, whole_number
 
 
@@ -109,3 +110,36 @@ class StopEarly(Action):
         """Saves the run if this step is the best and `restore_best` was given."""
         if self._save_best is not None:
             self._save_best.end_boundary(report)
+
+
+class SyncStop(StopPoint):
+    """Ends the run on every worker when one of the user's actions ends it on any; placed after those actions.
+
+    Until then each worker calls the same actions, whether or not it is the one that ends the run.
+    """
+
+    only_writes = True  # does nothing unless a user's action is due, so no boundary is needed for it
+
+    def __init__(self, gather: Callable[[float], Any], actions: Sequence[Action], plan: Plan):
+        """Stores the function and the actions.
+
+        Args:
+            gather: collects a number from every worker, on every worker.
+            actions: the user's actions.
+            plan: when they are due.
+        """
+        self._gather = gather
+        self._actions = actions
+        self._plan = plan
+
+    def __call__(self, report: Report) -> None:
+        """Exchanges between workers whether the run has been stopped, if any of the user's actions was due.
+
+        Raises:
+            StopTraining: if an action stopped the run on another worker.
+        """
+        if not any(self._plan.is_due(action.every, report.step, report.until) for action in self._actions):
+            return
+        stops = self._gather(report.stop_reason is not None)
+        if report.stop_reason is None and any(stops):
+            raise StopTraining(f"an action on worker {list(stops).index(1)} ended the run")

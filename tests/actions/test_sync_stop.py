@@ -2,7 +2,7 @@
 
 from distloop.actions.action import Report, StopTraining, run
 from distloop.actions.schedule import Plan
-from distloop.actions.sync_stop import SyncStop
+from distloop.actions.stop_early import SyncStop
 
 
 def action(every, stops=False):
