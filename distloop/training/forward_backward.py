@@ -101,9 +101,7 @@ class ForwardBackward:
         self.overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
-        self.packing = state.slot_placement.make_packing(
-            state, update, self.variables, needs_all=needs_whole_gradients
-        )
+        self.packing = state.slot_placement.make_packing(state, update, self.variables, needs_all=needs_whole_gradients)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self.differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.state = state

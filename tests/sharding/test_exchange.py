@@ -12,7 +12,7 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import tensorflow_internals
 from distloop.distributed.strategies import make_strategy
-from distloop.sharding import exchange
+from distloop.sharding import sharding
 from tests import forked
 
 WORKERS = 3
@@ -30,7 +30,7 @@ def main(out):
     distloop.prepare(distloop.Config(device="cpu"))
     strategy = make_strategy(distloop.Config(device="cpu"))
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    between = exchange.Exchange(strategy)
+    between = sharding.Exchange(strategy)
 
     @tf.function(autograph=False)
     def exchanged():
