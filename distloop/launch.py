@@ -182,7 +182,7 @@ def _thread_variables(workers: int, devices: int, core_list: Sequence[int]) -> d
     return {"TF_NUM_INTRAOP_THREADS": str(max(1, count // devices)), "TF_NUM_INTEROP_THREADS": str(max(2, count))}
 
 
-class _Parser(argparse.ArgumentParser):
+class _LaunchParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help tells what each flag takes.")
 
@@ -190,7 +190,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the flags by name, and `program`: the arguments for Python."""
     usage = "%(prog)s [flags] (-m module | script.py) [the program's flags]"
-    parser = _Parser(prog="python -m distloop.launch", usage=usage, description=__doc__, allow_abbrev=False)
+    parser = _LaunchParser(prog="python -m distloop.launch", usage=usage, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workers", metavar="N", default="1", help="workers on this machine, or MIN:MAX (default: 1)")
     for name, (kind, default, _, text) in _NUMBERS.items():

@@ -165,13 +165,13 @@ def _load(options: argparse.Namespace) -> list[Run]:
         return runs
 
 
-class _Parser(argparse.ArgumentParser):
+class _ReportParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help.")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m distloop.report", description=__doc__, allow_abbrev=False)
+    parser = _ReportParser(prog="python -m distloop.report", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "workdirs", metavar="WORKDIR", nargs="+", help="workdir of a run, or a directory of workdirs; URLs, too"

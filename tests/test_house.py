@@ -180,6 +180,15 @@ def test_names_that_are_not_there_are_an_attribute_error():
         distloop.Trainr  # noqa: B018
 
 
+def test_a_name_of_a_class_has_one_home():
+    homes = {}
+    for path in MODULES.values():
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 def test_no_module_is_a_junk_drawer():
     files = [*MODULES.values(), *EXPERIMENTS, *(ROOT / "tests").rglob("*.py")]
     assert not [path.name for path in files if JUNK_DRAWERS & set(path.stem.split("_"))]

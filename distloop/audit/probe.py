@@ -47,7 +47,7 @@ NUM_BATCHES = 8  # of a pass over the data, whose order and labels are looked at
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 1e-3, 5e-2
 
 
-class Trace(NamedTuple):
+class CallTrace(NamedTuple):
     """Three calls of `loss_fn` in one graph: two as replica 0, one as replica 1 with its rows in reverse order.
 
     Attributes:
@@ -151,7 +151,7 @@ class Probe:
         return passes
 
     @functools.cached_property
-    def trace(self) -> Trace:
+    def trace(self) -> CallTrace:
         """Three calls of `loss_fn`, which are traced and not run."""
         state, calls, collectives = self.state, [], set[str]()
         labels: list[tuple[tf.Operation, tf.Tensor, int]] = []
@@ -171,13 +171,13 @@ class Probe:
             return draws, [(tf.reduce_min(numbers), tf.reduce_max(numbers)) for _, numbers, _ in labels]
 
         try:
-            return Trace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives, None, labels, asked)
+            return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives, None, labels, asked)
         except VariableCreated as created:
-            return Trace(calls, None, collectives, created)
+            return CallTrace(calls, None, collectives, created)
         except VariableCreatedError as error:
             assert error.__cause__ is not None, "it has the traceback"
             observed = VariableCreated(error.variable).with_traceback(error.__cause__.__traceback__)
-            return Trace(calls, None, collectives, observed)
+            return CallTrace(calls, None, collectives, observed)
 
     @functools.cached_property
     def foreign_variables(self) -> list[tuple[tf.Variable, bool]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.shards import Layout, shard_bounds, static_batch_size
+from distloop.data.shards import BatchLayout, shard_bounds, static_batch_size
 from distloop.distributed import strategies, workers
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
@@ -47,7 +47,7 @@ class DataInfo:
     """
 
     element_spec: Any
-    layout: Layout
+    layout: BatchLayout
     num_batches: float | None
     num_missing_batches: int
     min_rows: int
@@ -119,7 +119,7 @@ def inspect(
         workers.require_same(strategy, "read a dataset", facts)
     return DataInfo(
         dataset.element_spec,
-        Layout(
+        BatchLayout(
             is_split, is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns
         ),
         num_batches,

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     size: tf.Tensor | None  # []: the number of rows that count; None: all of them
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """What tracing needs to know about the batches of an iterator."""
 
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
@@ -67,7 +67,7 @@ class LastBatch:
         return tf.nest.pack_sequence_as(self._batch, parts, expand_composites=True)
 
 
-def next_batch(iterator: Any, layout: Layout) -> Batch:
+def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
     """Returns the iterator's next batch; call it in a `tf.function`, outside `strategy.run`."""
     spec = iterator.element_spec
     leaves = tf.nest.flatten(spec)
@@ -83,13 +83,13 @@ def next_batch(iterator: Any, layout: Layout) -> Batch:
     return _as_batch(tf.nest.pack_sequence_as(spec, tensors), layout)
 
 
-def next_batch_if_any(iterator: Any, layout: Layout) -> tuple[tf.Tensor, Callable[[], Batch]]:
+def next_batch_if_any(iterator: Any, layout: BatchLayout) -> tuple[tf.Tensor, Callable[[], Batch]]:
     """Returns whether the iterator had another batch, and a function that returns it."""
     optional = iterator.get_next_as_optional()
     return optional.has_value(), lambda: _as_batch(optional.get_value(), layout)
 
 
-def _as_batch(element: Any, layout: Layout) -> Batch:
+def _as_batch(element: Any, layout: BatchLayout) -> Batch:
     return Batch(*element) if layout.is_padded else Batch(element, None)
 
 
@@ -110,7 +110,7 @@ def shard_bounds(index: Any, shards: int, rows: Any) -> tuple[Any, Any]:
 
 
 def take_shard(
-    batch: Batch, layout: Layout, microbatches: int = 1, microbatch: tf.Tensor | int = 0
+    batch: Batch, layout: BatchLayout, microbatches: int = 1, microbatch: tf.Tensor | int = 0
 ) -> tuple[Any, tf.Tensor | None]:
     """Returns the rows of one microbatch of this replica; call it in replica context.
 
@@ -156,7 +156,7 @@ def take_shard(
     return shard, weights
 
 
-def place_of_shard(batch: Batch, layout: Layout, turn: int) -> tuple[tf.Tensor, tf.Tensor]:
+def place_of_shard(batch: Batch, layout: BatchLayout, turn: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns where the rows of a turn begin in the global batch, and how many it has, without padding, int32 []."""
     context = tf.distribute.get_replica_context()
     size = tf.convert_to_tensor(batch_size(batch.rows))
@@ -165,7 +165,7 @@ def place_of_shard(batch: Batch, layout: Layout, turn: int) -> tuple[tf.Tensor, 
     return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total
 
 
-def shard_size(batch: Batch, layout: Layout) -> tf.Tensor | int:
+def shard_size(batch: Batch, layout: BatchLayout) -> tf.Tensor | int:
     """Returns the number of rows of this replica's shard without padding; call it in replica context."""
     rows, weights = take_shard(batch, layout)
     return batch_size(rows) if weights is None else tf.reduce_sum(weights)

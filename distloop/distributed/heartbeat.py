@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from distloop.distributed import liveness, output
-from distloop.distributed.liveness import Progress, Table, Timeouts
+from distloop.distributed.liveness import Liveness, Progress, Timeouts
 from distloop.distributed.star import Star, describe_facts, shorten
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
@@ -76,7 +76,7 @@ class Heartbeat:
         self._refusal = ""  # the reason why the run cannot begin, the same on all workers
         self._missing = ""  # the workers that the chief waits for, in words
         self._is_over = False  # all workers have come to the end of their programs
-        self._table = Table(tuple(addresses), index)
+        self._table = Liveness(tuple(addresses), index)
         self._table_lock = threading.RLock()  # held to replace the table
         self._pid = os.getpid()  # a fork is another process
         self._state, self._error, self._is_hang = "alive", "", False

@@ -48,7 +48,7 @@ def read_beat(fields: Mapping[str, Any], received_at: float) -> Beat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Liveness:
     """What this worker knows of the others; immutable, so that every thread reads a consistent one."""
 
     addresses: tuple[str, ...]  # host:port of every worker, the chief first
@@ -63,15 +63,15 @@ class Table:
         """The workers that are connected to this one: to the chief all others, to another worker the chief."""
         return (0,) if self.index else range(1, len(self.addresses))
 
-    def replace(self, **changes: Any) -> "Table":
+    def replace(self, **changes: Any) -> "Liveness":
         """Returns the table with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def receive(self, i: int, beat: Beat) -> "Table":
+    def receive(self, i: int, beat: Beat) -> "Liveness":
         """Returns the table after a heartbeat of worker `i`."""
         return self.replace(beats={**self.beats, i: beat})
 
-    def learn(self, others: Mapping[str, Any], now: float) -> "Table":
+    def learn(self, others: Mapping[str, Any], now: float) -> "Liveness":
         """Returns the table after the chief told of other workers, as `tell` returns them."""
         told = {int(i): read_beat(fields, now - float(fields["silent_secs"])) for i, fields in others.items()}
         known = {i: beat for i, beat in told.items() if 0 < i < len(self.addresses) and i != self.index}
@@ -90,7 +90,7 @@ class Table:
 
         return sorted(sorted(self.beats, key=progress)[:_MOST_TOLD])
 
-    def lose(self, i: int) -> "Table":
+    def lose(self, i: int) -> "Liveness":
         """Returns the table after worker `i` closed its connection; before all have met it may come back."""
         if self.has_met:
             return self.replace(closed=self.closed | {i})
@@ -156,7 +156,7 @@ class Verdict(NamedTuple):
     is_hang: bool = False  # if so, the stacks of its threads are of interest
 
 
-def judge(table: Table, progress: Progress, timeouts: Timeouts, now: float) -> Verdict | None:
+def judge(table: Liveness, progress: Progress, timeouts: Timeouts, now: float) -> Verdict | None:
     """Returns why this worker has to end; None if the run goes on.
 
     Args:
@@ -188,7 +188,7 @@ def judge(table: Table, progress: Progress, timeouts: Timeouts, now: float) -> V
     return None
 
 
-def find_failure(table: Table) -> Verdict | None:
+def find_failure(table: Liveness) -> Verdict | None:
     """Returns the reason why another worker failed, ended or died; None if none did."""
     beats = sorted(table.beats.items())
     for i, beat in beats:
@@ -206,7 +206,7 @@ def find_failure(table: Table) -> Verdict | None:
     return None
 
 
-def find_silence(table: Table, limit_secs: float, now: float) -> str:
+def find_silence(table: Liveness, limit_secs: float, now: float) -> str:
     """Returns which worker has been silent for longer than a limit; "" if none. 0 is no limit."""
     for i, beat in sorted(table.beats.items()):
         if beat.state == "alive" and 0 < limit_secs < table.silent_secs(i, now):

@@ -41,7 +41,7 @@ def _print(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
 
-class Console:
+class LineConsole:
     """Writes lines to a descriptor in a thread; if nobody reads them, the oldest are dropped and counted."""
 
     def __init__(self, descriptor: int):
@@ -112,15 +112,15 @@ class Console:
 
 
 @functools.cache
-def console(descriptor: int) -> Console:
+def console(descriptor: int) -> LineConsole:
     """Returns the console of this process for stdout (1) or stderr (2)."""
-    return Console(descriptor)
+    return LineConsole(descriptor)
 
 
 class WorkerPipe:
     """A pipe from a worker, shown in whole lines; one of more than a mebibyte is shown in parts."""
 
-    def __init__(self, pipe: IO[bytes], prefix: bytes, console: Console):
+    def __init__(self, pipe: IO[bytes], prefix: bytes, console: LineConsole):
         """Takes over the pipe; `prefix` is shown in front of each line."""
         os.set_blocking(pipe.fileno(), False)
         self._pipe, self._prefix, self._console = pipe, prefix, console

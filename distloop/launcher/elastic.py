@@ -16,7 +16,7 @@ from typing import NamedTuple
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 from distloop.launcher import processes
-from distloop.launcher.membership import Plan
+from distloop.launcher.membership import MembershipPlan
 
 
 class Change(NamedTuple):
@@ -85,7 +85,7 @@ def run(settings: Settings, start: Start, signals: processes.Signals, there: The
         signals: to the launcher.
         there: returns the places that there are now, of `settings.most`; None: all.
     """
-    plan, change = Plan(settings.least, settings.most), Change(1)
+    plan, change = MembershipPlan(settings.least, settings.most), Change(1)
     while True:
         code = _wait_for_places(plan, settings, signals, there)
         if code is not None:
@@ -111,7 +111,9 @@ def run(settings: Settings, start: Start, signals: processes.Signals, there: The
         change = Change(change.number + 1, cause, outcome.fell_at, time.time())
 
 
-def conclude(settings: Settings, plan: Plan, outcome: processes.Outcome, leavers: str) -> tuple[Plan, str, int | None]:
+def conclude(
+    settings: Settings, plan: MembershipPlan, outcome: processes.GroupEnd, leavers: str
+) -> tuple[MembershipPlan, str, int | None]:
     """Returns what follows from the end of a membership: the plan, the cause of the next one, an exit code or None.
 
     Args:
@@ -139,13 +141,13 @@ def conclude(settings: Settings, plan: Plan, outcome: processes.Outcome, leavers
 
 
 def _run_membership(
-    plan: Plan,
+    plan: MembershipPlan,
     settings: Settings,
     workers: Sequence[processes.Process],
     signals: processes.Signals,
     notes: Notes,
     there: There | None,
-) -> processes.Outcome:
+) -> processes.GroupEnd:
     """Returns how the workers ended, once all have."""
 
     def leaves_at() -> float:
@@ -158,7 +160,7 @@ def _run_membership(
     return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
 
 
-def say_membership(plan: Plan, number: int, count: int, cause: str) -> None:
+def say_membership(plan: MembershipPlan, number: int, count: int, cause: str) -> None:
     """Prints with how many workers a run goes on, and why."""
     sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
     processes.log(f"membership {number} has {count} of {plan.most} workers{sizes}: {cause}.")
@@ -172,7 +174,7 @@ def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
     )
 
 
-def _without_missing(plan: Plan, there: There | None) -> Plan:
+def _without_missing(plan: MembershipPlan, there: There | None) -> MembershipPlan:
     """Returns the plan in which places that are not there never come."""
     if there is None:
         return plan
@@ -181,7 +183,9 @@ def _without_missing(plan: Plan, there: There | None) -> Plan:
     return dataclasses.replace(plan, back_at=back_at)
 
 
-def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals, there: There | None) -> int | None:
+def _wait_for_places(
+    plan: MembershipPlan, settings: Settings, signals: processes.Signals, there: There | None
+) -> int | None:
     """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
     now, said = time.monotonic(), ""
     ends_at = now + settings.wait_secs if settings.is_elastic else math.inf
@@ -206,7 +210,7 @@ def _wait_for_places(plan: Plan, settings: Settings, signals: processes.Signals,
     return None
 
 
-def _count_places(plan: Plan, now: float) -> str:
+def _count_places(plan: MembershipPlan, now: float) -> str:
     return f"there were places for {count_workers(len(plan.there(now)))}, and {plan.allowed[0]} are needed"
 
 
@@ -219,7 +223,7 @@ def _count(workers: int, settings: Settings) -> str:
     return f"there are places for {count_workers(workers)}" if settings.is_elastic else "all workers start again"
 
 
-def _explain_end(plan: Plan) -> str:
+def _explain_end(plan: MembershipPlan) -> str:
     if plan.step < 0:
         return "the run ends, as it failed before it trained."
     return (

@@ -1,6 +1,6 @@
 """Membership: how many workers run next, and when; no processes, clocks or sockets.
 
-    plan = Plan(least=1, most=3)
+    plan = MembershipPlan(least=1, most=3)
     plan.size(now)                              # 3
     plan = plan.lose([1], now)                  # the place of a worker that fell is empty for a second
     plan.size(now), plan.grows_at(2)            # 2, now + 1
@@ -18,7 +18,7 @@ _LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its pl
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MembershipPlan:
     """The places of a run and how often it was started again; immutable.
 
     Attributes:
@@ -77,7 +77,7 @@ class Plan:
         """Returns when the next membership can start; inf: never."""
         return self.grows_at(0) - self.soon_secs
 
-    def lose(self, places: Sequence[int], now: float) -> "Plan":
+    def lose(self, places: Sequence[int], now: float) -> "MembershipPlan":
         """Returns the plan after workers have fallen, whose places are empty for a time."""
         back_at, pauses = list(self.back_at), list(self.pauses)
         for place in places:
@@ -87,13 +87,13 @@ class Plan:
             pauses[place] = min(2 * pauses[place], _LAST_PAUSE_SECS)
         return dataclasses.replace(self, back_at=tuple(back_at), pauses=tuple(pauses))
 
-    def begin(self, step: int | None, start_secs: float = 0.0) -> "Plan":
+    def begin(self, step: int | None, start_secs: float = 0.0) -> "MembershipPlan":
         """Returns the plan once a membership went on from a step; None: it did not come so far."""
         if step is None:
             return self
         plan = dataclasses.replace(self, start_secs=start_secs or self.start_secs)
         return dataclasses.replace(plan, step=step, restarts=0) if step > self.step else plan
 
-    def crash(self) -> "Plan":
+    def crash(self) -> "MembershipPlan":
         """Returns the plan after a crash."""
         return dataclasses.replace(self, restarts=self.restarts + 1)

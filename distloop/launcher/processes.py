@@ -138,7 +138,7 @@ class Process:
             cores: cores on which it may run; empty: any.
             guard: kills it if the launcher ends.
             descriptors: that it inherits.
-            console: returns what shows its lines, of stdout (1) and stderr (2), as `output.Console`.
+            console: returns what shows its lines, of stdout (1) and stderr (2), as `output.LineConsole`.
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
@@ -192,7 +192,7 @@ class Process:
             pipe.finish()
 
 
-class Outcome(NamedTuple):
+class GroupEnd(NamedTuple):
     """How a group of processes ended."""
 
     code: int  # of the worker that failed first, else 75 or 76 if one ended so, else 0; 128 + n if killed for signal n
@@ -240,7 +240,7 @@ class Group:
         self._verdict = ""  # why the workers were stopped
         self._stop_at = self._kill_at = math.inf
 
-    def wait(self) -> Outcome:
+    def wait(self) -> GroupEnd:
         """Returns how the processes ended, once all have."""
         while running := self._running():
             self._handle_events(running)
@@ -252,7 +252,7 @@ class Group:
             log(self._verdict)
         leavers = [process for process in self._processes if process.index in self._notes.leavers]
         code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
-        return Outcome(
+        return GroupEnd(
             128 + self._second_signal if self._second_signal else code or 0,
             is_crash=bool(self._failed) and not self._ends_are_expected,
             is_last=self._was_signalled,

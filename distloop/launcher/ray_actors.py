@@ -1,6 +1,6 @@
 """Ray: workers in actors, wherever a Ray cluster has room; `elastic` starts one membership of them after the other.
 
-    with Cluster(most=8, cpus=1, gpus=1) as cluster:
+    with Actors(most=8, cpus=1, gpus=1) as cluster:
         cluster.gather(least=1, signals=signals)
         code = elastic.run(settings, start, signals, cluster.there)     # start calls cluster.start for each worker
 
@@ -26,7 +26,7 @@ _IDLE_SECS = 0.1  # without a worker, so that one soon starts
 _GATHER_SECS = 10.0  # for which nobody came, before a run starts with fewer than the most workers
 
 
-class Look(NamedTuple):
+class ActorReport(NamedTuple):
     """What an actor has to tell.
 
     Attributes:
@@ -104,7 +104,7 @@ class Place:
         except OSError as error:  # no memory, or too many files
             self._failure = 1, f"as it could not start ({error})"
 
-    def look(self) -> Look:
+    def look(self) -> ActorReport:
         """Returns what is new, once there is something, or after half a second."""
         import ray
 
@@ -114,11 +114,11 @@ class Place:
         if self._worker is None:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None
-            return Look(self._address, [], [], failure)
+            return ActorReport(self._address, [], [], failure)
         ends_at, end = time.monotonic() + _LOOK_SECS, None
         while not (self._lines or self._notes.come or end) and time.monotonic() < ends_at:
             end = self._wait(self._worker)
-        found = Look(self._address, self._lines[:], self._notes.come[:], end)
+        found = ActorReport(self._address, self._lines[:], self._notes.come[:], end)
         self._lines.clear()
         self._notes.come.clear()
         if end:
@@ -151,7 +151,7 @@ class Place:
 class _Worker(processes.Process):
     """A worker in an actor, as `processes.Group` knows it."""
 
-    def __init__(self, index: int, cluster: "Cluster", place: int, notes: Notes):
+    def __init__(self, index: int, cluster: "Actors", place: int, notes: Notes):
         self.index, self._cluster, self.place, self.notes = index, cluster, place, notes
         self.code, self.was_signalled, self.outputs = None, False, []
         self.end: tuple[int, str] | None = None
@@ -179,7 +179,7 @@ class _Worker(processes.Process):
         self.is_shown = False
 
 
-class Cluster:
+class Actors:
     """The actors of a run, and what they tell.
 
     Attributes:
@@ -217,7 +217,7 @@ class Cluster:
         self._is_over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="distloop-ray", daemon=True)
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "Actors":
         self._watching.start()
         return self
 
@@ -284,7 +284,7 @@ class Cluster:
             found = self._ray.get(look)
         except self._ray.exceptions.RayError:
             self.kill(place)  # if it is not gone
-            found = Look("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
+            found = ActorReport("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
             self._actors[place] = self._remote.remote()
         with self.lock:
             self._addresses[place] = found.address

@@ -42,7 +42,7 @@ _FILES_SECS = 600.0  # that it waits if they have got files
 _LEAVE_SECS = 5.0  # that an interrupted or failed one does
 
 
-class Row(NamedTuple):
+class SentRow(NamedTuple):
     """What a writer receives of a step."""
 
     step: int
@@ -83,7 +83,7 @@ class Delivery:
         """Stores the writer, its note, and what writes the notes."""
         self.name, self.note, self.step = name_of(writer), note, note.step
         self.takes_media, self._takes_files = hasattr(writer, "write_media"), hasattr(writer, "write_file")
-        self.rows: deque[Row] = deque()
+        self.rows: deque[SentRow] = deque()
         self.num_lost = 0
         self.settings: Mapping[str, Any] | None = None
         self.is_failing = self._fails_at_media = self._is_open = False
@@ -104,7 +104,7 @@ class Delivery:
         self._is_open = note.is_open = True
         self._save()
 
-    def take(self, rows: Sequence[Row]) -> None:
+    def take(self, rows: Sequence[SentRow]) -> None:
         """Adds rows, and hands over all, in order, up to the first that the writer does not take."""
         self.rows.extend(rows)
         while len(self.rows) > _MAX_ROWS and self.is_failing:
@@ -130,7 +130,7 @@ class Delivery:
             self.note.step, self._taken, self._noted_at = self._taken, self.step, time.monotonic()
             self._save()
 
-    def _hand_over(self, row: Row) -> None:
+    def _hand_over(self, row: SentRow) -> None:
         """Hands over a row that the writer has not got, after its media; those that fail hold up no rows."""
         if not self._is_open:
             self.open()
@@ -210,7 +210,7 @@ class Deliveries:
         self._deliveries = [
             Delivery(writer, self._notes.setdefault(name_of(writer), Note()), self._save) for writer in writers
         ]
-        self._rows: list[Row] = []  # since the last flush
+        self._rows: list[SentRow] = []  # since the last flush
         self._settings: Mapping[str, Any] = {}
         self._close_secs = _CLOSE_SECS
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
@@ -245,7 +245,7 @@ class Deliveries:
 
     def write(self, step: int, metrics: Mapping[str, float], when: float) -> None:
         """Adds a row to those of the next flush."""
-        self._rows.append(Row(int(step), {name: float(value) for name, value in metrics.items()}, when))
+        self._rows.append(SentRow(int(step), {name: float(value) for name, value in metrics.items()}, when))
 
     def show(self, step: int, media: "Mapping[str, Media]", when: float) -> None:
         """Adds media to the row of a step, which was the last to be written."""
@@ -359,12 +359,12 @@ class Deliveries:
                     json.dump(notes, file)
                 os.replace(temporary, self._path)
 
-    def _lacking(self, after: int, until: int) -> list[Row]:
+    def _lacking(self, after: int, until: int) -> list[SentRow]:
         """Returns the rows of `metrics.jsonl` between two steps; null stands for nan there."""
         path = os.path.join(self._workdir, "metrics.jsonl")
         found = rows_between(path, after, until) if self._workdir and until else []
         numbers = [{name: as_number(value) for name, value in row.items()} for row in found]
-        return [Row(int(row.pop("step")), row, row.pop("time", math.nan)) for row in numbers]
+        return [SentRow(int(row.pop("step")), row, row.pop("time", math.nan)) for row in numbers]
 
 
 def _read_notes(path: str, run: str) -> dict[str, Note]:

@@ -66,7 +66,7 @@ class Holder(NamedTuple):
         return f"{process}, since {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(self.since))}"
 
 
-class Look(NamedTuple):
+class LockView(NamedTuple):
     """What a process sees that wants the lock."""
 
     holder: Holder | None  # None: the file holds something else, or only a part of it yet
@@ -216,7 +216,7 @@ def is_held(workdir: str) -> bool:
     return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
 
 
-def _look(path: str, beside: str, own: Holder) -> Look | None:
+def _look(path: str, beside: str, own: Holder) -> LockView | None:
     """Returns what the lock's file shows; None if there is none.
 
     Args:
@@ -227,7 +227,7 @@ def _look(path: str, beside: str, own: Holder) -> Look | None:
     _create(beside, own)
     os.utime(beside)
     try:
-        return Look(_read(path), os.lstat(path).st_mtime, os.stat(beside).st_mtime)
+        return LockView(_read(path), os.lstat(path).st_mtime, os.stat(beside).st_mtime)
     except FileNotFoundError:
         return None
 
@@ -248,7 +248,7 @@ def this_process(workdir: str = "") -> Holder:
     return holder._replace(launch=membership.launch, membership=membership.number)
 
 
-def is_alive(own: Holder, first: Look, look: Look, stale_secs: float | None = None) -> bool | None:
+def is_alive(own: Holder, first: LockView, look: LockView, stale_secs: float | None = None) -> bool | None:
     """Returns whether the process that holds the lock is alive; None: it is not known yet.
 
     Args:

@@ -23,7 +23,7 @@ from distloop.optimizers.moving_average import MovingAverage
 from distloop.optimizers.rows import Segment
 from distloop.optimizers.slot_placement import SlotPlacement
 from distloop.sharding.sharding import Sharding
-from distloop.sharding.variable_parts import Part
+from distloop.sharding.variable_parts import VariablePart
 from distloop.training import variable_writes
 from distloop.training.application import Application, reached
 from distloop.training.forward_backward import ForwardBackward, Summed
@@ -41,7 +41,7 @@ class SplitPacking(Packing):
         owners: the worker that updates each segment.
     """
 
-    def __init__(self, variables: Sequence[Any], parts: Sequence[Sequence[Part]]):
+    def __init__(self, variables: Sequence[Any], parts: Sequence[Sequence[VariablePart]]):
         """Plans the layout: parts of different devices are in different segments.
 
         Args:
@@ -218,7 +218,7 @@ class ShardedAverage(MovingAverage):
         self.decay = decay
         self._variables = list(variables)
         self._sharding = sharding
-        self._stored: dict[int, list[tuple[Part, tf.Variable]]] = {}
+        self._stored: dict[int, list[tuple[VariablePart, tf.Variable]]] = {}
         self._averaged = {}
         for variable in self._variables:
             stored = self._stored[id(variable)] = []

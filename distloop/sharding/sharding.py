@@ -27,7 +27,7 @@ from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients, keras_hooks
 from distloop.optimizers.rows import write_rows
 from distloop.optimizers.slot_placement import SlotPlacement
-from distloop.sharding.variable_parts import JoinedVariable, Part, Slice, has_rows, plan, unit
+from distloop.sharding.variable_parts import JoinedVariable, Slice, VariablePart, has_rows, plan, unit
 from distloop.variables import slot_names, tensorflow_variable
 
 # Each element of their updates depends on the same element of the gradient, the weight and the slots, and on no other.
@@ -142,12 +142,12 @@ class Sharding(SlotPlacement):
         self.exchange = Exchange(strategy)
         self.num_shares = strategy.num_replicas_in_sync
         self._strategy = strategy
-        self._parts: dict[int, list[Part]] = {}  # by the variable's `id`
+        self._parts: dict[int, list[VariablePart]] = {}  # by the variable's `id`
         self._joined: dict[tuple[int, ...], Any] = {}  # by the `id` of the parts: the same object each time
         self._slot_shapes: dict[int, list[tuple[int, ...]]] = {}  # by the slot's `id`: its shape on each worker
         self._has_gpus = strategies.has_gpus(strategy)
 
-    def parts(self, variables: Sequence[Any]) -> list[Part]:
+    def parts(self, variables: Sequence[Any]) -> list[VariablePart]:
         """Returns the parts of variables, in order, those on other workers included."""
         return [part for variable in variables for part in self._parts[id(variable)]]
 
@@ -174,7 +174,7 @@ class Sharding(SlotPlacement):
         for variable, slices in zip(new, plan(sizes, units, len(taken), taken), strict=True):
             self._parts[id(variable)] = [self._make(variable, i, slices) for i in range(len(slices))]
 
-    def _make(self, variable: Any, number: int, slices: Sequence[Slice]) -> Part:
+    def _make(self, variable: Any, number: int, slices: Sequence[Slice]) -> VariablePart:
         """Makes a part of a variable and its view."""
         start, size, device = slices[number]
         worker, device = divmod(device, len(self.devices))
@@ -194,7 +194,7 @@ class Sharding(SlotPlacement):
                 view = tf.Variable(tf.reshape(tf.reshape(replica, [-1])[start : start + size], shape))
             trained = keras_hooks.keras_variable(view, name, path if is_all else f"{path}/{number}")
         trained.constraint = getattr(variable, "constraint", None)
-        return Part(variable, replica, start, size, shape, place, worker, view, trained)
+        return VariablePart(variable, replica, start, size, shape, place, worker, view, trained)
 
     def prepare(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
         """Shares out the variables of optimizers that need whole ones, before `build` cuts others."""
@@ -305,7 +305,7 @@ class Sharding(SlotPlacement):
             values = values[len(of_variable) :]
 
     def _of_all(
-        self, parts: Sequence[Part], stored: Sequence[tf.Variable], shapes: Sequence[Sequence[int]]
+        self, parts: Sequence[VariablePart], stored: Sequence[tf.Variable], shapes: Sequence[Sequence[int]]
     ) -> list[tf.Tensor]:
         """Returns what is stored for each of some parts, from its worker on all, whose shapes are there `shapes`."""
         values: list[Any] = []
@@ -334,7 +334,7 @@ class Sharding(SlotPlacement):
                     whole = values[0] if len(values) == 1 else tf.concat(values, 0)
                 replica.assign(tf.reshape(whole, replica.shape))
 
-    def _set_view(self, part: Part) -> None:
+    def _set_view(self, part: VariablePart) -> None:
         """Sets the view of a part to the weights."""
         if part.view is part.replica:
             return

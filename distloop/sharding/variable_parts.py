@@ -71,7 +71,7 @@ def plan(sizes: Sequence[int], units: Sequence[int], count: int, taken: Sequence
 
 
 @dataclass(frozen=True)
-class Part:
+class VariablePart:
     """A part of a variable that one device updates.
 
     Attributes:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
@@ -49,7 +49,7 @@ class _Call(NamedTuple):
     """One call of a compiled loop."""
 
     iterator: Any
-    layout: Layout  # of the batches
+    layout: BatchLayout  # of the batches
     first: tf.Tensor  # []: the steps of the run before it
     count: tf.Tensor  # []: the most steps
     log_every: tf.Tensor  # []: the steps between two logs
@@ -164,7 +164,7 @@ class CompiledLoop:
     def _steps_by_log(
         self,
         iterator: Any,
-        layout: Layout,
+        layout: BatchLayout,
         count: tf.Tensor,
         log_every: tf.Tensor,
         secs: tf.Tensor,
@@ -238,7 +238,7 @@ class CompiledLoop:
         failed = outcome.failed if self._step.may_fail else carry.failed
         return _Carry(done=carry.done + 1, failed=failed, sums=sums, diagnosis=outcome.diagnosis)
 
-    def _pack(self, layout: Layout, carry: _Carry) -> tf.Tensor:
+    def _pack(self, layout: BatchLayout, carry: _Carry) -> tf.Tensor:
         """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
         sums_layout = self._sums_layout()
         segments = sums_layout.unpack(

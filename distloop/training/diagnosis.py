@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import workers
 from distloop.graph_functions import graph_function
 from distloop.log import log
@@ -74,7 +74,9 @@ class Cause(NamedTuple):
     advice: str = ""
 
 
-def explain(train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple[Batch, Layout] | None = None) -> str:
+def explain(
+    train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple[Batch, BatchLayout] | None = None
+) -> str:
     """Returns one sentence: what in a step was not finite or jumped, the likely cause, and what to do.
 
     Args:
@@ -205,7 +207,7 @@ def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> Va
     )
 
 
-def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> Cause:
+def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout) -> Cause:
     """Runs a failed step again, update by update, and returns where the first number came from that is not finite."""
     strategy = train_step.state.strategy
     variables = [
@@ -243,7 +245,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: Layout) -> Cause:
 
 
 def _find_origin(
-    train_step: TrainStep, update: ForwardBackward, batch: Batch, layout: Layout, microbatch: int
+    train_step: TrainStep, update: ForwardBackward, batch: Batch, layout: BatchLayout, microbatch: int
 ) -> Cause | None:
     """Runs an update forward and backward with a verdict on every tensor; returns where the first bad one came from."""
     strategy = train_step.state.strategy

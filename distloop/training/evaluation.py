@@ -18,7 +18,7 @@ import tensorflow as tf
 from distloop.actions.evaluate import Evaluate, Evaluation, trace_first, with_rows
 from distloop.config import Config
 from distloop.data import shards
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Data, Passes, Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
@@ -67,7 +67,7 @@ class EvalStep:
             return {"": refusing_new_variables(explaining_mistakes(self._state.spec.prepared(self._loss_fn)))}
         return {update.name: update.loss_fn for update in self._state.spec.updates}
 
-    def __call__(self, batch: Batch, layout: Layout) -> tf.Tensor:
+    def __call__(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
@@ -92,7 +92,7 @@ class EvalStep:
             tallies = workers.sum_over_workers(strategy, tallies)
         return tree_sum(tf.unstack(tf.reshape(tallies, [count, -1]))) if count else tallies
 
-    def _forward(self, layout: Layout, batch: Batch) -> tf.Tensor:
+    def _forward(self, layout: BatchLayout, batch: Batch) -> tf.Tensor:
         """Returns the tallies of a replica's rows, `[2 * M]`; of each of its virtual replicas, `[T * 2 * M]`."""
         joins: dict[str, Join] = {}  # by update, what puts together the arguments of Keras metrics
         results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
@@ -125,7 +125,7 @@ class EvalStep:
         self.names = list(named)
         return metrics.flatten(named.values()), rows_by_update
 
-    def feed(self, layout: Layout, batch: Batch) -> dict[str, Any]:
+    def feed(self, layout: BatchLayout, batch: Batch) -> dict[str, Any]:
         """Returns the arguments that each update's `loss_fn` returns for Keras metrics, by its name; on a replica."""
         rows, row_weights = shards.take_shard(batch, layout)
         fed = {}
@@ -282,14 +282,14 @@ class EvalLoop:
                 workers.agree_to_go_on(strategy, stop_requests, int(self._state.step), most).item()
             )
 
-    def _compare_workers(self, iterator: Any, layout: Layout, limit: int) -> None:
+    def _compare_workers(self, iterator: Any, layout: BatchLayout, limit: int) -> None:
         """Traces a pass, and compares between the workers what it sums."""
         self._run.get_concrete_function(iterator, layout, *_limits(0, np.inf))
         facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
         facts["the Keras metrics"] = sorted(self._step.keras_metrics)
         workers.require_same(self._state.strategy, "evaluate", facts)
 
-    def _part(self, iterator: Any, layout: Layout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
+    def _part(self, iterator: Any, layout: BatchLayout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
         """Adds the tallies of up to `max_batches` batches to those of the parts before; sums them over all workers.
 
         After so many seconds no batch begins, but for the first one.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from distloop.data.shards import Batch, Layout, batch_size, take_shard
+from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import Sums
@@ -54,7 +54,7 @@ class _Shard:
     """A replica's shard in one pass, and what its parts add to; a part is a microbatch, maybe of a virtual replica."""
 
     batch: Batch  # the global one
-    layout: Layout
+    layout: BatchLayout
     before: Mapping[int, tf.Tensor]  # by `id`, the values that the written variables have when a part begins
     is_first: bool  # whether the pass is the first one over this batch
     traces: list[Trace] = field(default_factory=list)  # of the parts, in order
@@ -146,7 +146,7 @@ class ForwardBackward:
     def __call__(
         self,
         batch: Batch,
-        layout: Layout,
+        layout: BatchLayout,
         factor: tf.Tensor | None,
         value: str = "loss",
         *,

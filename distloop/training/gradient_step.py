@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.errors import explaining_merge_call
 from distloop.optimizers import gradients
 from distloop.training import variable_writes
@@ -26,7 +26,7 @@ from distloop.training.spec import StepFn
 
 
 def call_step_fn(
-    update: ForwardBackward, step_fn: StepFn, batch: Batch, layout: Layout, factor: tf.Tensor | None
+    update: ForwardBackward, step_fn: StepFn, batch: Batch, layout: BatchLayout, factor: tf.Tensor | None
 ) -> Summed:
     """Calls an update's `step_fn`; in replica context.
 
@@ -59,7 +59,7 @@ class GradientStep:
     Every number is that of the global batch, the same on all replicas, divided and unscaled.
     """
 
-    def __init__(self, update: ForwardBackward, batch: Batch, layout: Layout, factor: tf.Tensor | None):
+    def __init__(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, factor: tf.Tensor | None):
         """Prepares; `call_step_fn` makes one for each step."""
         self._update = update
         self._arguments = (batch, layout, factor)

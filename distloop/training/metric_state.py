@@ -27,7 +27,7 @@ Arguments = Mapping[str, Any]  # name of a metric -> the arguments for its `upda
 Join = Callable[[Sequence[tf.Tensor]], dict[str, Any]]  # puts the arguments of metrics together again
 
 
-class Rows(NamedTuple):
+class MetricRows(NamedTuple):
     """The arguments of several metrics, taken apart so that their rows can be gathered."""
 
     tensors: list[tf.Tensor]  # [b, ...] each: arguments and Keras's masks of arguments
@@ -102,7 +102,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             self.restore(self._restored)
             self._restored = None
 
-    def add(self, arguments: Arguments, row_weights: tf.Tensor | None) -> Rows:
+    def add(self, arguments: Arguments, row_weights: tf.Tensor | None) -> MetricRows:
         """Updates the metrics whose state is a sum with rows of a replica, padding apart; in replica context.
 
         Call it outside what XLA compiles, which cannot leave out rows.
@@ -219,7 +219,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         parts: tuple[Any, ...] = self._strategy.experimental_local_results(tensorflow_variable(variable))
         return parts
 
-    def _build(self, name: str, rows: Rows, eager: bool) -> None:
+    def _build(self, name: str, rows: MetricRows, eager: bool) -> None:
         """Updates a metric in a scope where variables keep their values, but are created."""
         metric = self._metrics[name]
 
@@ -269,7 +269,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         return {name: context.all_gather(tf.identity(variable)[None], axis=0) for name, variable in variables.items()}
 
 
-def take_rows(arguments: Arguments) -> Rows:
+def take_rows(arguments: Arguments) -> MetricRows:
     """Takes the arguments of metrics apart into tensors with rows and what puts them together again."""
     leaves = tf.nest.flatten(arguments)
     are_tensors = [tf.is_tensor(leaf) for leaf in leaves]
@@ -286,7 +286,7 @@ def take_rows(arguments: Arguments) -> Rows:
         packed: dict[str, Any] = tf.nest.pack_sequence_as(arguments, joined)
         return packed
 
-    return Rows([*tensors, *masks], join)
+    return MetricRows([*tensors, *masks], join)
 
 
 def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
@@ -54,7 +54,7 @@ class PredictStep:
         self._keep_dtypes = keep_dtypes
         self.row_specs: Any = None
 
-    def __call__(self, batch: Batch, layout: Layout) -> Any:
+    def __call__(self, batch: Batch, layout: BatchLayout) -> Any:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 
         Returns:
@@ -71,7 +71,7 @@ class PredictStep:
 
         return tf.nest.map_structure(joined, per_replica)
 
-    def _forward(self, layout: Layout, batch: Batch) -> Any:
+    def _forward(self, layout: BatchLayout, batch: Batch) -> Any:
         def predict(rows: Any, row_weights: tf.Tensor | None) -> Any:
             outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
             if workers.num_workers(self._strategy) == 1:
@@ -151,7 +151,7 @@ class PredictLoop:
                     raise_as_user_error(error)
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
-    def _run_if_all_have_a_batch(self, iterator: Any, layout: Layout) -> Any:
+    def _run_if_all_have_a_batch(self, iterator: Any, layout: BatchLayout) -> Any:
         """Predicts for the next batch of data of unknown length, once all workers have one.
 
         Raises:
@@ -164,7 +164,7 @@ class PredictLoop:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._step(get_batch(), layout)
 
-    def _batches(self, iterator: Any, layout: Layout, secs: tf.Tensor) -> Any:
+    def _batches(self, iterator: Any, layout: BatchLayout, secs: tf.Tensor) -> Any:
         """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after so many seconds."""
         time_limit = TimeLimit(secs)
         first = self._step(shards.next_batch(iterator, layout), layout)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers.clipping import Clipping
@@ -148,7 +148,7 @@ class TrainStep:
         """The names of the tallies; known once the step is traced."""
         return [update.full_name(name) for update in self.updates for name in (*update.trace.names, *self.own_names)]
 
-    def __call__(self, batch: Batch, layout: Layout) -> Outcome:
+    def __call__(self, batch: Batch, layout: BatchLayout) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`."""
         examples = self.count_examples(batch, layout)
         finite = tf.constant(True)
@@ -174,7 +174,7 @@ class TrainStep:
             replica_secs=self._sum_secs(gradients),
         )
 
-    def advance(self, update: ForwardBackward, batch: Batch, layout: Layout) -> None:
+    def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
         """Takes one update, finite or not, for a second look at a step that failed."""
         gradients = self._forward(update, batch, layout, self.count_examples(batch, layout))
         self._settle(update, gradients, tf.constant(True))
@@ -184,7 +184,7 @@ class TrainStep:
         """Returns the first replica's value."""
         return self._strategy.experimental_local_results(value)[0]
 
-    def count_examples(self, batch: Batch, layout: Layout) -> tf.Tensor:
+    def count_examples(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:
         """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one."""
         examples = tf.cast(shards.count_examples(batch, self._strategy), tf.float32)
         is_local = (layout.is_sharded or layout.is_split) and workers.num_workers(self._strategy) > 1
@@ -192,7 +192,7 @@ class TrainStep:
             return workers.sum_over_workers(self._strategy, examples)
         return examples
 
-    def _forward(self, update: ForwardBackward, batch: Batch, layout: Layout, examples: tf.Tensor) -> Gradients:
+    def _forward(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Gradients:
         """Computes and reduces an update's gradients and sums, on all replicas."""
         step_fn = update.update.step_fn
 

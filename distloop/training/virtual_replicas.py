@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from distloop.data.shards import Batch, Layout, place_of_shard, take_shard
+from distloop.data.shards import Batch, BatchLayout, place_of_shard, take_shard
 from distloop.distributed import environment, gathering, strategies, workers
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
 from distloop.distributed.strategies import TreeSum
@@ -56,7 +56,7 @@ class Turns:
         self,
         state: TrainState,
         batch: Batch,
-        layout: Layout,
+        layout: BatchLayout,
         *,
         microbatches: int = 1,
         before: Mapping[int, tf.Tensor] | None = None,
@@ -190,7 +190,7 @@ class Turns:
 
 
 def run_forward(
-    state: TrainState, layout: Layout, batch: Batch, fn: Callable[[Any, tf.Tensor | None], Any]
+    state: TrainState, layout: BatchLayout, batch: Batch, fn: Callable[[Any, tf.Tensor | None], Any]
 ) -> list[Any]:
     """Runs a forward pass over a replica's rows, and restores what it wrote, random streams aside; in replica context.
 

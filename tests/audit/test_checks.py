@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from distloop.audit import checks
 from distloop.audit.checks import Audit, Finding
-from distloop.audit.probe import Trace, TwoSteps
+from distloop.audit.probe import CallTrace, TwoSteps
 from distloop.audit.tracing import VariableCreated
 
 
@@ -29,9 +29,9 @@ def test_the_first_batch_of_another_order_is_named(second, batch):
 @pytest.mark.parametrize(("name", "hint"), [("kernel", "in model_fn"), ("seed_generator_state", "SeedGenerator")])
 def test_a_variable_that_loss_fn_creates_is_named(name, hint):
     created = VariableCreated(name)
-    (finding,) = checks.created_variables(SimpleNamespace(trace=Trace([], None, set(), created)))
+    (finding,) = checks.created_variables(SimpleNamespace(trace=CallTrace([], None, set(), created)))
     assert finding.what == "variable made in a step" and name in finding.name and hint in finding.hint
-    assert not [*checks.created_variables(SimpleNamespace(trace=Trace([], None, set())))]
+    assert not [*checks.created_variables(SimpleNamespace(trace=CallTrace([], None, set())))]
 
 
 def test_foreign_variables_are_named_three_at_most():
@@ -49,7 +49,7 @@ def calls_of(*constants):
         with tf.Graph().as_default() as graph:
             tf.constant(1.0) * tf.constant(constant)
         calls.append(graph.get_operations())
-    return Trace(calls, None, set())
+    return CallTrace(calls, None, set())
 
 
 def test_a_constant_that_changes_between_traces_is_found():

@@ -121,7 +121,7 @@ def test_a_gpu_receives_only_its_own_rows(monkeypatch, device, place):
     monkeypatch.setattr(strategies, "has_gpus", lambda strategy: device == "GPU")
     with tf.Graph().as_default(), tf.device(f"/device:{device}:1"):
         batch = shards.Batch({"x": tf.zeros([4, 3])}, None)
-        rows, _ = shards.take_shard(batch, shards.Layout(is_split=False, is_padded=False))
+        rows, _ = shards.take_shard(batch, shards.BatchLayout(is_split=False, is_padded=False))
         assert rows["x"].device == place and rows["x"].shape == [2, 3]
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from distloop.distributed import liveness
-from distloop.distributed.liveness import GATHERING, JOINING, TRAINING, Beat, Progress, Table, Timeouts, Verdict
+from distloop.distributed.liveness import GATHERING, JOINING, TRAINING, Beat, Liveness, Progress, Timeouts, Verdict
 from distloop.distributed.star import describe_facts
 
 NOW = 1000.0
@@ -18,7 +18,7 @@ def beat(**fields):
 def table(*beats, **fields):
     """Returns the table of worker 0 of three; `beats` are of workers 1 and 2, None if never heard."""
     known = {i: one for i, one in enumerate(beats, start=1) if one is not None}
-    return Table(("a:1", "b:2", "c:3"), 0, known, has_met=True).replace(**fields)
+    return Liveness(("a:1", "b:2", "c:3"), 0, known, has_met=True).replace(**fields)
 
 
 def judge(table, now=NOW, *, phase=TRAINING, since=NOW, timeouts=(0.0, 0.0)):
@@ -113,7 +113,7 @@ def test_a_new_step_or_phase_is_progress_and_so_is_any_work_alone(step, phase, a
 
 def told(chief, index=1, now=NOW):
     """Returns the table of another worker after a message of the chief, at a time on a clock of its own."""
-    worker = Table(chief.addresses, index, has_met=True).receive(0, beat(received_at=5.0))
+    worker = Liveness(chief.addresses, index, has_met=True).receive(0, beat(received_at=5.0))
     return worker.learn(json.loads(json.dumps(chief.tell(now))), 5.0)
 
 
@@ -125,14 +125,14 @@ def test_the_other_workers_judge_by_what_the_chief_tells():
     assert judge(silent, 5.0, since=5.0, timeouts=(60, 0)).reason.startswith(
         "worker 2 (c:3) has been silent for 70 sec"
     )
-    dead = Table(("a:1", "b:2"), 1, {0: beat()}, has_met=True).lose(0)
+    dead = Liveness(("a:1", "b:2"), 1, {0: beat()}, has_met=True).lose(0)
     assert judge(dead).reason.startswith("the process of worker 0 (a:1) is gone without a word")
 
 
 def test_of_many_workers_the_chief_tells_of_those_that_are_furthest_behind():
     beats = {i: beat(phase=GATHERING, step=8) for i in range(1, 1000)}
     beats |= {500: beat(step=9), 700: beat(phase="between two loops", step=8), 900: beat(state="left", step=9)}
-    chief = Table(tuple(f"h{i}:1" for i in range(1000)), 0, beats, has_met=True)
+    chief = Liveness(tuple(f"h{i}:1" for i in range(1000)), 0, beats, has_met=True)
     assert chief.furthest_behind() == [1, 2, 3, 4, 5, 500, 700, 900] and chief.heard == range(1, 1000)
     assert len(json.dumps(chief.tell(NOW))) < 1500 and "worker 700 (h700:1) is at step 8" in chief.describe_others(NOW)
 

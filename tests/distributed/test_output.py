@@ -40,7 +40,7 @@ def drain(descriptor, secs=0.0):
 def test_output_that_nobody_reads_is_dropped_and_counted(unread, monkeypatch):
     monkeypatch.setattr(output, "_UNREAD_SECS", 60.0)
     monkeypatch.setattr(output, "_PENDING_BYTES", 100_000)
-    console = output.Console(unread[1])
+    console = output.LineConsole(unread[1])
     began = time.monotonic()
     for i in range(100):
         console.write(b"".join(b"line %09d\n" % (1_000 * i + j) for j in range(1_000)))
@@ -65,7 +65,7 @@ def test_output_that_nobody_reads_is_dropped_and_counted(unread, monkeypatch):
 def test_a_slow_reader_gets_every_line(unread, monkeypatch):
     monkeypatch.setattr(output, "_PENDING_BYTES", 10_000)
     monkeypatch.setattr(output, "_PROMPT_SECS", 0.001)
-    console, text = output.Console(unread[1]), b""
+    console, text = output.LineConsole(unread[1]), b""
     for i in range(40):
         while not console.has_room():
             if select.select([unread[0]], [], [], 0.001)[0]:  # none, if the last bytes are read and not yet counted
@@ -83,7 +83,7 @@ def test_a_full_disk_or_a_descriptor_that_does_not_block_loses_no_line(unread, m
     def fail(error):
         raise error
 
-    output.Console(unread[1]).write(b"line\n")
+    output.LineConsole(unread[1]).write(b"line\n")
     assert drain(unread[0], 0.2) == b"line\n" and not errors
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from distloop.launcher import elastic
-from distloop.launcher.processes import Outcome
+from distloop.launcher.processes import GroupEnd
 
 
 class Signals:
@@ -79,12 +79,12 @@ def world(monkeypatch):
 
 
 def crash(*fallen, code=137, cause="worker 1 failed first"):
-    return Outcome(code, is_crash=True, fallen=fallen, cause=cause)
+    return GroupEnd(code, is_crash=True, fallen=fallen, cause=cause)
 
 
-SAVED = Outcome(75, is_crash=False)
-MORE = Outcome(75, is_crash=False, has_left_for_more=True)
-DONE = Outcome(0, is_crash=False)
+SAVED = GroupEnd(75, is_crash=False)
+MORE = GroupEnd(75, is_crash=False, has_left_for_more=True)
+DONE = GroupEnd(0, is_crash=False)
 
 
 def test_those_left_go_on_at_once_and_one_that_comes_back_is_taken_in(world):
@@ -124,7 +124,7 @@ def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
 
 def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
     assert world.run([(9, {"step": 0}, SAVED)]) == 75
-    assert world.run([(9, {"step": 0}, Outcome(75, is_crash=False, is_last=True, leavers=[0, 1]))]) == 75
+    assert world.run([(9, {"step": 0}, GroupEnd(75, is_crash=False, is_last=True, leavers=[0, 1]))]) == 75
     assert world.run([(9, {}, SAVED._replace(leavers=[0]))], least=3) == 75  # the number is fixed
 
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.fit import make_training_source
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.training.compiled_loop import MOST_TRACES, CompiledLoop, Traces, compiled, describe
@@ -103,13 +103,13 @@ def test_batches_are_described_by_their_entries():
     expected = {"x": "float32 [None, 3]", "y": "int32 [None]"}
     assert describe(iter(dataset)) == expected
     assert describe(Batch({"x": tf.zeros([2, 3])}, tf.constant(2))) == {"x": "float32 [2, 3]"}
-    assert describe(Layout(False, False)) == describe(tf.constant(1)) == {}
+    assert describe(BatchLayout(False, False)) == describe(tf.constant(1)) == {}
 
 
 def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_doubled(caplog):
     traces = Traces("train step")
     for length in range(4 * MOST_TRACES):
-        traces.add((Batch({"x": tf.zeros([2, length]), "y": tf.zeros([2])}, None), Layout(False, False)))
+        traces.add((Batch({"x": tf.zeros([2, length]), "y": tf.zeros([2])}, None), BatchLayout(False, False)))
     counts = [int(record.getMessage().split()[5]) for record in caplog.records]
     assert counts == [MOST_TRACES + 1, 2 * (MOST_TRACES + 1)]
     assert "changed x from float32 [2, 4] to float32 [2, 5]. Give" in caplog.text

@@ -5,12 +5,12 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.state import TrainState
 from tests.problems import classification, classifier, on
 
-LAYOUT = Layout(is_split=False, is_padded=False)
+LAYOUT = BatchLayout(is_split=False, is_padded=False)
 
 
 def make_pass(**settings):

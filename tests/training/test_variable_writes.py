@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.shards import Batch, Layout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.training import variable_writes
 from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
@@ -91,7 +91,7 @@ def run_step(model_fn, x, **settings):
     state = TrainState.make(model_fn, tf.distribute.get_strategy())
     step = TrainStep(state, **settings)
     rows = {"x": tf.constant(x, tf.float32)}
-    layout = Layout(is_split=False, is_padded=False)
+    layout = BatchLayout(is_split=False, is_padded=False)
     tf.function(lambda rows: step(Batch(rows, None), layout).applied, autograph=False)(rows)
     return state
 
