@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_in_ray(options: argparse.Namespace, settings: elastic.Settings) -> int:
     """Runs the workers in Ray, which counts the cores and GPUs."""
-    with ray_actors.Cluster(options.most, options.cores_per_worker or 1, options.devices_per_worker or 1) as cluster:
+    with ray_actors.Actors(options.most, options.cores_per_worker or 1, options.devices_per_worker or 1) as cluster:
         signals = processes.Signals()  # in place of Ray's handlers
         if number := cluster.gather(options.least, signals):
             return 128 + number
@@ -88,7 +88,7 @@ def _run_in_ray(options: argparse.Namespace, settings: elastic.Settings) -> int:
 
 def _start_in_ray(
     options: argparse.Namespace,
-    cluster: ray_actors.Cluster,
+    cluster: ray_actors.Actors,
     change: elastic.Change,
     places: Sequence[int],
     notes: Notes,

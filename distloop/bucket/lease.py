@@ -22,7 +22,7 @@ import time
 from distloop.bucket.directory import RemoteDirectory, RemoteError
 from distloop.monitoring.console import say
 from distloop.monitoring.records import as_object, parse_json
-from distloop.monitoring.run_lock import Holder, LockLost, Look, held, is_alive, parse, this_process
+from distloop.monitoring.run_lock import Holder, LockLost, LockView, held, is_alive, parse, this_process
 
 FILE = "run.lock"
 BEAT_SECS = 10.0
@@ -64,14 +64,14 @@ class Lease:
         self._beating.start()
 
     def _acquire(self, own: Holder) -> None:
-        first: Look | None = None
+        first: LockView | None = None
         content = None
         while not self._directory.create(FILE, self._content()):
             if (there := self._directory.read(FILE)) is None:
                 continue  # it was released at this moment
             if there != content:
                 content, since = there, time.monotonic()
-            look = Look(self._holder_in(there), since, time.monotonic())
+            look = LockView(self._holder_in(there), since, time.monotonic())
             first = first or look
             lives = is_alive(own, first, look, LEASE_SECS)
             if lives:

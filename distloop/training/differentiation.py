@@ -17,7 +17,7 @@ from distloop.data import shards
 from distloop.distributed import gathering
 from distloop.distributed.placement import Placement
 from distloop.training import broadcasts, metrics
-from distloop.training.metric_state import Join, KerasMetrics, Rows, check_arguments, take_rows
+from distloop.training.metric_state import Join, KerasMetrics, MetricRows, check_arguments, take_rows
 from distloop.training.spec import Update
 from distloop.training.state import TrainState
 from distloop.training.unread_entries import Reads
@@ -100,7 +100,7 @@ class Differentiation:
         *,
         training: bool = True,
         is_first: bool = True,
-    ) -> tuple[set[str], list[tf.Tensor | None], list[tf.Tensor], dict[str, metrics.Tally], Rows]:
+    ) -> tuple[set[str], list[tf.Tensor | None], list[tf.Tensor], dict[str, metrics.Tally], MetricRows]:
         """Calls `loss_fn` and differentiates one of its values; in replica context.
 
         Args:
@@ -221,7 +221,7 @@ def tally_outputs(
     keras_metrics: KerasMetrics,
     *,
     needs_loss: bool = True,
-) -> tuple[dict[str, metrics.Tally], Rows]:
+) -> tuple[dict[str, metrics.Tally], MetricRows]:
     """Returns the weighted sums of what `loss_fn` returned, by name, and the arguments of Keras metrics.
 
     Args:
