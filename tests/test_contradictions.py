@@ -13,7 +13,7 @@ def test_the_defaults_go_together():
 
 
 def test_the_sentence_names_both_values():
-    settings = vars(Config()) | {"eager": True, "jit_compile": True}
+    settings = vars(Config()) | {"local_workdir": "", "eager": True, "jit_compile": True}
     with pytest.raises(ValueError, match="^eager=True and jit_compile=True contradict each other; .*set either"):
         contradictions.check(types.SimpleNamespace(**settings))
 
