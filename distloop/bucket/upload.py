@@ -91,9 +91,9 @@ class Upload:
 
     def missing(self) -> list[str]:
         """Returns what is not uploaded as it is now: the paths of files and directories, checkpoints first."""
-        kept = [(unit.path, tree.as_stamps(unit)) for unit in self._kept()]
+        kept = [(unit.path, tree.as_stamps(unit)) for unit in _kept(self._root, self._keep)]
         others = [(path, stamp) for path, stamp, _ in reversed(self._others())]  # files last
-        return [path for path, stamp in kept + others if self._is_changed(path, stamp)]
+        return [path for path, stamp in kept + others if self._state.uploaded.get(path) != stamp]
 
     def wait_for(self, steps: Collection[int] | None) -> None:
         """Waits until the checkpoints of some steps are uploaded, if the run has them; None: all, with `best.json`.
@@ -149,8 +149,7 @@ class Upload:
                 self._tell()
 
     def _is_stalled(self) -> bool:
-        heard_at = self._sent_at if self._is_away else self._directory.answered_at
-        return time.monotonic() - heard_at > STALLED_SECS
+        return time.monotonic() - (self._sent_at if self._is_away else self._directory.answered_at) > STALLED_SECS
 
     def _tell(self, late: Sequence[int] | None = None) -> None:
         """Wakes who waits; prints once that checkpoints come faster than they are uploaded, once if not."""
@@ -162,11 +161,6 @@ class Upload:
         elif late == [] and self._is_late:
             self._is_late = False
             self._say(f"the upload to {self._directory.url} has caught up.")
-
-    def _kept(self) -> list[Unit]:
-        """Returns the checkpoints of the run that are to stay, the newest first."""
-        best = tree.best_steps(tree.read(self._root, BEST))
-        return [u for i, u in enumerate(tree.checkpoints(self._root)) if i < self._keep or u.step in best]
 
     def _others(self) -> list[_Item]:
         """Returns all but checkpoints: path, stamp and how each is uploaded; what was refused last of the files."""
@@ -195,12 +189,12 @@ class Upload:
 
     def _upload_checkpoints(self) -> None:
         """Uploads the checkpoints that have changed, the newest first, each after the rows up to it."""
-        while due := [unit for unit in self._kept() if self._is_due(unit.path, tree.as_stamps(unit))]:
+        while due := [unit for unit in _kept(self._root, self._keep) if self._is_due(unit.path, tree.as_stamps(unit))]:
             self._try(due[0].path, tree.as_stamps(due[0]), functools.partial(self._upload_unit, due[0]))
             self._tell([unit.step for unit in due[1:]])
         self._tell([])
-        units = self._kept()
-        late = {unit.step for unit in units if self._is_changed(unit.path, tree.as_stamps(unit))}
+        units = _kept(self._root, self._keep)
+        late = {unit.step for unit in units if self._state.uploaded.get(unit.path) != tree.as_stamps(unit)}
         if not late & tree.best_steps(tree.read(self._root, BEST)):
             self._upload_if_due(BEST)
         if self._must_prune and units and units[0].step not in late:
@@ -279,11 +273,8 @@ class Upload:
                 self._directory.delete(path) if is_file else _delete(self._directory, path)
                 self._state.uploaded.pop(path, None)
 
-    def _is_changed(self, path: str, stamp: list[Any]) -> bool:
-        return self._state.uploaded.get(path) != stamp
-
     def _is_due(self, path: str, stamp: list[Any]) -> bool:
-        return self._is_changed(path, stamp) and self.refused.get(path) != stamp
+        return self._state.uploaded.get(path) != stamp and self.refused.get(path) != stamp
 
     def _is_all_there(self) -> bool:
         """Returns whether the bucket has each uploaded file with its size; what it lacks is uploaded again.
@@ -297,6 +288,12 @@ class Upload:
                 is_all_there = False
                 del self._state.uploaded[path]
         return is_all_there
+
+
+def _kept(root: str, keep: int) -> list[Unit]:
+    """Returns the checkpoints of a run that are to stay, the newest first."""
+    best = tree.best_steps(tree.read(root, BEST))
+    return [u for i, u in enumerate(tree.checkpoints(root)) if i < keep or u.step in best]
 
 
 def listed(paths: Sequence[str], most: int = 3) -> str:

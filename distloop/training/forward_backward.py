@@ -197,7 +197,7 @@ class ForwardBackward:
             rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
             result = compute(rows, row_weights)
             written = shard.traces[-1].written
-            sums = self._of_part(shard, Part(index, rows, row_weights, result, {id(v): v for v in written}))
+            sums = _of_part(self, shard, Part(index, rows, row_weights, result, {id(v): v for v in written}))
             self.written_values.rewind(written, shard.before, index)
             return sums
 
@@ -209,7 +209,7 @@ class ForwardBackward:
         turns = Turns(self.state, shard.batch, shard.layout, microbatches=self.microbatches, before=shard.before)
 
         def of_part(part: Part) -> _TurnSums:
-            segments, vector, metric_rows = self._of_part(shard, part)
+            segments, vector, metric_rows = _of_part(self, shard, part)
             return segments, vector, list(part.slopes), [metric_rows]
 
         def add(one: _TurnSums, other: _TurnSums) -> _TurnSums:
@@ -219,36 +219,8 @@ class ForwardBackward:
         segments, vector, slopes, metric_rows = turns.sum_parts(compute, of_part, add)
         shard.after = turns.after
         if turns.rows is not None:
-            shard.pulled_back = self._pull_back(shard, turns, slopes)
+            shard.pulled_back = _pull_back(self, shard, turns, slopes)
         return segments, vector, [tf.concat(rows, 0) for rows in zip(*metric_rows, strict=True)]
-
-    def _pull_back(self, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
-        if self.state.strategy.num_replicas_in_sync > 1:
-            slopes = gathering.sum_in_tree(slopes)
-
-        def pull_back(rows: Any, row_weights: tf.Tensor | None) -> list[Segment]:
-            gradients = self.differentiate.pull_back(rows, row_weights, slopes)
-            are_reached = zip(shard.traces[-1].reached, gradients, strict=True)
-            reached = [is_reached or gradient is not None for is_reached, gradient in are_reached]
-            shard.traces[-1] = replace(shard.traces[-1], reached=reached)
-            return self._pack(gradients, keeps_sparse=False)
-
-        return turns.sum_again(pull_back, lambda part: part.result, self.packing.add)
-
-    def _of_part(self, shard: _Shard, part: Part) -> Sums:
-        """Returns what is summed of a part."""
-        segments, tallies, fed, new_values = part.result
-        written = [v for v in self.writable if id(v) in part.written]
-        trace = shard.traces[-1] = replace(shard.traces[-1], written=written)
-        metric_rows = self.state.keras_metrics.add(trace.join(fed), part.row_weights)
-        shard.joins.append(metric_rows.join)
-        if shard.is_first:
-            size = batch_size(part.rows) if part.row_weights is None else tf.reduce_sum(part.row_weights)
-            values = [part.written[id(v)] for v in written]
-            flat = self.written_values.flatten(written, values, new_values, size, part.number)
-            tallies = tallies if flat is None else tf.concat([tallies, flat], 0)
-        return segments, tallies, metric_rows.tensors
 
     def _reduce(
         self, shard: _Shard, segments: list[Segment], sums: dict[str, Any], factor: tf.Tensor | None, value: str
@@ -314,14 +286,12 @@ class ForwardBackward:
         flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
         if traces is not None:
             traces.append(Trace(names, outputs, reached, written, tallies["loss"].is_per_token, metric_rows.join))
-        return self._pack(gradients), flat_tallies, metric_rows.tensors, new_values
+        return self.pack(gradients), flat_tallies, metric_rows.tensors, new_values
 
-    def _pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
+    def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
-        filled = [
-            tf.zeros(v.shape, v.dtype) if g is None else self.packing.sized(g, v)
-            for g, v in zip(gradients, self.variables, strict=True)
-        ]
+        pairs = zip(gradients, self.variables, strict=True)
+        filled = [tf.zeros(v.shape, v.dtype) if g is None else self.packing.sized(g, v) for g, v in pairs]
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)
 
     def _set_trace(self, shard: _Shard) -> None:
@@ -343,6 +313,38 @@ class ForwardBackward:
         are_written = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
         self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
         return self.trace.written
+
+
+def _of_part(update: ForwardBackward, shard: _Shard, part: Part) -> Sums:
+    """Returns what is summed of a part."""
+    segments, tallies, fed, new_values = part.result
+    written = [v for v in update.writable if id(v) in part.written]
+    trace = shard.traces[-1] = replace(shard.traces[-1], written=written)
+    metric_rows = update.state.keras_metrics.add(trace.join(fed), part.row_weights)
+    shard.joins.append(metric_rows.join)
+    if shard.is_first:
+        size = batch_size(part.rows) if part.row_weights is None else tf.reduce_sum(part.row_weights)
+        values = [part.written[id(v)] for v in written]
+        flat = update.written_values.flatten(written, values, new_values, size, part.number)
+        tallies = tallies if flat is None else tf.concat([tallies, flat], 0)
+    return segments, tallies, metric_rows.tensors
+
+
+def _pull_back(
+    update: ForwardBackward, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
+    if update.state.strategy.num_replicas_in_sync > 1:
+        slopes = gathering.sum_in_tree(slopes)
+
+    def pull_back(rows: Any, row_weights: tf.Tensor | None) -> list[Segment]:
+        gradients = update.differentiate.pull_back(rows, row_weights, slopes)
+        are_reached = zip(shard.traces[-1].reached, gradients, strict=True)
+        reached = [is_reached or gradient is not None for is_reached, gradient in are_reached]
+        shard.traces[-1] = replace(shard.traces[-1], reached=reached)
+        return update.pack(gradients, keeps_sparse=False)
+
+    return turns.sum_again(pull_back, lambda part: part.result, update.packing.add)
 
 
 def _explain_merge_call(update: ForwardBackward) -> str:

@@ -169,7 +169,7 @@ class TrainLoop:
                 for row in rows:
                     step += _count(source, self._window, row)
                     if row.diagnosis is not None:
-                        raise self._explain_failure(source, step, row.diagnosis)
+                        raise _diverged(self._step, self._compiled.last_batch(), source, step, row.diagnosis)
                     if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
@@ -311,11 +311,6 @@ class TrainLoop:
         self._window = Window(examples_seen=self._window.examples_seen)
         self._state.keras_metrics.reset()
 
-    def _explain_failure(self, source: Source, step: int, diagnosis: np.ndarray) -> Diverged:
-        batch = self._compiled.last_batch()
-        explanation = explain(self._step, step, diagnosis, None if batch is None else (batch, source.layout))
-        return Diverged(explanation, step, source.batches_taken - 1)
-
     def _agree_on_next_loop(self, stop_requests: StopRequests | None, step: int) -> None:
         """Exchanges whether the run goes on, how many steps the chief lets the next loop run, and the chief's time.
 
@@ -325,6 +320,12 @@ class TrainLoop:
         numbers = self._most_steps, time.monotonic() - self._started_at
         most_steps, self.secs = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers).tolist()
         self._most_steps = int(most_steps)
+
+
+def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, diagnosis: np.ndarray) -> Diverged:
+    """Returns the error of a step that failed; the last batch is None if it is not known."""
+    last = None if last_batch is None else (last_batch, source.layout)
+    return Diverged(explain(step, number, diagnosis, last), number, source.batches_taken - 1)
 
 
 def _count(source: Source, window: Window, row: Row) -> int:

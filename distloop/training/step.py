@@ -166,12 +166,13 @@ class TrainStep:
         failed = self._rescale(gradients, finite)
         if self.loss_jump is not None:
             failed |= self._has_diverged(gradients, self.loss_jump)
+        secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
         return Outcome(
             applied=finite,
             failed=failed,
-            tallies=self._join_tallies(tallies, finite),
+            tallies=_join_tallies(tallies, finite, self.may_skip),
             diagnosis=self._diagnosis(gradients),
-            replica_secs=self._sum_secs(gradients),
+            replica_secs=tf.add_n(secs) if secs else None,
         )
 
     def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
@@ -312,12 +313,6 @@ class TrainStep:
         # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
         return has_diverged if self.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
 
-    def _join_tallies(self, of_updates: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
-        tallies = tf.concat(of_updates, 0)
-        if self.may_skip and len(of_updates) > 1:
-            tallies = tf.where(finite, tallies, 0.0)  # the tallies of a good update count only with the others
-        return tallies
-
     def _diagnosis(self, gradients: Sequence[Gradients]) -> tf.Tensor:
         """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
         if not self.may_fail:
@@ -328,6 +323,10 @@ class TrainStep:
             parts += [self._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
         return tf.concat(parts, 0)
 
-    def _sum_secs(self, gradients: Sequence[Gradients]) -> tf.Tensor | None:
-        secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
-        return tf.add_n(secs) if secs else None
+
+def _join_tallies(of_updates: Sequence[tf.Tensor], finite: tf.Tensor, may_skip: bool) -> tf.Tensor:
+    """Returns the tallies of all updates in one vector, zeros if the step is skipped."""
+    tallies = tf.concat(of_updates, 0)
+    if may_skip and len(of_updates) > 1:
+        tallies = tf.where(finite, tallies, 0.0)  # the tallies of a good update count only with the others
+    return tallies
