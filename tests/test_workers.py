@@ -48,11 +48,12 @@ def run_on_workers(workers, devices, out, *names):
 def on_workers(tmp_path_factory, pytestconfig):
     """Results of scenarios on two workers with two devices each; of all in `make wide`."""
     out = tmp_path_factory.mktemp("workers-2-2")
-    worker_scenarios.run(half_of_elastic, 1, out)
-    worker_scenarios.run(half_of_position, 1, out)
-    for scenario in OF_BITS:
-        worker_scenarios.run(lambda make, workdir, half=scenario: half(make, workdir, steps=4), 1, out)
     chosen = [name for name in BY_NAME if pytestconfig.getoption("wide") or name not in WIDE]
+    if "elastic" in chosen:
+        worker_scenarios.run(half_of_elastic, 1, out)
+    worker_scenarios.run(half_of_position, 1, out)
+    for scenario in [scenario for scenario in OF_BITS if scenario.__name__ in chosen]:
+        worker_scenarios.run(lambda make, workdir, half=scenario: half(make, workdir, steps=4), 1, out)
     results, launcher = run_on_workers(2, 2, out, *chosen)
     return results, out, launcher
 

@@ -70,8 +70,11 @@ def _explain(
     tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
     most = max(machine_use.held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
     held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in most.items())
-    sentence = f"{device} ran out of memory {when}{machine_use.describe_use(device)}{tensor}; {held}, {rest} the rest"
-    return tf.errors.ResourceExhaustedError(None, None, f"{sentence}: try {advice}.")
+    sentence = (
+        f"{device} ran out of memory {when}{machine_use.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
+        f"{advice}."
+    )
+    return tf.errors.ResourceExhaustedError(None, None, sentence)
 
 
 def _half_precision(state: TrainState) -> str:

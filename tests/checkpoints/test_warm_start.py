@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
         (dict(), lambda: net(name="else"), "holds no variable of the model"),
         (dict(init_rename="("), net, "is no regular expression"),
         (dict(init_rename="hidden|head=>x"), net, "gives two variables of"),
-        (dict(init_from="nowhere"), net, "init_from='nowhere' cannot be read"),
+        (dict(init_from="nowhere"), net, r"init_from='.*nowhere' cannot be read"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_taken(settings, model, says, run):
