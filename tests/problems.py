@@ -231,7 +231,7 @@ def pairwise(*values):
         *values: the values of each parameter; the first of each make the first combination.
 
     Returns:
-        Tuples for `pytest.mark.parametrize`; all but the first are marked slow, and from the third on wide.
+        Tuples for `pytest.mark.parametrize`; all but the first are marked slow and wide.
     """
 
     def pairs(combination):
@@ -242,7 +242,6 @@ def pairwise(*values):
     while missing:
         chosen.append(max(product, key=lambda combination: len(pairs(combination) & missing)))
         missing -= pairs(chosen[-1])
-    slow, wide = pytest.mark.slow, pytest.mark.wide
-    first, second, *others = ([v[i] for v, i in zip(values, combination, strict=True)] for combination in chosen)
-    of_others = (pytest.param(*other, marks=[slow, wide]) for other in others)
-    return [pytest.param(*first), pytest.param(*second, marks=slow), *of_others]
+    first, *others = ([v[i] for v, i in zip(values, combination, strict=True)] for combination in chosen)
+    marks = [pytest.mark.slow, pytest.mark.wide]
+    return [pytest.param(*first), *(pytest.param(*other, marks=marks) for other in others)]

@@ -372,6 +372,7 @@ def move(case, workdir, expected):
     assert_same(outcome(fit(case, 2, workdir), case, workdir), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("model_fn", mostly_wide([of_everything, contrast], of_everything))
 def test_virtual_replicas_train_as_real_ones_to_rounding(model_fn, tmp_path):

@@ -23,6 +23,7 @@ from distloop import config, launch, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
 from experiments import planning
 from tests import forked
+from tests.problems import mostly_wide
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -107,8 +108,18 @@ def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_wi
     assert [line for line in done.stderr.splitlines() if not re.match(of_loading, line)] == []
 
 
+LONG_PAGES = ["cookbook.md", "coming_from.md", "testing.md", "models.md"]  # their Python takes a minute
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    mostly_wide(
+        pages := [page for page in PAGES[1:] if blocks(page, "python")],
+        *(page for page in pages if page.name not in LONG_PAGES),
+    ),
+    ids=name_of,
+)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = "\n".join(blocks(page, "python"))

@@ -53,7 +53,7 @@ def run_few_steps(name, replicas, workdir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_wide(EXPERIMENTS, "files", "keras_port", "regression"))
+@pytest.mark.parametrize("name", mostly_wide(EXPERIMENTS, "keras_port", "regression"))
 def test_an_experiment_runs(name, tmp_path):
     out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
     assert EXPERIMENTS[name][0] in out
@@ -130,6 +130,7 @@ def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes_what_is_worse_
     assert "best trial" in (tmp_path / "killed.stdout").read_text()
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
     out = run("-m", "experiments.digits", f"--workdir={tmp_path}", "--device=cpu", "--num_devices=2", "--steps=200")

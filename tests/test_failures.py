@@ -190,6 +190,7 @@ def straight(start, tmp_path_factory):
     return ends(workdir)
 
 
+@pytest.mark.wide
 def test_workers_without_failures_end_like_one_process(straight):
     config = problems.on(2, batch_size=16, average_decay=0.9)
     data = distloop.make_dataset(problems.classification(67), 16, shuffle=True)
@@ -280,6 +281,7 @@ def test_a_suspended_worker_ends_the_others(start, workdir):
     assert newest(workdir) >= before + 5
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("failure", "phase", "error"),
     [
@@ -357,6 +359,7 @@ def test_workers_with_different_flags_are_refused(start, workdir):
         )
 
 
+@pytest.mark.wide
 def test_after_all_failures_a_late_start_ends_like_a_run_without_failures(start, workdir, straight):
     workers = start(workdir, late_secs=8)
     assert [worker.end() for worker in workers] == [0, 0], [worker.lines for worker in workers]

@@ -271,6 +271,7 @@ def test_rows_of_nested_ragged_data_train_the_same():
     assert_close(weights(trainer), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_distributed_dataset_trains_the_same():
     data = tf.data.Dataset.from_tensor_slices(classification(30)).batch(8)
@@ -320,6 +321,7 @@ def change_in_half_precision(precision, replicas, microbatches, case):
     return {path: value - first[path] for path, value in weights(trainer).items()}
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_loss_scale_changes_nothing_that_float32_can_hold():
     def run(scale):
@@ -458,6 +460,7 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
     assert all(np.isfinite(value).all() for value in everything(trainer).values())
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit, replicas", mostly_wide([("second", 2), ("first", 1)], ("second", 2)))
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
@@ -565,6 +568,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
     assert trainer.optimizer.iterations.numpy() == len(kinds) + 1
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("culprits, replicas", mostly_wide([("second", 2), ("first second", 1)], ("second", 2)))
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
@@ -593,6 +597,7 @@ def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit():
     assert trainer.optimizer.iterations.numpy() == 14 - skipped
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow():
     rows = classification(40)
@@ -725,6 +730,7 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # besides the last one: saved by the clock
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
     def rows(name, **arguments):
@@ -755,6 +761,7 @@ def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
     assert times == sorted(set(times))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     def optimizer():
@@ -824,6 +831,7 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
     assert len(seen) == 8 and not np.allclose(seen[0], seen[2])
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
     data = batches(10, 30)
@@ -986,7 +994,7 @@ def test_predictions_come_in_dataset_order_each_row_once(replicas, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["rows", "arrays"])
+@pytest.mark.parametrize("source", mostly_wide(["rows", "arrays"]))
 def test_a_start_at_any_step_of_ten_million_rows_reads_as_little_as_the_first_one(source, tmp_path):
     rows = many_rows.ManyRows() if source == "rows" else {"row": np.arange(many_rows.COUNT)}
 

@@ -37,6 +37,7 @@ def fail():
     raise KeyError("what went wrong")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_function_runs_on_devices_of_a_process_of_its_own():
     assert testing.run_on_devices(count_devices_and_replicas, 3, 5) == (3, 3, 5)
@@ -59,6 +60,7 @@ def test_a_function_that_another_process_cannot_import_is_refused():
     refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "top of a module")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_layers_need_no_names_to_be_compared():
     def model_fn():
@@ -231,6 +233,7 @@ def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
     forked.run_on_devices(assert_same_bits_of_arrays, 2)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_loss_that_asks_where_it_runs_has_other_bits_and_the_first_of_them_are_named():
     message = (

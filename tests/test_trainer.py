@@ -420,6 +420,7 @@ def test_a_loop_that_waits_for_data_does_not_hang_with_one_thread(tmp_path):
 # What is printed.
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path, capsys):
     workdir = str(tmp_path / "my run")

@@ -240,7 +240,7 @@ def rollback(make, workdir):
 def evaluation(make, workdir):
     trainer = make(classifier(is_weighted=True, metrics=True, batch_norm="synchronized"))
     results = {}
-    for size in (1, 100):
+    for size in (5, 100):
         results |= {f"{size}/{name}": value for name, value in numbers(trainer.evaluate(batches(size))).items()}
     before = everything(trainer)
     trainer.evaluate(batches())

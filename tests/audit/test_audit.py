@@ -11,7 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop.audit.audit import audit
 from distloop.training.state import TrainState
-from tests.problems import assert_equal, classification, classifier, everything, on, refused
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, refused
 
 pytestmark = pytest.mark.slow
 
@@ -248,7 +248,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.parametrize(("case", "replicas"), [*zip(CLEAN, (1, 2), strict=True)])
+@pytest.mark.parametrize(("case", "replicas"), mostly_wide([*zip(CLEAN, (1, 2), strict=True)]))
 def test_a_clean_model_passes_and_stays_as_it_is(case, replicas):
     trainer = distloop.Trainer(classifier(**CLEAN[case]), on(replicas, average_decay=0.9))
     dataset = data(shuffle=True)
@@ -265,6 +265,7 @@ def test_a_clean_model_passes_in_half_precision(precision):
     assert not trainer.audit(data()).findings
 
 
+@pytest.mark.wide
 def test_a_layer_that_draws_for_each_row_passes_and_a_mean_over_the_rows_beside_it_is_found():
     def audit(*layers):
         return distloop.Trainer(planted(layers=layers), on(1)).audit(data())

@@ -176,6 +176,7 @@ def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind
     assert not incidents(without)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
     expected, _ = fit(tmp_path / "without", stream(without=[3, 24, 25, 41]), steps=45)
@@ -185,6 +186,7 @@ def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
     assert rollbacks == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_left_out_batches_stay_out_when_the_run_is_resumed(tmp_path):
     expected, _ = fit(tmp_path / "without", stream(without=[13]), steps=40)
@@ -235,6 +237,7 @@ def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["0", "10"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_between(tmp_path):
     rows = {**classification(67), "row": np.arange(67)}

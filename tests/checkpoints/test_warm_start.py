@@ -41,6 +41,7 @@ def assert_same(variables, expected):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="newer than this Keras")
 @pytest.mark.parametrize("is_sharded", mostly_wide([False, True]))
@@ -119,6 +120,7 @@ def test_restore_reads_from_the_home_directory(tmp_path, monkeypatch):
     assert not any(array.any() for array in arrays(trainer.model))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
     workdir, _ = run

@@ -276,6 +276,7 @@ def run(data, workdir="", steps=9, replicas=2, **settings):
     return trainer
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_on_arrays_equals_training_on_a_shuffled_dataset(replicas):
@@ -308,6 +309,7 @@ def test_a_run_on_arrays_resumes_where_it_stopped(tmp_path):
     assert_equal(everything(run(rows, tmp_path, steps=12)), everything(run(rows, steps=12)))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_arrays_are_evaluated_and_predicted_in_their_order():
     rows = classification(67)
@@ -372,6 +374,7 @@ def test_arrays_are_batched_by_the_batch_of_a_replica():
     assert [len(part) for part in trainer.stream_predictions(classification(40))] == [16, 16, 8]
 
 
+@pytest.mark.wide
 def test_lists_of_numbers_train_as_their_arrays():
     rows = classification(16)
     ends = []

@@ -90,6 +90,7 @@ def test_map_and_take_keep_the_place_a_number():
     assert batches_of(same.starting_at(0), 4) == 2 * expected[0]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_workers_read_their_rows_alone_and_place_them_where_they_belong():
     for size in (1, 5, 6, 7, 23):

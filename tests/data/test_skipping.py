@@ -90,6 +90,7 @@ def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
         read_again(source.behind, ONE)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(iterators, "_PIECE_SECS", 0.01)

@@ -34,6 +34,7 @@ def data(seed=0):
     return distloop.make_dataset(classification(23, seed=seed), 10)  # of 10, 10 and 3 rows
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_of_replicas():
     testing.assert_replica_law(contrast, data(), (1, 4), steps=7, tolerance=1e-6)
@@ -53,6 +54,7 @@ def train_and_evaluate(**settings):
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_rows_are_gathered_from_the_replicas_of_several_workers():
     expected, measured = train_and_evaluate(num_devices=1)

@@ -55,6 +55,7 @@ def test_exports_work_without_distloop_and_with_tensorflows_own_command(tmp_path
         np.testing.assert_allclose(np.load(tmp_path / f"{name}.npy"), predictions, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_training_goes_on_after_an_export(tmp_path, replicas=2):
     trainers = [make_trainer(replicas=replicas, average_decay=0.9) for _ in range(2)]

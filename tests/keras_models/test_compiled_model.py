@@ -59,6 +59,7 @@ def raise_at(step):
     return fail
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", mostly_wide([{}, {"shard_optimizer": True}, {"fails": True}]))
 def test_keras_goes_on_from_a_fit_and_from_a_file_saved_after_it(settings, tmp_path):
     settings = dict(settings)
@@ -95,6 +96,7 @@ def test_a_learning_rate_and_a_loss_scale_come_back_too():
     assert int(scaled.inner_optimizer.iterations) == 11
 
 
+@pytest.mark.wide
 def test_the_original_model_has_the_averages_and_the_trainer_the_weights_that_train():
     model = compiled(net())
     start = copy_of(model)
@@ -198,6 +200,7 @@ def test_a_loss_scale_of_compile_is_taken_over():
         np.testing.assert_array_equal(new.numpy(), old.numpy())
 
 
+@pytest.mark.wide
 def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
     def make():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])

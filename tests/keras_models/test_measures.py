@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.keras_models.measures import make_measures
 from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net, values_of
-from tests.problems import mirrored, on
+from tests.problems import mirrored, mostly_wide, on
 
 M = keras.metrics
 TOKENS = np.random.default_rng(3).integers(0, 4, size=(32, 5))
@@ -151,7 +151,7 @@ def watched():
     return model
 
 
-@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"virtual_replicas": 2}])
+@pytest.mark.parametrize("settings", mostly_wide([{}, {"microbatches": 2}, {"virtual_replicas": 2}]))
 def test_metrics_that_layers_update_in_their_call_are_reported_as_keras_does(settings):
     x, y = np.random.default_rng(0).normal(size=(2, 21, 6)).astype("float32")
     y = y[:, :2]

@@ -49,6 +49,7 @@ def adapted_model():
     return compiled(keras.Model({"numbers": numbers, "words": words}, outputs), optimizer=keras.optimizers.SGD(0.01))
 
 
+@pytest.mark.wide
 def test_statistics_vocabularies_and_state_of_layers_come_along_to_training_and_export(tmp_path):
     model = adapted_model()
     inputs = {"numbers": tf.constant(X), "words": tf.constant(WORDS)}

@@ -6,7 +6,7 @@ import pytest
 
 import distloop
 from tests.compiled_models import X, Y, batches, compiled
-from tests.problems import on
+from tests.problems import mostly_wide, on
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def computed_in(model):
     return [layer.compute_dtype for layer in model._flatten_layers() if layer._trainable_variables]
 
 
-@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("precision", mostly_wide(["mixed_bfloat16", "mixed_float16"]))
 def test_a_model_that_exists_is_rebuilt_in_the_precision_but_for_layers_with_a_dtype_of_their_own(precision):
     model = make()
     trainer = distloop.Trainer(distloop.from_keras(model), on(2, precision=precision))
@@ -39,7 +39,7 @@ def test_a_model_that_exists_is_rebuilt_in_the_precision_but_for_layers_with_a_d
     np.testing.assert_array_equal(model.get_weights()[0], trainer.model.get_weights()[0])
 
 
-@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("is_given", mostly_wide([True, False]))
 def test_a_model_read_from_a_file_is_rebuilt_in_the_precision(is_given, tmp_path):
     make().save(path := tmp_path / "model.keras")
 

@@ -199,6 +199,7 @@ def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     assert_equal(trained(train(make_model, stopped)), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("config", mostly_wide([settings(2), settings(strategy="mirrored", num_devices=2)]))
 def test_a_checkpoint_of_four_stages_goes_on_with_any_other_number(config, tmp_path, on_one_device):
@@ -302,6 +303,7 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_t
     assert not distloop.Trainer(make(2), settings(2)).audit(batches()).findings
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_eager_steps_in_stages_train_to_the_same_weights():
     config = settings(2, microbatches=2, clip_norm=0.5)
@@ -359,6 +361,7 @@ def test_a_run_says_how_much_is_on_each_device(capsys):
     assert [line.split("`")[-2] for line in table if "`float32`" in line] == ["CPU:0"] * 2 + ["CPU:1"] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
     trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), steps=1)

@@ -107,6 +107,7 @@ def test_a_step_fn_trains_as_by_hand_on_replicas_with_microbatches(step_fn, repl
     assert_close(weights(trainer), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_all_looks_draw_the_same_and_the_first_alone_writes():
     def twice(step):
@@ -121,6 +122,7 @@ def test_all_looks_draw_the_same_and_the_first_alone_writes():
     assert runs[0][1]["loss"] == runs[1][1]["loss"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_float16_an_overflow_in_the_second_look_changes_nothing_but_the_scale():
     def far(step):

@@ -70,6 +70,7 @@ def test_a_compiled_step_that_overflows_changes_nothing():
     assert int(trainer.state.skipped_steps) == 1
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas, microbatches, batch_norm", mostly_wide([(1, 3, "local"), (2, 1, "synchronized")], (2, 1, "synchronized"))

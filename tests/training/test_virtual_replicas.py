@@ -129,6 +129,7 @@ def test_replicas_of_a_strategy_object_have_to_share_them_out():
     refused(lambda: trainer_of(strategy=mirrored(3)), "virtual_replicas=4", "3 replicas", "divides 4", kind=Indivisible)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_strategy_object_has_the_same_bits():
     found = []
