@@ -252,7 +252,8 @@ EMPTY = {"known": lambda: dataset().take(0), "unknown": lambda: dataset().filter
 def test_an_empty_dataset(verb, length):
     trainer = make_trainer()
     refused(verbs(trainer, EMPTY[length]())[verb], "dataset", "empty", "one batch")
-    assert trainer.step == 0
+    if (verb, length) != ("evals", "unknown"):  # that it is empty shows when it is read, after the first step
+        assert trainer.step == 0
 
 
 @pytest.mark.parametrize(

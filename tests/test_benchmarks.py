@@ -33,6 +33,7 @@ def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
     assert float(row["**distloop**"].split(" / ")[1]) > 0
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts():
     spec = {"part": "training", "workload": "tiny", "replicas": 2, "rounds": 1, "turn_secs": 0.01}

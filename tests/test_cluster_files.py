@@ -69,7 +69,7 @@ def test_a_job_that_saved_and_left_is_queued_again(code, is_requeued, tmp_path):
 
 
 ELASTIC_STUB = """#!/bin/bash
-printf "%s|" "$0" "$@" >> {directory}/calls; echo >> {directory}/calls
+line=$(printf "%s|" "$0" "$@"); echo "$line" >> {directory}/calls  # at once: several processes write
 case "$*" in
     *distloop.launch*) until [ "$(grep -c srun {directory}/calls)" -ge 2 ]; do sleep 0.1; done; {end} ;;
     *--head*) touch {directory}/head ;;

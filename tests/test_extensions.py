@@ -60,6 +60,7 @@ RULES = dict(
 )
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
     model_fn = make(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), **RULES)

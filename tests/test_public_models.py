@@ -75,6 +75,7 @@ def test_a_member_of_a_family_names_the_model_that_has_its_other_cells():
     assert all(model in zoo.NAMES for model in zoo.FAMILIES)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_small_form_has_the_kinds_of_layers_of_its_architecture():
     for model in ("small/MobileNetV2", "small/VGG16"):

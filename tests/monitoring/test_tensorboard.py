@@ -161,6 +161,7 @@ def status_of(workdir):
     return hparams.parse_session_end_info_plugin_data(content).status
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(tmp_path):
     train_with_media(tmp_path, 10, crash_at=3, histograms_every=2)  # before the first checkpoint

@@ -11,6 +11,7 @@ ORIGINAL, PORT = section("A loop on tf.distribute")
 EPOCHS, STEPS = 2, 6
 
 
+@pytest.mark.wide
 def test_each_step_and_each_evaluation_has_the_numbers_of_the_loop():
     changes = [("tf.distribute.MirroredStrategy()", MIRRORED[2]), ("range(10)", f"range({EPOCHS})")]
     printed = run(ORIGINAL, replacements=changes)["printed"]

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_close, assert_equal, classification, everything, on, optimize_graphs
+from tests.problems import assert_close, assert_equal, classification, everything, mostly_wide, on, optimize_graphs
 
 layers = keras.layers
 
@@ -62,7 +62,9 @@ def test_a_run_has_the_same_bits_and_its_checkpoints_go_on_without_recomputation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "settings"), [(1, {"microbatches": 2}), (2, {"norm": {"synchronized": True}})])
+@pytest.mark.parametrize(
+    ("replicas", "settings"), mostly_wide([(1, {"microbatches": 2}), (2, {"norm": {"synchronized": True}})])
+)
 def test_weights_and_statistics_are_the_same(replicas, settings):
     found, expected = (trained(replicas, 1, recompute=pattern, **settings) for pattern in ("block", ""))
     assert_close(found, expected, 1e-6)

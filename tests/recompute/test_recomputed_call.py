@@ -146,6 +146,7 @@ def test_activations_take_less_memory_and_nothing_is_taken_from_the_first_pass()
     assert recomputed < 0.5 * kept
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_xla_computes_the_same():
     model = make_chain(blocks=1)

@@ -50,6 +50,7 @@ def several_updates(tmp_path_factory):
     return trainers
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_an_update_is_undone_and_its_slots_too(several_updates):
     whole, sharded = several_updates

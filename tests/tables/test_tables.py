@@ -188,6 +188,7 @@ def averaged(tmp_path_factory):
     return whole, dense, resumed
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_average_of_a_table_is_that_of_dense_gradients_and_a_step_touches_the_rows_of_its_batch(averaged):
     whole, dense, _ = averaged
