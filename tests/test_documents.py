@@ -108,7 +108,8 @@ def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_wi
     assert [line for line in done.stderr.splitlines() if not re.match(of_loading, line)] == []
 
 
-LONG_PAGES = ["cookbook.md", "coming_from.md", "testing.md", "models.md"]  # their Python takes a minute
+# Their Python takes 10 s or more.
+LONG_PAGES = ["cookbook.md", "coming_from.md", "measuring.md", "models.md", "schedules.md", "testing.md", "watching.md"]
 
 
 @pytest.mark.slow

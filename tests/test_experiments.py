@@ -53,7 +53,7 @@ def run_few_steps(name, replicas, workdir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_wide(EXPERIMENTS, "keras_port", "regression"))
+@pytest.mark.parametrize("name", mostly_wide(EXPERIMENTS, "regression"))
 def test_an_experiment_runs(name, tmp_path):
     out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
     assert EXPERIMENTS[name][0] in out

@@ -138,6 +138,7 @@ def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
     testing.assert_replica_law(attentive, data(), (1, 2), steps=2)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("violation", mostly_wide([0.0, 1e-4]))
 def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_without_that_it_is_rounding(violation):

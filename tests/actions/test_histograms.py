@@ -116,6 +116,7 @@ def test_each_update_has_its_own_norms(tmp_path):
     assert {"a/weight_norm", "b/update_norm", "b/update_ratio"} <= set(distloop.read_metrics(tmp_path)[-1])
 
 
+@pytest.mark.wide
 def test_a_run_that_goes_back_or_goes_on_forgets_the_weights_of_before(tmp_path):
     rows = problems.classification(128)
     rows["x"][112:] = np.inf  # batch 7, of step 8

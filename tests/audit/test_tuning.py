@@ -21,6 +21,7 @@ def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=
     return distloop.Trainer(classifier(optimizer=optimizer), on(replicas, console="quiet", **settings))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_suggestion_is_the_same_on_any_number_of_replicas():
     result = [distloop.find_learning_rate(trainer_of(replicas), batches()) for replicas in (1, 2)]
@@ -57,6 +58,7 @@ def test_each_step_takes_its_rate():
     np.testing.assert_allclose(result.rates, [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rtol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_learning_rate_test_changes_no_bit():
     schedule = keras.optimizers.schedules.CosineDecay(0.01, 20)
@@ -229,6 +231,7 @@ def test_batches_are_not_measured_on_several_workers(monkeypatch):
     refused(lambda: distloop.autotune_batch(trainer, batches()), "several workers", "call it on one of them")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_measuring_batches_changes_no_bit(monkeypatch):
     monkeypatch.setattr(tuning, "_MEASURED_SECS", 0.01)

@@ -62,6 +62,7 @@ def train_on_a_host_of_its_own():
     return trainer.step, distloop.digest(trainer.model), os.path.isdir(f"{place}/host{index}/distloop")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_workers_that_share_no_disk_go_on_from_a_bucket(tmp_path, monkeypatch):
     monkeypatch.setenv("PLACE", str(tmp_path))

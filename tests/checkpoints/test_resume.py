@@ -507,6 +507,7 @@ def test_a_run_whose_metric_was_never_a_number_ends_with_its_last_weights(tmp_pa
     assert caplog.text.count("No best checkpoint of 'score' is kept in") == 2
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_program_with_two_fits_goes_on_in_the_data_of_the_second(tmp_path):
     def program(trainer, *steps):

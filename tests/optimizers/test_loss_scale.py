@@ -270,6 +270,7 @@ def test_trainers_of_different_precisions_keep_their_own_side_by_side():
         assert_equal(everything(trainer), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_evaluating_and_predicting_do_not_touch_the_loss_scale():
     rows = classification(40)

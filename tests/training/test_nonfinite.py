@@ -76,12 +76,14 @@ def line_of(how):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas, microbatches, how, op, direction",
-    [
-        (1, 1, "log", "Log", "forward"),
-        (2, 1, "exp", "Exp", "forward"),
-        (1, 2, "division", "RealDiv", "forward"),
-        (2, 2, "root", "SqrtGrad", "backward"),
-    ],
+    mostly_wide(
+        [
+            (1, 1, "log", "Log", "forward"),
+            (2, 1, "exp", "Exp", "forward"),
+            (1, 2, "division", "RealDiv", "forward"),
+            (2, 2, "root", "SqrtGrad", "backward"),
+        ]
+    ),
 )
 def test_the_operation_its_layer_and_its_line_are_named(how, op, direction, replicas, microbatches):
     message = failure(make_trainer(how, replicas, microbatches=microbatches), data_with([21]))
@@ -95,6 +97,7 @@ def test_a_harmless_infinity_is_not_the_origin():
     assert f"came from Exp in layer net/faulty in the forward pass (test_nonfinite.py:{line_of('exp')})" in message
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_an_entry_of_the_batch_and_its_row_are_named():
     rows = classification(32)
@@ -112,6 +115,7 @@ def test_a_variable_is_named():
     assert "the variable net/dense" in failure(trainer, data_with([]))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed(replicas):

@@ -129,6 +129,7 @@ def test_differences_are_named():
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_learning_rate_continues_unless_model_fn_gives_another_one():
     first = trained(optimizer=lambda: keras.optimizers.SGD(0.1))
