@@ -9,7 +9,7 @@ import pytest
 
 import distloop
 from tests import forked, without_part
-from tests.problems import classifier, on
+from tests.problems import classifier, mostly_wide, on
 
 PROGRAM = pathlib.Path(without_part.__file__)
 
@@ -30,7 +30,7 @@ PARTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", mostly_wide([",".join(PARTS), *PARTS]))
 def test_the_laws_of_the_loop_hold_without_a_part(part, tmp_path):
     done = forked.run([PROGRAM, part, tmp_path / "run"], env=os.environ, timeout=120)
     assert done.returncode == 0 and done.stdout.endswith("held\n"), done.stderr

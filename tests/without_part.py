@@ -1,4 +1,4 @@
-"""A program that runs the loop's laws with one part of distloop gone; tests/test_without_parts.py starts it.
+"""A program that runs the loop's laws with parts of distloop gone; tests/test_without_parts.py starts it.
 
 python tests/without_part.py records WORKDIR
 """
@@ -20,10 +20,11 @@ class Gone(importlib.abc.MetaPathFinder):
 
 
 def without(part):
-    """Has the part gone from this process, in which distloop may have been imported already."""
+    """Has the parts, such as `records,tables`, gone from this process, which may have imported distloop already."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "distloop"]:
         del sys.modules[name]
-    sys.meta_path.insert(0, Gone(part))
+    for name in part.split(","):
+        sys.meta_path.insert(0, Gone(name))
 
 
 def main(part, workdir):
@@ -65,7 +66,7 @@ def main(part, workdir):
     outputs = two.predict({"x": x, "y": y})
     np.testing.assert_allclose(outputs, two.model(x).numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(two.evaluate({"x": x, "y": y})["loss"], np.mean((outputs - y) ** 2), rtol=1e-5)
-    gone = [name for name in sys.modules if name.startswith(f"distloop.{part}")]
+    gone = [name for name in sys.modules if name.startswith(tuple(f"distloop.{p}" for p in part.split(",")))]
     assert gone == [], gone
     print("held")
 

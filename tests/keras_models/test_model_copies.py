@@ -150,6 +150,7 @@ def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order(
         np.testing.assert_array_equal(trainer.model.get_layer(layer.name).kernel, layer.kernel)
 
 
+@pytest.mark.wide
 def test_layers_that_keras_numbers_anew_are_paired_in_order():
     @keras.saving.register_keras_serializable("tests")
     class Pair(keras.Model):

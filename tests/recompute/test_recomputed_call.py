@@ -135,6 +135,7 @@ def test_the_second_call_sees_the_state_that_the_first_one_saw():
     assert_same([block, dense], loss_fn, tf.random.normal([6, 4], seed=1), "block")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_activations_take_less_memory_and_nothing_is_taken_from_the_first_pass():
     model = make_chain(width=16, blocks=5)

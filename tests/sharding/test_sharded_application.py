@@ -60,6 +60,7 @@ def test_an_update_is_undone_and_its_slots_too(several_updates):
     assert_close(all_of(sharded), all_of(whole))
 
 
+@pytest.mark.wide
 def test_histograms_show_whole_gradients(several_updates):
     found = [trainer._train_loop.histograms._read_all() for trainer in several_updates]
     flat = [

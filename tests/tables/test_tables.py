@@ -200,6 +200,7 @@ def test_the_average_of_a_table_is_that_of_dense_gradients_and_a_step_touches_th
             assert np.array_equal(rows[unread], old[unread]) and not np.array_equal(rows[0], average.numpy()[0])
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_paused_goes_on_with_the_bits_of_the_average(averaged):
     whole, _, resumed = averaged

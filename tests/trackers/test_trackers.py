@@ -205,6 +205,7 @@ def test_wandb_sees_a_command_line_without_secrets(monkeypatch):
     assert sys.argv[1] == "--token=hf_1"
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_mlflow_has_each_number_image_and_file_over_kills(tmp_path):
     client = mlflow_client(uri := f"sqlite:///{tmp_path}/mlflow.db")

@@ -12,7 +12,7 @@ import distloop
 from distloop import testing
 from distloop.training.layers import keep_losses_apart
 from tests.compiled_models import X, Y, batches
-from tests.problems import classification, on
+from tests.problems import classification, mostly_wide, on
 
 
 def regularized(*, batch_norm=False, gathers=False):
@@ -41,7 +41,7 @@ def regularized(*, batch_norm=False, gathers=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchanges", [{"batch_norm": True}, {"gathers": True}])
+@pytest.mark.parametrize("exchanges", mostly_wide([{"batch_norm": True}, {"gathers": True}]))
 def test_replicas_that_exchange_values_within_the_loss_keep_their_losses_apart(exchanges):
     data = distloop.make_dataset(classification(24), 12)
     testing.assert_replica_law(regularized(**exchanges), data, (1, 2, 3), steps=3, tolerance=1e-6)
@@ -118,7 +118,9 @@ def trained(trainable, is_frozen=False, norm=None, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": "body$", "microbatches": 2}, {"virtual_replicas": 4}])
+@pytest.mark.parametrize(
+    "settings", mostly_wide([{}, {"recompute": "body$", "microbatches": 2}, {"virtual_replicas": 4}])
+)
 def test_a_layer_that_a_regular_expression_leaves_out_trains_as_one_that_is_not_trainable(settings):
     found, expected = trained("head", **settings), trained(None, is_frozen=True, **settings)
     for a, b in zip(found.model.get_weights(), expected.model.get_weights(), strict=True):
@@ -136,6 +138,7 @@ def test_the_layers_attributes_and_files_are_as_the_user_left_them(tmp_path):
     assert [name.split("/")[1] for name in np.load(tmp_path / "head.npz").files] == ["head", "head"]
 
 
+@pytest.mark.wide
 def test_statistics_move_where_a_part_of_the_layer_trains_or_its_path_is_found():
     assert (trained("gamma|head").model.layers[0].layers[1].moving_mean.numpy() != np.linspace(-1, 1, 8)).any()
     for trainable, moves in (("batch_norm|head", True), ("head", False)):
@@ -143,6 +146,7 @@ def test_statistics_move_where_a_part_of_the_layer_trains_or_its_path_is_found()
         assert (statistics.numpy() != np.linspace(-1, 1, 8).astype("float32")).any() == moves
 
 
+@pytest.mark.wide
 def test_networks_of_several_updates_keep_each_others_statistics_moving():
     def model_fn():
         nets = {"one": network(), "two": network()}

@@ -13,7 +13,7 @@ from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE, append_row
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import TrainLoop
-from tests.problems import assert_equal, classification, classifier, on, seconds_of_one_loop, weights
+from tests.problems import assert_equal, classification, classifier, mostly_wide, on, seconds_of_one_loop, weights
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def test_a_worker_that_is_to_stop_says_why(loop, monkeypatch):
     assert sent == [[1.0, 8, 20.0]]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_gets_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("distloop.training.loop.time", seconds_of_one_loop())
@@ -186,7 +187,9 @@ class Fails(distloop.Action):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [RuntimeError("the service is down"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize(
+    "error", mostly_wide([RuntimeError("the service is down"), KeyboardInterrupt()]), ids=["error", "ctrl-c"]
+)
 def test_place_and_step_agree_after_an_error_at_one_of_the_rows_of_a_loop(error, tmp_path):
     def trainer(name):
         return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / name), log_every=1, console="quiet"))
@@ -205,6 +208,7 @@ def test_place_and_step_agree_after_an_error_at_one_of_the_rows_of_a_loop(error,
     assert_equal(weights(again), weights(whole))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_fit_after_ctrl_c_in_a_loop_misses_no_batch(monkeypatch):
     data, run, whole = (

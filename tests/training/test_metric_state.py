@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.training.metric_state import KerasMetrics, check_arguments
 from distloop.training.metrics import flatten_results
-from tests.problems import mirrored, on, refused
+from tests.problems import mirrored, mostly_wide, on, refused
 
 ONE = tf.distribute.get_strategy()
 
@@ -119,7 +119,8 @@ def made(strategy, makers=MAKERS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "replicas, microbatches, names", [(3, 1, ["best", "product", "largest", "f1", "r2"]), (2, 3, ["product", "r2"])]
+    "replicas, microbatches, names",
+    mostly_wide([(3, 1, ["best", "product", "largest", "f1", "r2"]), (2, 3, ["product", "r2"])]),
 )
 def test_every_state_is_that_of_one_device(replicas, microbatches, names):
     makers = {name: MAKERS[name] for name in names}
@@ -202,6 +203,7 @@ def test_ragged_rows_are_for_metrics_that_add_up():
     refused(lambda: metrics.add({"best": (ragged,)}, None), "ragged tensor", '"best"', "to_tensor()")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_xla_counts_no_padding():
     makers = {"auc": lambda: keras.metrics.AUC(num_thresholds=20), "best": MAKERS["best"]}
