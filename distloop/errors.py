@@ -2,10 +2,10 @@
 
 require(tf.equal(rows, batch_size), 'The value "loss" has another number of rows than its batch; ...')
 except tf.errors.OpError as error:
-    raise_as_user_error(error)
+raise_as_user_error(error)
 
 @with_short_tracebacks
-class Trainer: ...
+class Verbs: ...
 """
 
 import contextlib

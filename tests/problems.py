@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import os
 import re
 import time
 import types
@@ -136,6 +137,15 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     different = [path for path in expected if found[path].tobytes() != expected[path].tobytes()]
     assert not different, different
+
+
+# What a run with the evaluation "test" leaves in its workdir, beside event files.
+FILES_OF_A_RUN = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "progress.json"]
+FILES_OF_A_RUN += ["run_id.json", "starts.jsonl", "test", "train"]
+
+
+def files_of(workdir):
+    return sorted(name for name in os.listdir(workdir) if not name.startswith("events."))
 
 
 def write_run(path, rows, settings=None, *, saved=None, incidents=(), starts=(), age_secs=3600):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests import forked
-from tests.problems import mostly_wide
+from tests.problems import FILES_OF_A_RUN, files_of, mostly_wide
 
 # Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
@@ -198,15 +198,4 @@ def test_the_promised_program_runs_as_written(tmp_path, monkeypatch):
         print(served(image=tf.zeros([3, 8, 8, 1]))["output"].shape, "distloop" in sys.modules)
     """
     assert run("-c", textwrap.dedent(loads), cwd=tmp_path).split("\n")[0] == "(3, 10) False"
-    files = [
-        "checkpoints",
-        "config.json",
-        "flags.txt",
-        "memory.json",
-        "metrics.jsonl",
-        "progress.json",
-        "run_id.json",
-        "starts.jsonl",
-    ]
-    files += ["test", "train"]
-    assert sorted(name for name in os.listdir(tmp_path / "run") if not name.startswith("events.")) == files
+    assert files_of(tmp_path / "run") == FILES_OF_A_RUN

@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = {str(path.relative_to(ROOT / "distloop")): path for path in sorted((ROOT / "distloop").rglob("*.py"))}
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 250, 45, 6
-MAX_GUIDE_LINES = 306
+MAX_GUIDE_LINES = 305
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
 EXCEPTIONS = {

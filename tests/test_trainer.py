@@ -14,7 +14,17 @@ import tensorflow as tf
 import distloop
 from distloop.training import overview
 from tests import forked
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, weights
+from tests.problems import (
+    FILES_OF_A_RUN,
+    assert_equal,
+    classification,
+    classifier,
+    everything,
+    files_of,
+    mostly_wide,
+    on,
+    weights,
+)
 
 
 def batches(size=16, rows=67, **arguments):
@@ -277,18 +287,7 @@ def test_a_run_leaves_its_files(tmp_path):
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
-    files = [
-        "checkpoints",
-        "config.json",
-        "flags.txt",
-        "memory.json",
-        "metrics.jsonl",
-        "progress.json",
-        "run_id.json",
-        "starts.jsonl",
-    ]
-    files += ["test", "train"]
-    assert sorted(name for name in os.listdir(tmp_path / "run") if not name.startswith("events.")) == files
+    assert files_of(tmp_path / "run") == FILES_OF_A_RUN
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert "test/accuracy" in rows[-1] and "test/accuracy" not in rows[0]

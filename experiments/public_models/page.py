@@ -7,6 +7,7 @@ import os
 import pathlib
 import platform
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,8 +119,8 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     for kind, names in (("Left to the model of their family", "family"), ("Not run", "not run")):
         if models := [model for model in missing if kind_of(by_place, model, "keras") == names]:
-            lines += ["", f"{kind}: {', '.join(map(_title, models))}."]
-    lines += ["", *(f"- {letter}: {sentence}" for sentence, letter in sentences.items())]
+            lines += ["", wrapped(f"{kind}: {', '.join(map(_title, models))}.")]
+    lines += ["", *(wrapped(f"- {letter}: {sentence}", "  ") for sentence, letter in sentences.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -190,6 +191,11 @@ def kind_of(cells: Mapping[tuple[str, str], Any], model: str, column: str) -> st
     if exact.get("difference", 1.0) <= trials.FLOAT64 or cell["difference"] <= 2 * (cell.get("keras") or 0.0):
         return "explained"
     return "unexplained"
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Returns a paragraph in lines of 120 characters; words and links stay whole."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def letters(index: int) -> str:
