@@ -1,4 +1,4 @@
-"""A training loop for TensorFlow that gives the same numbers on one CPU, several GPUs and several machines.
+"""A training loop for TensorFlow with the same numbers on any number of devices and machines.
 
 With a `model_fn`, which makes a model and says how it is trained, and a dataset of global batches:
 

@@ -1,4 +1,4 @@
-"""Atomic files: write beside a path, then rename, so that the path names the old whole or the new whole, never a part.
+"""Atomic files: writes beside a path, then renames, so that the path holds the old file or the new one, whole.
 
     with replacing("run/flags.txt") as temporary, open(temporary, "w") as file:     # takes its name at the end
         file.write(text)

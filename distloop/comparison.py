@@ -1,4 +1,4 @@
-"""Comparison of arrays: the relative difference that tolerances in tests, the audit and the smoke test refer to."""
+"""Comparison: the relative difference of arrays that tests, the audit and the smoke test refer to."""
 
 from typing import Any
 

@@ -216,7 +216,7 @@ class Config:
     unread_entries: str = setting(
         FAILURES,
         "name",
-        "What is done where no loss_fn reads an entry of a batch; name: print a line.",
+        "What to do about entries of a batch that no loss_fn reads; name: print a line.",
         choices=("name", "ignore", "warn", "refuse"),
     )
     locate_nonfinite: bool = setting(

@@ -1,4 +1,4 @@
-"""Contradictions: the settings that do not go together, each with a sentence for the user; without TensorFlow.
+"""Contradictions: settings that do not go together, each with a sentence for the user; without TensorFlow.
 
     check(config)       # ValueError: steps=5 and epochs=2 were both given; ...
 

@@ -1,4 +1,4 @@
-"""Durations: when something is due or how long it takes, as a number of steps or a text with a unit; no TensorFlow.
+"""Durations: parses intervals such as `500`, `2 epochs`, `10 min` and `25 %`; without TensorFlow.
 
 parse(500), parse("500 steps")                  # Duration(500.0, "steps")
 units = Units(steps_per_epoch=lambda: 40, examples_per_step=lambda: 64, run=Period(steps=2_000))

@@ -1,4 +1,4 @@
-"""Errors for users: one sentence, carried through a failed operation of TensorFlow, and short tracebacks.
+"""User errors: raises errors of one sentence, also from a running graph, and shortens tracebacks.
 
 require(tf.equal(rows, batch_size), 'The value "loss" has another number of rows than its batch; ...')
 except tf.errors.OpError as error:

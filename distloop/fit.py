@@ -229,7 +229,7 @@ class Fit:
         self._secs_before = self.clock.seconds()
 
     def _attach(self) -> None:
-        """Restores the place in the data, the state of the actions and the log window from the checkpoint."""
+        """Restores the position in the data, the state of the actions and the log window from the checkpoint."""
         attach = self.checkpoints.attach
         self._window = attach(self.source, self._loop, [*self.actions, *self.evaluations], self.units.run)
         if (histograms := self._loop.histograms) is not None:

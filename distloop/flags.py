@@ -1,4 +1,4 @@
-"""Flags: one per field of `Config`, their `--help` by group, and `flags.txt`; without TensorFlow.
+"""Flags: a flag for each field of `Config`, `--help` by group, and `flags.txt`; without TensorFlow.
 
     flags.define_flags(steps=2_000, batch_size=64)     # when a module is imported: flags, and this program's defaults
     config = Config.from_flags()                       # in main

@@ -1,4 +1,4 @@
-"""TensorFlow functions: without AutoGraph if they are distloop's own, and without a warning about many traces; time.
+"""Graph functions: makes `tf.function`s without AutoGraph or warnings about many traces; clocks in graphs.
 
     read = graph_function(lambda: strategy.run(read_on_replica))
 
@@ -22,7 +22,7 @@ def graph_function(fn: Callable[..., Any], *, autograph: bool = False, **options
 
 
 class TimeLimit:
-    """Some seconds from now, in a graph, whose only clock can be set; a clock that was set back by more is over it."""
+    """A time limit in a graph, whose only clock can be set; a clock set back by more than the limit ends it, too."""
 
     def __init__(self, secs: tf.Tensor):
         """Starts the time; `secs` is a float64."""

@@ -1,4 +1,4 @@
-"""Launcher: starts one process a worker on this machine, shows their output and restarts them; without TensorFlow.
+"""Launcher: starts one process for each worker, prints all output, and restarts workers that fail; without TensorFlow.
 
     python -m distloop.launch --workers=2 -m experiments.digits --steps=500
     python -m distloop.launch --workers=1:4 -m experiments.digits --workdir=runs/digits     # goes on with those left

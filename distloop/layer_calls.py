@@ -1,4 +1,4 @@
-"""Layer calls: has Keras call other functions in place of a layer's own, for a while.
+"""Layer calls: makes Keras call another function in place of a layer's own, within a scope.
 
     with ReplacedCalls({"block_0": layer}, replace):       # by `replace("block_0", layer, layer.call)`
         loss_fn(batch, True)

@@ -1,4 +1,4 @@
-"""The log of the package: a warning or an error is one line on stderr, `distloop: warning: ...`.
+"""Log: prints a warning or an error as one line on stderr, `distloop: warning: ...`.
 
     from distloop.log import log
     log.warning("Restored the export %s.", path)

@@ -1,4 +1,4 @@
-"""Notebook: runs a function of a notebook on several workers, local processes; without TensorFlow.
+"""Notebook: runs a function of a notebook on several workers, which are local processes; without TensorFlow.
 
     def train():
         trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu"))

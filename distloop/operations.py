@@ -1,4 +1,4 @@
-"""The operations of traced functions: those of called ones too, those that draw random numbers, what they write.
+"""Operations: lists the operations of traced functions, their random draws and their writes.
 
     for op in with_called(graph.get_operations()):
         if DRAWS_FROM_KERNEL.fullmatch(op.type): ...

@@ -1,4 +1,4 @@
-"""Parts: folders of the package that can be taken away; each is imported when a setting or a name asks for it.
+"""Parts: imports folders of the package that can be taken away, when a setting or a name asks for one.
 
     recomputation = import_part("recompute.recomputation", "recompute='block'")
 

@@ -1,4 +1,4 @@
-"""Tools for users' tests: devices and workers in processes of their own, the replica law, the same bits, tiny data.
+"""Tools for users' own tests, such as `assert_replica_law` and `run_in_workers`.
 
 They need no test framework. In a test file:
 

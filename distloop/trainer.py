@@ -1,4 +1,4 @@
-"""The Trainer: `fit`, `evaluate`, `predict`, `export`. It holds the parts of a run and knows nothing of how they work.
+"""The Trainer: `fit`, `evaluate`, `predict`, `export` and the other methods that users call.
 
 trainer = Trainer(model_fn, Config(steps=1000, device="cpu", num_devices=2))
 trainer.fit(train_dataset, evals={"test": test_dataset})
@@ -195,7 +195,7 @@ class Trainer:
             self._checkpoints.save()
 
     def restore(self, path: str | None = None) -> None:
-        """Restores a checkpoint: weights, optimizer, averages, counters, and for the next `fit` the place in the data.
+        """Restores a checkpoint: weights, optimizer, averages, counters, and the data position for the next `fit`.
 
         Args:
             path: a checkpoint, a workdir (its newest), an `.npz` file of `export`, or "best"; None: this workdir.

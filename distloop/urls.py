@@ -1,4 +1,4 @@
-"""URLs of fsspec's: what is one, its file system, and the directory of this machine that stands for it.
+"""URLs: recognizes URLs of fsspec, opens file systems, and names local staging directories.
 
     is_url("s3://bucket/run")                   # True
     staging_directory("s3://bucket/run")        # "/home/me/.cache/distloop/bucket-run-0f3a..."

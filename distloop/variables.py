@@ -1,4 +1,4 @@
-"""Names of a model's variables: readable paths for people, and portable names for files.
+"""Variable names: readable paths for people, and portable names for files.
 
     named_variables(model)       # {"encoder/dense_4/kernel": variable, ...}, as Keras names them
     portable_names(model)        # {"encoder/dense/kernel": variable, ...}, the same in every process

@@ -1,4 +1,4 @@
-"""Digits from TFRecord shards: their records by number, so a run that resumes is at its place at once.
+"""Digits from TFRecord shards: their records by number, so a run that resumes is at its position at once.
 
     python -m distloop.launch --workers=2 -m experiments.files --workdir=runs/files --device=cpu
 

@@ -1,4 +1,4 @@
-"""Actions: what happens at the boundaries between two compiled loops; one file an action.
+"""Actions: functions called between two compiled loops.
 
 Read first: `action`, `evaluate`, `save`.
 """

@@ -1,4 +1,4 @@
-"""The contract of an action: what it receives, what it returns, and how a list of actions runs at a boundary.
+"""The contract of an action, and how a list of actions runs at a boundary.
 
 An action is any callable with an attribute `every`, a duration. It receives a `Report` and returns new metrics or None.
 The metrics join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. Media

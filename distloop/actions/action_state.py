@@ -1,4 +1,4 @@
-"""Action state: the state of actions for a checkpoint, kept by the action's name, in values that JSON gives back equal.
+"""Action state: the state of each action in a checkpoint, by the action's name, as JSON values.
 
     states = RunStates()                        # of one run
     states.attach(actions, saved=None)          # by each `fit`: an action that another run has used begins anew

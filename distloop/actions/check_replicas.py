@@ -1,4 +1,4 @@
-"""Replica check: whether every replica of every worker holds the same bits of each variable, while a run goes on.
+"""Replica check: compares the bits of each variable over all replicas of all workers during a run.
 
     CheckReplicas(every=1_000)      # Config(check_replicas_every=1_000): ValueError at the first difference
 

@@ -19,7 +19,7 @@ class DataSeen(Action):
         self._source = source
 
     def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the numbers, which follow from the place in the data; nothing is read."""
+        """Returns the numbers, which follow from the position in the data; nothing is read."""
         source = self._source
         length = source.steps_per_epoch or source.info.num_batches
         numbers = {"epochs_seen": source.batches_taken / length} if length and length != math.inf else {}

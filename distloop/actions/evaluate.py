@@ -1,4 +1,4 @@
-"""`Evaluation`: a dataset to evaluate on, with its own schedule and values; `Evaluate`: the action that does so."""
+"""`Evaluation`, a dataset to evaluate on with its own schedule, and `Evaluate`, the action for it."""
 
 import dataclasses
 import numbers

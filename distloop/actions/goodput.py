@@ -1,4 +1,4 @@
-"""`Goodput`: the action that notes how far a run is, and reports what share of its time went to steps that count."""
+"""`Goodput`: the action that reports what share of a run's time went to steps that count."""
 
 import contextlib
 import math

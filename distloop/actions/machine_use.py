@@ -1,4 +1,4 @@
-"""Use of the machine: bytes that variables hold and a process took, and the actions that report how much a run uses.
+"""Use of the machine: bytes held by variables and by the process, and the actions that report resource use.
 
     held_by_device(state)      # {"CPU:0": {"weights": 41_000_000, "optimizer slots": 82_000_000}, ...}
     peaks()                    # {"host_memory_gb": 1.2}

@@ -1,4 +1,4 @@
-"""Schedule: the steps at which something is due, without TensorFlow. It does not know what happens at a boundary.
+"""Schedule: the steps at which an action, an evaluation or a save is due; without TensorFlow.
 
 Every worker computes the same boundaries without communication:
 

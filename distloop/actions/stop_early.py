@@ -1,4 +1,4 @@
-"""Ends a run early: `StopEarly` when a metric no longer improves, `SyncStop` on all workers with one of them."""
+"""`StopEarly`, which ends a run whose metric no longer improves, and `SyncStop`, which ends it on all workers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

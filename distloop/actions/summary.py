@@ -1,4 +1,4 @@
-"""`Summary`: the action that shows media computed from the state."""
+"""`Summary`: the action that shows media computed from the training state."""
 
 import numbers
 from collections.abc import Callable, Mapping

@@ -1,1 +1,1 @@
-"""What looks for mistakes and good settings before a run."""
+"""Audit: checks for mistakes, estimates of memory and suggestions of settings, before a run."""

@@ -1,4 +1,4 @@
-"""The audit: a list of checks of the user's code and data; each finding names the problem, its place and its remedy.
+"""The audit: runs a list of checks of the user's code and data, and returns findings with remedies.
 
     result = trainer.audit(dataset)
     print(result)                       # findings that differ in their names alone share a line

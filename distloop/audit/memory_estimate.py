@@ -46,7 +46,7 @@ _ELEMENTS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # operation -> wh
 
 
 class Peak(NamedTuple):
-    """What is in memory where a function needs most, in bytes.
+    """The contents of memory, in bytes, at the moment when a function needs most.
 
     Attributes:
         activations: results of the forward pass that the backward pass still reads, recomputed ones included.

@@ -1,4 +1,4 @@
-"""Checks of the replica law: one replica with a whole batch computes what two replicas with half of it each do."""
+"""Replica checks: compares one replica on a whole batch with two replicas on its halves."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Traces of user code: calls it in a graph as one replica of several would, and collects its operations.
+"""Traces of user code: calls a function in a graph as one of several replicas, and collects its operations.
 
     with as_replica(1, 2, collectives) as operations, no_new_variables():
         loss_fn(batch, True)

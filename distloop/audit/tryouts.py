@@ -1,4 +1,4 @@
-"""What `fit` does in place of training, `--audit`, `--autotune_batch`, `--memory`, and the dry run, `--fast_dev_run`.
+"""Tryouts: `--audit`, `--autotune_batch` and `--memory` in place of training, and `--fast_dev_run`.
 
     run_instead(trainer, read_arguments(train, evals, {}))              # ends the process
     config = dry_settings(config, owner=trainer)                        # of a run in a temporary workdir
@@ -36,7 +36,7 @@ from distloop.training.saved_state import SavedState
 
 
 def run_instead(trainer: Trainer, data: FitData) -> None:
-    """Does what a setting asks for in place of training, and ends the process.
+    """Runs the audit, the memory estimate or the batch search in place of training, and ends the process.
 
     Args:
         trainer: of the call of `fit`.
@@ -146,7 +146,7 @@ def _tried(trainer: Trainer, datasets: Sequence[Data], another_step: Callable[[]
         trainer.restore()
         restored = saved_state.snapshot()
         if different := [name for name in saved if _bytes(saved[name]) != _bytes(restored[name])]:
-            raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint other than they were saved.")
+            raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint with other values.")
         yield f"saved, took another step, restored: all {len(saved)} values are as they were"
     predict_fn = state.spec.predict_fn
     if predict_fn is None:

@@ -1,4 +1,4 @@
-"""Tuning: a few steps that look for a learning rate or a batch size, and change nothing.
+"""Tuning: suggests a learning rate or a batch size after a few steps, and restores the state.
 
     rate = find_learning_rate(trainer, dataset).suggestion
     batch_size = autotune_batch(trainer, dataset).suggestion

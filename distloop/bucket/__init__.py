@@ -1,1 +1,1 @@
-"""Files behind a URL of fsspec's: a workdir in a bucket, and copies of what is read from there."""
+"""Bucket: a workdir behind a URL of fsspec, and local copies of files at other URLs."""

@@ -1,4 +1,4 @@
-"""The tree of a workdir: what a bucket gets of it, which directories count only when they are whole, what comes back.
+"""Workdir tree: which files go to a bucket and come back, and when a directory counts as whole.
 
     files, units = scan("staging")          # {"metrics.jsonl": (1204, ...)}, [Unit("checkpoints/500", ...)]
     fetch_workdir(directory, "staging")     # all that a run goes on from
@@ -303,7 +303,7 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
 
 
 def fetch_reports(url: str, root: str) -> str:
-    """Brings what a report reads, of a run or of the runs in a directory.
+    """Brings the files that a report reads, of one run or of all runs in a directory.
 
     Args:
         url: of a workdir, or of a directory of them.

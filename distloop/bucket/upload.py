@@ -152,7 +152,7 @@ class Upload:
         return time.monotonic() - (self._sent_at if self._is_away else self._directory.answered_at) > STALLED_SECS
 
     def _tell(self, late: Sequence[int] | None = None) -> None:
-        """Wakes who waits; prints once that checkpoints come faster than they are uploaded, once if not."""
+        """Wakes waiting threads; prints once when uploads fall behind, and once when they have caught up."""
         with self._passed:
             self._passed.notify_all()
         if late and len(late) > 1 and not self._is_late and not self._is_ending:

@@ -1,4 +1,4 @@
-"""The workdir of a run at a URL: it is locked, brought to this machine, and uploaded.
+"""Workdir in a bucket: locks the workdir, brings its files to this machine, and uploads new files.
 
     workdir = Workdir(config, Workers(strategy))
     with workdir:                       # on every worker

@@ -1,4 +1,4 @@
-"""What outlives a process: checkpoints, going on and back, the start from other weights.
+"""Checkpoints: saving, resuming, rollback, warm start.
 
 Read first: `store`, `checkpoint`, `resume`.
 """

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: chooses a step by `best.json`, which `SaveBest` keeps.
+"""Best checkpoint: finds the step of the best metric in `best.json`, which `SaveBest` keeps.
 
     step = best_step(checkpoints, "test/accuracy")
     saved = load_best(checkpoints, "test/accuracy", gather)

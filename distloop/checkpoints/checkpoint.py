@@ -1,4 +1,4 @@
-"""One checkpoint: a directory that is loaded only if it is, byte for byte, what was written.
+"""One checkpoint: a directory of named tensors, which is loaded only if all checksums match.
 
     write_files("run/checkpoints/500.tmp", 500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})
     saved = load("run/checkpoints/500")                                             # Saved(path, step, values, notes)

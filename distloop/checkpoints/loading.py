@@ -1,4 +1,4 @@
-"""Loading: a checkpoint that the chief chooses, on every worker; and why a run cannot go on from one.
+"""Loading: every worker loads the checkpoint that the chief chooses, or refuses to go on from it.
 
     saved = load_newest(strategy, checkpoints)                      # None: there is none
     saved = require_same_virtual_replicas(saved, state)

@@ -1,4 +1,4 @@
-"""Prune: finds what a run that has ended, or stopped, has no more use for, and removes it.
+"""Prune: finds and removes files that a finished or stopped run no longer needs.
 
     with RunLock("run") as lock:
         found = find("run", keep=1)             # [Superfluous(path, why, size), ...]

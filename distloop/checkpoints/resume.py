@@ -1,4 +1,4 @@
-"""Resuming: saves the state of every part of a run in its checkpoints, and restores the parts from them.
+"""Resuming: saves the state of each part of a run into checkpoints, and restores each part.
 
     checkpoints = RunCheckpoints(state, config)
     checkpoints.resume()                                          # from the newest one in the workdir, if there is any
@@ -253,7 +253,7 @@ class RunCheckpoints:
             self._copies.delete()
 
     def can_go_back(self) -> bool:
-        """Returns whether there is a checkpoint with a place in the data given to `attach`, as the chief sees it."""
+        """Returns whether there is a checkpoint with a position in the data given to `attach`, as the chief sees it."""
         is_begun = self._source is not None and self._source.batches_taken  # else the place is in an earlier one's
         can = bool(is_begun and self._checkpoints and self._checkpoints.steps)
         return bool(workers.gather(self._state.strategy, can)[0])

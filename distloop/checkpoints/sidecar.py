@@ -1,4 +1,4 @@
-"""Sidecar evaluation: measure each checkpoint of a run that another process trains.
+"""Sidecar evaluation: evaluates each checkpoint of a run that another process trains.
 
 It writes `evaluations/<name>.jsonl` and `<name>/` for TensorBoard beside the run's own files, and nothing else.
 """

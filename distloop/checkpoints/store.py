@@ -1,4 +1,4 @@
-"""Checkpoint store: the checkpoints of a run, of which none is deleted before its successor is whole.
+"""Checkpoint store: the checkpoints of a run, none of which is deleted before its successor is whole.
 
     checkpoints = Checkpoints("run/checkpoints", keep=3)
     checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # in the background

@@ -1,4 +1,4 @@
-r"""Warm start: weights from another run, a Keras file, or any TensorFlow checkpoint.
+r"""Warm start: restores weights from another run, a Keras file, or any TensorFlow checkpoint.
 
     summary = warm_start(state, "runs/first")                                        # every variable in it
     summary = warm_start(state, "bert.keras", r"^encoder/(.*)=>backbone/encoder/\1")  # a part, under other names

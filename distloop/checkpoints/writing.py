@@ -1,4 +1,4 @@
-"""Writing: the lock of a run on all its workers, and the end of a process whose disk no longer answers.
+"""Writing: the lock of a run, held for all workers, and the end of a process whose disk hangs.
 
     with WorkersLock("runs/first", is_chief, gather):       # on every worker; the chief takes the lock
         with DiskWatch("runs/first/checkpoints", hang_timeout=600, fail=heartbeat.fail).over("saving step 500"):
@@ -130,7 +130,7 @@ class WorkersLock:
 
 
 class DiskWatch:
-    """Watches what is done to a directory, in threads that last as long as that."""
+    """Watches operations on a directory, each in a thread that lasts as long as the operation."""
 
     def __init__(self, directory: str, hang_timeout: float, fail: Callable[[str], None]):
         """Touches no disk.
@@ -155,7 +155,7 @@ class DiskWatch:
             has_ended.set()
 
     def _watch(self, action: str, has_ended: threading.Event) -> None:
-        """Counts looks, not seconds: a process that was suspended has not looked."""
+        """Counts looks at the directory, not seconds: a suspended process does not look."""
         look_secs = self._hang_timeout / _LOOKS_PER_TIMEOUT
         sizes: list[int] = []  # every size that was measured, as long as it differed from the one before
         if has_ended.wait(look_secs):

@@ -1,4 +1,4 @@
-"""From datasets to the rows of each replica, and the place in them.
+"""Data: datasets, and the rows of each replica.
 
 Read first: `source`, `make_dataset`, `position`.
 """

@@ -1,9 +1,9 @@
-"""Arrays where data is asked for: NumPy's, tensors, lists of numbers, frames, arrays on disk; and their datasets.
+"""Arrays as data: NumPy arrays, tensors, lists of numbers, data frames, and datasets of arrays.
 
     arrays = as_arrays((x, labels.tolist()))        # a structure of NumPy arrays; None: it is other data
     dataset = as_dataset({"x": x, "label": labels}, 64, shuffle_seed=0)
 
-It does not know replicas or places in the data.
+It does not know replicas or positions in the data.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Arrays on disk whose rows are read when they are asked for: NumPy's memmap, datasets of h5py, arrays of zarr.
+"""Arrays on disk, whose rows are read on demand: `numpy.memmap`, datasets of h5py, arrays of zarr.
 
     if is_on_disk(array):
         column = DiskColumn(array)

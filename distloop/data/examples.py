@@ -1,4 +1,4 @@
-"""Examples as structures of NumPy arrays, the types and shapes that several have in common, and their padding.
+"""Examples as structures of NumPy arrays, with common types and shapes, and their padding.
 
     example = as_example({"ids": [1, 2, 3], "name": "a"})
     spec = common_spec("the rows", [example, other])        # "ids": int64 [None]

@@ -1,9 +1,9 @@
-"""Batches that Python makes, as a dataset: PyDatasets, generators, Grain's datasets, PyTorch's DataLoaders.
+"""Batches made in Python as datasets, by PyDatasets, generators, Grain or PyTorch's DataLoader.
 
     feed = make_feed(data, repeat=True)             # None: it is none of these
     dataset = feed.dataset(first=1000)              # a tf.data.Dataset from batch 1000 on
 
-It does not know how a kind of data reaches a place, nor replicas.
+It does not know how a kind of data reaches a position, nor replicas.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Feed:
     Attributes:
         element_spec: of a batch before `map_batch`; an axis in which the first two batches differ is free.
         batch_size: rows of a batch, if the first two batches agree; else None.
-        resume: a sentence: how a run that is resumed gets to its place.
+        resume: a sentence: how a run that is resumed gets to its position.
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself, as it seeks or cannot start again.
         against_waiting: what to try where steps wait for the data.

@@ -1,9 +1,9 @@
-"""What is known about a dataset before it is read: its element spec, length, batch size and each replica's rows.
+"""Dataset info: element spec, length, batch size and rows of each replica, before a batch is read.
 
     info = inspect(dataset, strategy, microbatches=4)
     info.batch_size, info.replica_batch_sizes        # 10, (5, 5)
 
-It does not know iterators or the place in the data.
+It does not know iterators or the position in the data.
 """
 
 import dataclasses

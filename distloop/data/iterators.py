@@ -1,4 +1,4 @@
-"""Iterators over datasets: deleted in a thread, moved on in pieces; and copies that shuffle as when they were new.
+"""Dataset iterators: deletes iterators in a thread, skips batches in pieces, copies datasets that shuffle.
 
     iterator = iterate(dataset)              # in place of iter(dataset)
     behind = Behind(iterator, 300)

@@ -1,4 +1,4 @@
-"""Datasets of global batches: from arrays, from sources by number, from datasets of examples.
+"""`make_dataset`: datasets of global batches from arrays, sources by number or datasets of examples.
 
     train = make_dataset({"x": x, "label": labels}, 64, shuffle=True, seed=0)
 
@@ -45,7 +45,7 @@ def make_dataset(
     """Returns a dataset of global batches, from arrays, from a source by number, or from a dataset of examples.
 
     Examples of arrays and of sources are read by number. Their order is a function of seed, epoch and row number, so a
-    run resumes at its place at once, however far it has come. A dataset of examples is read again up to the place.
+    run resumes at its position at once, however far it has come. A dataset of examples is read again up to there.
 
     Args:
         source: arrays `[N, ...]` in any nested structure, of which those on disk (NumPy's memmap, h5py's datasets,

@@ -44,7 +44,7 @@ class NumberedDataset(tf.data.Dataset):
     """A dataset of global batches by number, which begins at any of them at once.
 
     It is a `tf.data.Dataset`: each time it is read by itself, an epoch follows on the one before. `map` and `take` keep
-    the place a number; other methods of `tf.data` return a plain dataset, which is read again to get to a place.
+    the position a number; other methods of `tf.data` return a plain dataset, which is read again to get to a position.
 
     Attributes:
         order: which examples are in a batch.
@@ -92,7 +92,7 @@ class NumberedDataset(tf.data.Dataset):
         return next(iter(self.starting_at(0)))
 
     def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a place depends on, for JSON."""
+        """Returns what a position depends on, for JSON."""
         order = self.order
         seed = {"seed": order.seed} if order.is_shuffled or self._uses_seeds else {}
         return {
@@ -236,7 +236,7 @@ class NumberedFeed:
 
     Attributes:
         batch_size: rows of a whole batch.
-        resume: empty, as there is nothing to say of it: a resumed run is at its place at once.
+        resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself.
         share: the rows that this worker reads; None: all.
@@ -276,16 +276,16 @@ class NumberedFeed:
         return self._data.starting_at(first, repeat=self._repeat, share=self.share)
 
     def convert(self, place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a saved place in batches of this data; `facts` are those of `facts_at`.
+        """Returns a saved position in batches of this data; `facts` are those of `facts_at`.
 
         Raises:
-            ValueError: if the place is one in other data, or in another order of it.
+            ValueError: if the position is one in other data, or in another order of it.
         """
         batch_at = getattr(self._data.order, "batch_at", None)
         return convert_place(place, facts, self._data.describe_change, batch_at)
 
     def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a place depends on, for JSON."""
+        """Returns what a position depends on, for JSON."""
         return self._data.facts_at(place)
 
     def seen(self, num_batches: int) -> Mapping[str, int]:

@@ -1,9 +1,9 @@
-"""Opening a user's data on a worker: the kinds of data that there are, and functions that make them.
+"""Opening data: recognizes the kind of a user's data on a worker, and calls functions that make data.
 
     opened = open_data(data, num_workers=2, worker=0, repeat=True)
     opened.dataset, opened.feed
 
-It does not know the place in the data.
+It does not know the position in the data.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The order of examples, as a function of a batch's number: the examples in it, and the epoch of each.
+"""Order of examples: the examples and the epochs of a batch, as a function of the batch's number.
 
     order = Order(num_rows=60_000, batch_size=128, seed=0, is_shuffled=True)
     rows, epochs = order.rows(tf.constant(1_000_000, tf.int64))      # [b], [b]

@@ -1,9 +1,9 @@
-"""Places in data: what a place depends on, as a checkpoint notes it, and the same place in data that has changed.
+"""Position in data: what a position depends on, as noted in checkpoints, and its conversion to changed data.
 
     facts = facts_of(num_batches=100, batch_size=32)            # of a tf.data.Dataset or batches that Python makes
     place = convert_batches({"batches": 250, **facts_then}, facts)
 
-Data by number has an order that does not depend on its batches, so its place is exact. It does not know how data is
+Data by number has an order that does not depend on its batches, so its position is exact. It does not know how data is
 read.
 """
 
@@ -23,7 +23,7 @@ _OTHER_BATCHES = (
 
 
 def facts_of(*, num_batches: float | None, batch_size: int | None, num_workers: int | None = None) -> dict[str, Any]:
-    """Returns what a place in data without numbers depends on, as far as it is known, for JSON.
+    """Returns what a position in data without numbers depends on, as far as it is known, for JSON.
 
     Args:
         num_batches: of a pass; None: unknown; inf: endless.
@@ -36,9 +36,9 @@ def facts_of(*, num_batches: float | None, batch_size: int | None, num_workers: 
 
 
 def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a place in batches of another size, or in epochs of another length; a warning names both.
+    """Returns a position in batches of another size, or in epochs of another length; a warning names both.
 
-    The place is after as many examples of the same epoch, rounded down to a batch, so no example is left out if the
+    The position is after as many examples of the same epoch, rounded down to a batch, so no example is left out if the
     order of the examples does not depend on the batches.
 
     Args:
@@ -46,7 +46,7 @@ def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mappi
         facts: of the data now, from `facts_of`.
 
     Raises:
-        ValueError: if the place is one in data by number.
+        ValueError: if the position is one in data by number.
     """
     if not place["batches"]:
         return place
@@ -80,7 +80,7 @@ def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mappi
 
 
 def _is_other_data(change: str) -> ValueError:
-    """Returns the error of a place that there is not in the data given."""
+    """Returns the error of a position that there is not in the data given."""
     return ValueError(
         f"The run cannot go on at its place in the data, as {change}: give the data and the seed that it began "
         "with, or begin another run in a new workdir (from these weights, with init_from)."
@@ -93,10 +93,10 @@ def convert_place(
     describe_change: Callable[[str], str] | None = None,
     batch_at: Callable[[int], int] | None = None,
 ) -> Mapping[str, Any]:
-    """Returns a place from `Source.save_position` in other batches, or in epochs of another length; a warning says so.
+    """Returns a position from `Source.save_position` in other batches, or epochs of another length, with a warning.
 
-    The order of the examples does not depend on the batch size. No example is left out: the place is the last batch
-    that begins at the saved place or before it, so up to `batch_size - 1` examples are read once more. A place
+    The order of the examples does not depend on the batch size. No example is left out: the position is the last batch
+    that begins at the saved position or before it, so up to `batch_size - 1` examples are read once more. A position
     behind the end of a shorter epoch is the start of the next one.
 
     Args:
@@ -106,7 +106,7 @@ def convert_place(
         batch_at: of a mixture, `MixedOrder.batch_at`.
 
     Raises:
-        ValueError: if the place is one in other data, or in another order of it.
+        ValueError: if the position is one in other data, or in another order of it.
     """
     if not place["batches"]:
         return place
@@ -151,7 +151,7 @@ def convert_place(
 
 
 def _in_other_epochs(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a place in epochs of other batches: in the same epoch, at the same examples."""
+    """Returns a position in epochs of other batches: in the same epoch, at the same examples."""
     saved_size, batch_size = place.get("batch_size"), facts.get("batch_size")
     saved_count: Any = place.get("batches_per_epoch")
     count: Any = facts.get("batches_per_epoch")

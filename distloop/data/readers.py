@@ -1,4 +1,4 @@
-"""Readers of batches that Python makes: each kind of data is read from any batch on, as directly as it allows.
+"""Batch readers: reads each kind of Python data from any batch on, as directly as possible.
 
     reader = read_iterable(loader)
     for batch, state in reader.read(1000, None, True):      # from batch 1000 on, over all passes
@@ -34,7 +34,7 @@ class Reader(NamedTuple):
             if it is known, and whether to go on after the last batch.
         peek: returns up to two batches, and the states after them; reads of the same data see the batches again.
         num_batches: of one pass; inf: endless; None: unknown.
-        resume: how a run that is resumed gets to its place.
+        resume: how a run that is resumed gets to its position.
         seeks: whether it does so without reading what comes before.
         restarts: whether the data can be read more than once.
         against_waiting: what to try where steps wait for the data.

@@ -1,4 +1,4 @@
-"""Readers of examples by their numbers: arrays in memory or on disk, and sources with `__len__` and `__getitem__`.
+"""Row readers: reads examples by number from arrays, and from sources with `__len__` and `__getitem__`.
 
     reader = make_reader(source)
     examples = reader.read(rows, seeds)          # in a map of tf.data: [b] row numbers to a structure of [b, ...]

@@ -1,4 +1,4 @@
-"""A user's data with a place in it: repeated, padded, and read again up to the place where a run stopped.
+"""Source: a user's data, repeated and padded, and read again up to the position of a stopped run.
 
     source = Source(dataset, strategy, microbatches=1)
     batch = next_batch(source.iterator(), source.layout)
@@ -59,10 +59,10 @@ class Source:
         steps_per_epoch: the batches of an epoch that were asked for; None: those of a pass.
         strategy: whose replicas share out each batch.
         against_waiting: what to try where steps wait for the data; empty for a `tf.data.Dataset`.
-        resume: how a resumed run gets to its place in batches that Python makes; empty for other data.
-        seeks: whether it does so without reading the batches before its place.
+        resume: how a resumed run gets to its position in batches that Python makes; empty for other data.
+        seeks: whether it does so without reading the batches before its position.
         depends_on_workers: whether its batches are others with another number of workers.
-        behind: reads the batches between the iterator and its place.
+        behind: reads the batches between the iterator and its position.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Source:
         self.against_waiting = "" if self.feed is None else self.feed.against_waiting
 
     def refresh(self, data: Data) -> None:
-        """Copies arrays anew if they have changed in place since they were copied; the place in their order stays.
+        """Copies arrays anew if they have changed in place since they were copied; the position in their order stays.
 
         Args:
             data: that the source was made from.
@@ -189,7 +189,7 @@ class Source:
         raise ValueError(EMPTY_DATASET)
 
     def iterator(self) -> Any:
-        """Returns the iterator, at the place where the last loop left it."""
+        """Returns the iterator, at the position where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
         elif self.is_astray and (self.feed is None or self.seeks or not self.feed.goes_on):  # since another `fit`
@@ -198,7 +198,7 @@ class Source:
         return self._iterator
 
     def new_iterator(self) -> Any:
-        """Returns a new iterator at the first batch; the place in the data stays."""
+        """Returns a new iterator at the first batch; the position in the data stays."""
         if self.layout.is_split:
             return iterate(self._dataset)
         with tf.device(HOST):
@@ -232,7 +232,7 @@ class Source:
         self.is_astray = True
 
     def save_position(self) -> dict[str, Any]:
-        """Returns the place in the data for JSON: the number of batches taken and the batches to skip.
+        """Returns the position in the data for JSON: the number of batches taken and the batches to skip.
 
         TensorFlow's own state of an iterator is not used: if a pipeline prefetches and shuffles each epoch anew, later
         epochs came in another order in 12 to 22 of 38 restores.
@@ -246,7 +246,7 @@ class Source:
         return position
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Reads the same data up to the place of `save_position`, on any number of replicas."""
+        """Reads the same data up to the position of `save_position`, on any number of replicas."""
         convert = self.feed.convert if isinstance(self.feed, NumberedFeed) else convert_batches
         position = convert(position, self._facts(position))
         self._may_go_back |= self._iterator is not None
@@ -263,7 +263,7 @@ class Source:
         self.behind = Behind(self._iterator, num_behind)
 
     def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a place depends on, for JSON."""
+        """Returns what a position depends on, for JSON."""
         if isinstance(self.feed, NumberedFeed):
             return self.feed.facts_at(position)
         num_workers = self._num_workers if self.depends_on_workers else None

@@ -1,4 +1,4 @@
-"""Devices, strategies, workers, and what keeps them together; one network over several devices.
+"""Distribution: devices, strategies and workers.
 
 Read first: `strategies`, `devices`, `workers`.
 """

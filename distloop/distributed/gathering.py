@@ -1,4 +1,4 @@
-"""Rows of the global batch on every replica: for losses that compare an example with all others of its batch.
+"""Gathering: `gather_rows`, for losses that compare an example with all others of the global batch.
 
     def loss_fn(batch, training):
         embeddings = model(batch["image"], training=training)     # [b, D], the shard of this replica

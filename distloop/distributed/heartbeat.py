@@ -1,4 +1,4 @@
-"""Heartbeats between workers: where each is, and the end of this process when another worker fails.
+"""Heartbeats between workers: exchanges steps and phases, and ends this process when another worker fails.
 
     heartbeat = Heartbeat(["10.0.0.1:4000", "10.0.0.2:4000"], index=0, facts={"TensorFlow": "2.21.0"})
     heartbeat.meet(timeout_secs=300)            # until all workers are there

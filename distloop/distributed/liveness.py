@@ -1,4 +1,4 @@
-"""Liveness: which worker failed, decided from the last heartbeat of each and the time; no sockets, threads or clocks.
+"""Liveness: decides which worker failed by the last heartbeats and the time; no sockets, threads or clocks.
 
     table = table.receive(1, read_beat(message, now))
     judge(table, progress, Timeouts(hang_secs=600), now)     # None, or Verdict("worker 1 failed at step 7 ...")
@@ -49,7 +49,7 @@ def read_beat(fields: Mapping[str, Any], received_at: float) -> Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Liveness:
-    """What this worker knows of the others; immutable, so that every thread reads a consistent one."""
+    """The state of all workers as this worker knows it; immutable, so that every thread reads a consistent state."""
 
     addresses: tuple[str, ...]  # host:port of every worker, the chief first
     index: int  # of this worker

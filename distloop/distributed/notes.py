@@ -1,4 +1,4 @@
-"""Notes: what a launcher tells its workers when they start, and what they tell it; without TensorFlow.
+"""Notes: messages from a launcher to its workers at their start, and back; without TensorFlow.
 
     notes = Notes()                                                     # in the launcher, for one membership
     variables = Membership(2, "ab", 1, 3, "worker 1 fell", worker=0, pipe=notes.pipe).variables()

@@ -1,4 +1,4 @@
-"""Output: lines on the console that nobody has to read; without TensorFlow.
+"""Output: prints lines without waiting for a console or pipe that blocks; without TensorFlow.
 
     output.say("distloop: SIGTERM came.")                   # in a worker: returns within a second
     console = output.console(1)                             # in the launcher: a thread writes to stdout

@@ -1,4 +1,4 @@
-"""Placement of a model's computation: a pipeline of stages on several devices, or no placement at all.
+"""Placement: the interface to a pipeline's placement, with a plain version for other models.
 
     placement = make_placement(spec.model)                # a pipeline if the model contains networks of several stages
     segments, tallies, rows = placement.sum_microbatches(packing, 4, compute)

@@ -1,4 +1,4 @@
-"""Star: a TCP connection of each worker to the chief, with signed messages; decides nothing.
+"""Star: a TCP connection from each worker to the chief, with signed messages.
 
     star = Star(["10.0.0.1:4000", "10.0.0.2:4000"], index=0, secret="a text that the workers share", receive=print)
     star.send({"state": "alive"})       # to every worker that is connected
@@ -158,7 +158,7 @@ class Star:
             connection.send(message)
 
     def close_port(self) -> None:
-        """Listens no longer; the connections last."""
+        """Closes the listening port; the connections stay open."""
         self._is_open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts

@@ -1,4 +1,4 @@
-"""Strategies: which one runs a Config, over which devices and workers, and which executor runs its graphs.
+"""Strategies: makes the `tf.distribute` strategy of a Config, and chooses the executor of its graphs.
 
 The only module that names a strategy class. It does not know what runs on the devices.
 

@@ -1,4 +1,4 @@
-"""TensorFlow's private parts: every attribute with an underscore and every patch that the folder `distributed` needs.
+"""TensorFlow internals: all private attributes and patches of TensorFlow that `distributed` needs.
 
 A new version of TensorFlow is checked here first. It does not know distloop's settings.
 """

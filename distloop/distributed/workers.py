@@ -1,4 +1,4 @@
-"""The workers of a run while it computes: their number, the chief, and collectives over them that the host calls.
+"""Workers of a run: the number of workers, the chief, and collectives that the host calls.
 
     if workers.is_chief(strategy):
         write_file()

@@ -1,1 +1,1 @@
-"""Exports: the model as a SavedModel, a Keras or TFLite file, or its trained weights, for use without distloop."""
+"""Exports: the model as a SavedModel, Keras file or TFLite file, or its trained weights alone."""

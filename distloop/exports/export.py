@@ -1,4 +1,4 @@
-"""What all formats of exports share: replacing an older one, merging adapters, comparing the new one with the model.
+"""Export: replaces an older export, merges adapters, and compares the new export with the model.
 
     path = prepare_path("model", strategy)                       # after exports that were killed
     with writing(path, strategy) as temporary:                   # `path` is replaced at the end, unless an error comes

@@ -1,4 +1,4 @@
-"""Formats: the one that the suffix of an export's path names; trained weights and TFLite files.
+"""Formats: chooses the format by the suffix of the path; writes trained weights and TFLite files.
 
     write_export(state, predictor, element_spec, "model.keras", keep_dtypes=False)
 
@@ -86,8 +86,8 @@ def _as_tflite(saved_model: str) -> bytes:
         difference = relative_difference(output, example[1][name].numpy()) if example else 0.0
         if not difference <= _TOLERANCE:
             raise ValueError(
-                f"The quantized model gives {name!r} otherwise than the model, by {difference:.2g} of its norm: export "
-                "a SavedModel, a path without .tflite."
+                f"The quantized model returns other values of {name!r} than the model, by {difference:.2g} of their "
+                "norm: export a SavedModel, a path without .tflite."
             )
     return content
 

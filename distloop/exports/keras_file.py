@@ -1,4 +1,4 @@
-"""Keras files: the model as one `.keras` file of layers and weights, without optimizer and losses.
+"""Keras files: writes the model as one `.keras` file, without optimizer and losses.
 
     write_keras_file(state, "model.keras")
 

@@ -1,4 +1,4 @@
-"""SavedModels: `predict_fn` as signatures in a directory that loads without distloop.
+"""SavedModels: writes `predict_fn` as signatures of a directory that loads without distloop.
 
     write_saved_model(state, {"serving_default": predict_fn}, element_spec, "model")
 
@@ -99,8 +99,8 @@ def _compare(name: str, served: Any, function: Any, specs: Sequence[Any]) -> Non
     for output in expected:
         if difference := output_difference(outputs[output], expected[output]):
             raise ValueError(
-                f"The exported model gives {output!r} otherwise than {what} does, by up to {difference:.3g}: compute "
-                "from the batch and from variables of the model alone."
+                f"The exported model returns other values of {output!r} than {what}, by up to {difference:.3g}: "
+                "compute from the batch and from variables of the model alone."
             )
 
 

@@ -1,1 +1,1 @@
-"""Models of Keras scripts: specs from losses and metrics of `compile`, and copies of compiled models."""
+"""Keras models: specs from losses and metrics of `compile`, and copies of compiled models."""

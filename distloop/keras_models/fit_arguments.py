@@ -1,4 +1,4 @@
-"""Arguments of Keras's `fit` in distloop's: what they ask for, and sentences about those that distloop has elsewhere.
+"""Keras's arguments of `fit`: reads `class_weight` and the like, and explains those that distloop does not take.
 
     data = read_arguments(train, evals, {"validation_split": 0.1, "class_weight": {0: 1.0, 1: 5.0}})
     data.train, data.evals, data.map_batch

@@ -1,4 +1,4 @@
-"""Keras metrics of a supervised model: means of values per example where possible, else metrics with state.
+"""Keras metrics as means of values per example where possible, else as metrics with state.
 
     measures = make_measures(["accuracy", keras.metrics.AUC()], None, names=[])        # inside model_fn
     measures[0](target, output, weight)                                               # for loss_fn

@@ -1,4 +1,4 @@
-"""Copies of Keras models and optimizers: made again in the current scope, with all that their configs leave out.
+"""Copies of Keras models and optimizers in the current scope, with what their configs leave out.
 
     model = copy_model(original)
     optimizer = copy_optimizer(original.optimizer, original, model)

@@ -1,4 +1,4 @@
-"""Outputs of Keras models by name, and what belongs to them: targets, sample weights, losses, factors.
+"""Outputs of Keras models by name, each with its targets, sample weights, losses and factors.
 
     outputs = outputs_by_name(model(x), names)                     # {"box": ..., "cls": ...}
     spread({"cls": "crossentropy"}, list(outputs))                 # by output

@@ -1,4 +1,4 @@
-"""Keras models trained with Keras losses and metrics: a spec for `(x, y)` and `(x, y, sample_weight)` batches.
+"""Supervised learning: specs of Keras models with Keras losses, for `(x, y)` and `(x, y, sample_weight)`.
 
     spec = supervised(model, "mse", keras.optimizers.Adam(), metrics=["mae"])                # inside model_fn
 

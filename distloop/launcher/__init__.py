@@ -1,1 +1,1 @@
-"""What `python -m distloop.launch` does: starts workers, and starts them again with those that are left."""
+"""The processes behind `python -m distloop.launch`, on this machine or in a Ray cluster."""

@@ -1,4 +1,4 @@
-"""Children of the launcher: how they start and end, and that each is reaped; without TensorFlow.
+"""Child processes of the launcher, from their start until they are reaped; without TensorFlow.
 
     child = start(command, environment, cores, guard_pipe, {1: stdout, 2: stderr})
     register(child)

@@ -1,4 +1,4 @@
-"""Elastic runs: starts one membership after the other, each from the newest checkpoint, until the run ends.
+"""Elastic runs: starts one membership after another, each from the newest checkpoint, until the run ends.
 
     settings = Settings(least=1, most=3, max_restarts=3, grace_secs=10, wait_secs=600)
     code = run(settings, start, processes.Signals())    # start(change, places, notes) returns running processes

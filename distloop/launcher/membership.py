@@ -1,4 +1,4 @@
-"""Membership: how many workers run next, and when; no processes, clocks or sockets.
+"""Membership: decides how many workers start next, and when; no processes, clocks or sockets.
 
     plan = MembershipPlan(least=1, most=3)
     plan.size(now)                              # 3

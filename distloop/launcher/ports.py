@@ -1,4 +1,4 @@
-"""Ports: those that are free on this host, over TCP, as TensorFlow and heartbeats use them."""
+"""Ports: finds TCP ports that are free on this host, for TensorFlow and for heartbeats."""
 
 import itertools
 import random

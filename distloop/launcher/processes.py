@@ -1,4 +1,4 @@
-"""Local processes of the launcher: started together, shown line by line, stopped when one fails; without TensorFlow.
+"""Local processes: starts workers together, prints their output, stops all when one fails; without TensorFlow.
 
     signals = processes.Signals()
     with processes.Guard() as guard:

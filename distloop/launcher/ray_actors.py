@@ -1,4 +1,4 @@
-"""Ray: workers in actors, wherever a Ray cluster has room; `elastic` starts one membership of them after the other.
+"""Ray: runs workers in actors of a Ray cluster; `elastic` starts one membership after another.
 
     with Actors(most=8, cpus=1, gpus=1) as cluster:
         cluster.gather(least=1, signals=signals)

@@ -1,1 +1,1 @@
-"""Several sources in one stream, batches of like lengths, and rows of several sequences."""
+"""Mixtures: several sources in one stream, batches of similar lengths, and packed sequences."""

@@ -1,4 +1,4 @@
-"""Orders of examples as functions of a batch's number: of several sources, and in batches of like lengths.
+"""Orders of mixed sources and of batches of similar lengths, as functions of a batch's number.
 
     order = MixedOrder(
         names=("web", "books"), rows_of=(1000, 50), seed=0, is_shuffled=True, examples_per_epoch=1050,

@@ -1,4 +1,4 @@
-"""Packing: rows of several sequences, as a source by number.
+"""Packing: a source whose rows hold several sequences each, read by row number.
 
     packed = pack(texts, 2048, lengths=lengths)
     train = make_dataset(packed, 8, shuffle=True, seed=0)

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: console, TensorBoard, rows, profiles, times, memory.
+"""Monitoring: console, TensorBoard, files of a run.
 
 Read first: `records`, `writers`, `console`.
 """

@@ -1,4 +1,4 @@
-"""Deliveries: every row of a run to each of the user's writers, in order, over stops, kills and failures of a writer.
+"""Deliveries: hands every row of a run to each of the user's writers, in order, also after stops and kills.
 
     deliveries = Deliveries([WandbWriter(project="digits")], workdir)
     with deliveries.open(step, settings):       # first the rows that a writer lacks: it failed, or is new to the run
@@ -43,7 +43,7 @@ _LEAVE_SECS = 5.0  # that an interrupted or failed one does
 
 
 class SentRow(NamedTuple):
-    """What a writer receives of a step."""
+    """The numbers and media of one step for a writer."""
 
     step: int
     numbers: Mapping[str, float]
@@ -53,7 +53,7 @@ class SentRow(NamedTuple):
 
 @dataclass
 class Note:
-    """What the workdir notes of a writer.
+    """The note about a writer in the workdir.
 
     Attributes:
         step: of the last row that it has for sure; -1: it has none.
@@ -153,7 +153,7 @@ class Delivery:
         return self._takes_files and _changed_at(file.path) not in (0, self.note.files.get(file.key))
 
     def take_file(self, file: RunFile) -> None:
-        """Hands a file over."""
+        """Hands a file to the writer."""
         changed_at = _changed_at(file.path)
         try:
             if not self._is_open:
@@ -254,7 +254,7 @@ class Deliveries:
             self._rows[-1] = self._rows[-1]._replace(media=files)
 
     def write_files(self, left_files: Callable[[], Sequence[RunFile]]) -> None:
-        """Passes the files that a function returns on to the writers that lack them, which are opened if need be."""
+        """Passes the files that a function returns to the writers that lack them; opens writers if need be."""
         self.flush()
         try:
             files = left_files() if self._deliveries else ()
@@ -303,9 +303,9 @@ class Deliveries:
                 log.error("%s has not closed in %g seconds; the program goes on.", delivery.name, secs)
 
     def _open(self, delivery: Delivery, until: float) -> None:
-        """Opens a writer; if that fails in a run that it has rows of, it is tried again with the next row.
+        """Opens a writer; where the writer has rows of the run, a failure is tried again with the next row.
 
-        One that takes long is opened while the run goes on.
+        A writer that takes long is opened while the run goes on.
 
         Raises:
             ValueError: if that fails in a new run.

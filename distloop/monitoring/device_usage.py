@@ -1,4 +1,4 @@
-"""Device usage: which operations ran on each device while steps were profiled, and how busy it was.
+"""Device usage: the operations of each device in profiled steps, and how busy the device was.
 
     usage = read_usage("run/train")       # {"CPU:0": Usage(...), "CPU:1": ...}
 

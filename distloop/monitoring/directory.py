@@ -1,4 +1,4 @@
-"""The directory of a run: a workdir on a disk, which needs nothing; the part `bucket` has another for one at a URL.
+"""Run directory: a workdir on a disk; the part `bucket` has the class for a workdir at a URL.
 
     directory = directory_of(config, Workers(strategy))
     with directory:                                     # on every worker
@@ -19,13 +19,13 @@ from distloop.urls import is_url, without_credentials
 
 
 class Directory:
-    """What else a run needs in order to write its files, and to read others; of a disk, nothing."""
+    """The interface to a run's directory; on a disk, its methods have nothing to do."""
 
     def __enter__(self) -> None:
-        """Makes `config.local_workdir` what the run goes on from. All workers call it."""
+        """Brings the files that the run goes on from into `config.local_workdir`. All workers call it."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Waits until what is in it is where it belongs. All workers call it."""
+        """Waits until all files of the workdir are written or uploaded. All workers call it."""
 
     def verify(self) -> None:
         """Checks that this process may still write; raises as `RunLock.verify` if not."""

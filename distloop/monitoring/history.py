@@ -1,4 +1,4 @@
-"""History: what `fit` returns, and the curves of a run as SVG for notebooks; without TensorFlow and matplotlib.
+"""History: the result of `fit`, and the curves of a run as SVG; without TensorFlow and matplotlib.
 
 result = trainer.fit(train, steps=500, evals={"test": test})
 result["test/accuracy"]                     # the last number

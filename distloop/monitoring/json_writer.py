@@ -1,4 +1,4 @@
-"""JSON writer: appends metrics to `metrics.jsonl`.
+"""JSON writer: appends rows of metrics to `metrics.jsonl`.
 
 Like every writer it has `write(step, metrics, when)` and `close()`. It does not know when it is called, or where the
 metrics come from.

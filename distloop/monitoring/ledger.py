@@ -1,4 +1,4 @@
-"""Ledger: where the time of a run went, over all its starts, and its goodput; without TensorFlow.
+"""Ledger: accounts for the time of a run over all its starts, and computes its goodput; without TensorFlow.
 
     note_progress("run", time=now, step=500, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
     seconds = account(read_starts("run"), read_progress("run"))             # {"steps": 60.1, "steps done twice": 0.9}

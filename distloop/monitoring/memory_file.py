@@ -1,4 +1,4 @@
-"""Memory file: what a run's memory holds on each device, as estimated and as taken, in `memory.json`; no TensorFlow.
+"""Memory file: `memory.json`, the memory of a run on each device, estimated and measured; without TensorFlow.
 
 write("run", Memory({"CPU:0": {"weights": 4_000_000, "activations": 138_000_000}}, {"host": 150_000_000}))
 read("run")             # None: there is none

@@ -1,4 +1,4 @@
-"""Notebook: shows the progress of a run in the cell that calls `fit`, drawn in place; without IPython it is not used.
+"""Notebook: draws the progress of a run in the cell that calls `fit`; not used without IPython.
 
 console = make_console(2_000, 0, evals=["test"], may_draw=True)     # of the notebook or the terminal
 """

@@ -1,4 +1,4 @@
-"""Records: reads the JSON files of a run, and the rows that it writes, one object per line; formats numbers.
+"""Records: reads the JSON files of a run, appends rows, one JSON object per line, and formats numbers.
 
 It imports neither TensorFlow nor TensorBoard, and does not know who writes the files. Whatever a file holds, its reader
 gets a value that it can use, a warning that names the file, or a ValueError.

@@ -1,4 +1,4 @@
-"""Run identity: a random name of a run, bound to where its workdir is, so that a copy of the workdir is another run.
+"""Run identity: a random name of a run, bound to its workdir, so that a copied workdir is another run.
 
     run = run_identity.claim(config, verify)      # "9f2c51d0a4b7": made by the first `fit`, and anew in a copy
     run_identity.read("run")                    # the same; empty in a workdir without a name of its own

@@ -1,4 +1,4 @@
-"""Run lock: one process at a time writes to a workdir, also where several hosts share the disk.
+"""Run lock: one process at a time writes to a workdir, also on a disk that several hosts share.
 
     with RunLock("runs/first") as lock:     # a second process is refused in a sentence that names this one
         lock.verify()                       # before a rename: raises LockLost if another process has taken over

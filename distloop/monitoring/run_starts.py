@@ -1,4 +1,4 @@
-"""Starts of a run: when each of its processes began and on how many devices, in `starts.jsonl`; without TensorFlow.
+"""Run starts: the time and the number of devices of each start of a run, in `starts.jsonl`; without TensorFlow.
 
     note_start("run", step=500, devices=8, kind="GPU")     # before the rows after the checkpoint are cut off
     device_hours(read_starts("run"), last_time)            # of all starts together

@@ -1,4 +1,4 @@
-"""Text tables: prints a table on a terminal, within its width, or to a pipe, each row in one line.
+"""Text tables: prints a table, within the width of a terminal or with one line per row in a pipe.
 
     console = make_console()
     show(Table("Runs", ["run", "step"], [["a", "100"]]), console)

@@ -1,4 +1,4 @@
-"""Timing: a run's time by phase, its bottleneck, and a hint against it.
+"""Timing: measures a run's time by phase, and names the bottleneck with a hint against it.
 
     clock = Clock()
     host_secs = clock.loop(start, end, waited_secs)     # each loop: its steps, and the time since the previous loop

@@ -1,4 +1,4 @@
-"""The contract of a writer: what `fit(..., writers=[writer])` hands to it; without TensorFlow.
+"""The contract of the writers in `fit(..., writers=[writer])`; without TensorFlow.
 
     class Losses:
         def write(self, step, numbers, time):

@@ -1,4 +1,4 @@
-"""From gradients to new weights: reduce, scale, clip, the optimizer, the moving average.
+"""Optimizers: reduction, clipping, update, moving average.
 
 Read first: `gradients`, `loss_scale`.
 """

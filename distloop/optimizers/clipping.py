@@ -1,4 +1,4 @@
-"""Clipping of gradients that are summed over all replicas and workers: one norm over all, one a variable, or elements.
+"""Clipping of summed gradients by the global norm, by the norm of each variable, or by value.
 
     segments, scale, is_clipped = Clipping(norm=1.0).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
 

@@ -1,4 +1,4 @@
-"""Gradients from their sums to an update: pack, reduce once, apply.
+"""Gradients: packs gradients into few vectors, reduces them once, and applies them.
 
 All functions run in replica context. They do not know how gradients are computed, or clipped.
 
@@ -90,7 +90,7 @@ class Packing:
 
     @property
     def may_be_sparse(self) -> bool:
-        """Whether any segment is that of one variable, whose gradient may be sparse."""
+        """Whether any segment belongs to one variable alone, whose gradient may be sparse."""
         return any(len(group) == 1 for group in self._groups)
 
     @property

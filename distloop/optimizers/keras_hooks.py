@@ -1,4 +1,4 @@
-"""Overrides of a Keras optimizer's methods: no second reduction, a shorter Adam, learning rates by variable, devices.
+"""Overrides of a Keras optimizer's methods, such as no second reduction and a shorter Adam.
 
     skip_reduction(optimizer)                               # distloop reduces gradients itself, once
     simplify_adam(optimizer)                                # the same update in fewer operations

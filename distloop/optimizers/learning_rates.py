@@ -1,4 +1,4 @@
-"""Learning rates: schedules over steps, and scaling to another batch size.
+"""Learning rates: schedules over steps, and scaling with the batch size.
 
 It does not know optimizers: give the result to one.
 

@@ -1,4 +1,4 @@
-"""Moving average of the weights: `update()` moves it, `with average.applied():` evaluates with it.
+"""Moving average of the weights, with `update()` after a step and `applied()` around an evaluation.
 
     a += (1 - min(d, (1 + t) / (10 + t))) * (w - a)      after applied step t, from the first weights
 

@@ -1,4 +1,4 @@
-"""Rows of tables: gradients that consist of some, and those of a variable, read and written without the others.
+"""Table rows: sparse gradients as rows of a table, and access to single rows of a variable.
 
     rows = Rows(numbers, values)
     rows = map_values(lambda values: 2.0 * values, rows)          # as of a dense gradient

@@ -1,4 +1,4 @@
-"""Placement of optimizers' slots and of averages: on every replica, which updates all weights.
+"""Slot placement: optimizer slots and averages on every replica, which updates all weights.
 
     placement = make_slot_placement(strategy, shard_optimizer=False)
     placement.build(optimizer, variables)

@@ -1,1 +1,1 @@
-"""Pipeline: a network that is too large for one device, cut into stages on several."""
+"""Pipeline: a network that is too large for one device, cut into stages on several devices."""

@@ -1,4 +1,4 @@
-"""Pipelines: one network over several devices, its stages, and the order in which they run.
+"""Pipelines: networks of stages on several devices, and the order in which stages compute microbatches.
 
     model = distloop.split(keras_model, num_stages=4)          # in model_fn: cut between layers, one stage per device
     model = distloop.stages([encoder, blocks, head])           # or cut by hand: modules that are called in this order

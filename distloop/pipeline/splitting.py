@@ -1,4 +1,4 @@
-"""Splitting of a network into stages: where a Keras graph can be cut, and which cuts balance the stages.
+"""Splitting: finds where a Keras graph can be cut into stages, and which cuts balance the stages.
 
     stages = split_graph(model, 4)                          # four Keras models, one after the other
     ends = balance(np.array([1.0, 1.0, 2.0]), 2, "...")     # [2, 3]: layers 0 and 1 in one stage, layer 2 in the other

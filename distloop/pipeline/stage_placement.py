@@ -1,4 +1,4 @@
-"""Stage placement: where the stages of networks compute, with their variables, gradients, slots and averages.
+"""Stage placement: puts each stage on its device, with its variables, gradients, slots and averages.
 
 placement = StagePlacement(networks)        # in place of `distributed.placement.Placement`
 """

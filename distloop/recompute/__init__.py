@@ -1,1 +1,1 @@
-"""Recompute: activations of chosen layers are computed again in the backward pass, to save memory."""
+"""Recompute: activations of chosen layers, computed again in the backward pass to save memory."""

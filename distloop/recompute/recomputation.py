@@ -1,4 +1,4 @@
-"""Recomputation: layers whose activations the backward pass computes again, in place of keeping them.
+"""Recomputation: chooses the layers to recompute, and replaces their calls by recomputed calls.
 
     spec = with_recomputation(model_fn, "block_")()           # acts where loss_fn is under a tape, in a graph
 

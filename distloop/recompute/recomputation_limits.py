@@ -1,4 +1,4 @@
-"""What a layer must not do for the backward pass to call it again; what it does is read from its operations.
+"""Recomputation limits: refuses layers that the backward pass cannot call again, by their traced operations.
 
     first_calls = FirstCalls(graph)
     first_calls.add(FirstCall(path, scope, operations, end))     # of each layer that is recomputed

@@ -1,1 +1,1 @@
-"""Records: TFRecord and ArrayRecord files as sources for `make_dataset`, read by number."""
+"""Records: TFRecord and ArrayRecord files as sources for `make_dataset`, read by record number."""

@@ -1,4 +1,4 @@
-"""File ranges: reads parts of many files, on a disk or behind URLs, from any number of threads.
+"""File ranges: reads byte ranges of many files, on a disk or behind URLs, from any number of threads.
 
     paths = expand("gs://bucket/train-*.tfrecord")        # sorted
     files = Files(paths)                                  # opens none yet

@@ -1,4 +1,4 @@
-"""Record files: TFRecord shards and ArrayRecord files as sources whose rows are read by their number.
+"""Record files: TFRecord shards and ArrayRecord files as sources whose rows are read by number.
 
     records = open_records("data/train-*.tfrecord")
     len(records), records[4]                        # 50000, b"..."
@@ -90,7 +90,7 @@ class Records:
             return []
         rows = np.where(rows < 0, rows + len(self), rows)
         if not (0 <= rows.min() and rows.max() < len(self)):
-            raise IndexError(f"Of {len(self)} records, counted from 0, one was asked for that does not exist.")
+            raise IndexError(f"A record was asked for that does not exist: there are {len(self)}, counted from 0.")
         shards = np.searchsorted(self._firsts, rows, "right") - 1
         begins, ends = self._positions[rows + shards], self._positions[rows + shards + 1]
         # A read ends where the next record is no neighbour, or after some megabytes.
@@ -214,7 +214,7 @@ class ArrayRecords:
         """
         rows = [number + len(self) if number < 0 else number for number in map(int, numbers)]
         if not all(0 <= row < len(self) for row in rows):
-            raise IndexError(f"Of {len(self)} records, counted from 0, one was asked for that does not exist.")
+            raise IndexError(f"A record was asked for that does not exist: there are {len(self)}, counted from 0.")
         return list(self._source.__getitems__(rows)) if rows else []
 
     def describe_change(self, fingerprint: str) -> str:

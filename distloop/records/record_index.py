@@ -1,4 +1,4 @@
-"""Record index: where the records of TFRecord shards begin, by one scan of their headers, kept in a file.
+"""Record index: the offsets of the records in TFRecord shards, from one scan of the headers, kept in a file.
 
 A shard is a sequence of records, all numbers little-endian (tensorflow/core/lib/io/record_writer.h):
 
@@ -281,7 +281,7 @@ def _scan_shard(
 
 
 def _require_records(path: str, beginning: bytes) -> None:
-    """Raises a ValueError that says what a file is which does not begin with a record; nothing if it may be damaged."""
+    """Raises a ValueError for a file of another format than TFRecord; a file that may be damaged raises nothing."""
     if beginning == b"\x1f\x8b":
         program = "gunzip -c"
     elif beginning[:1] == b"\x78" and int.from_bytes(beginning, "big") % 31 == 0:  # RFC 1950

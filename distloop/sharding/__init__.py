@@ -1,4 +1,4 @@
-"""Sharding: slots and averages cut over the replicas, each part on the one that updates it.
+"""Sharding: optimizer slots and averages, cut over the replicas.
 
 Read first: `sharding`, `sharded_application`.
 """

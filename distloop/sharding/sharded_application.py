@@ -1,4 +1,4 @@
-"""Application of updates whose slots are cut over the replicas: gradients are summed where they are used.
+"""Sharded application: updates by gradients that are summed only on the device whose slots need them.
 
     placement = place_slots(strategy)
     packing = placement.make_packing(...)           # segments that each belong to one device
@@ -87,7 +87,7 @@ class SplitPacking(Packing):
         return [segment] * len(sizes) if segment.shape[0] == 0 else super()._split(segment, sizes)
 
     def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
-        """As in `Packing`; 0 for small gradients that another worker has."""
+        """Returns the numbers of `Packing.diagnosis`, 0 for small gradients on another worker."""
         triples = zip(segments, self.shapes, self._are_here, strict=True)
         return super().diagnosis([s if is_here else tf.zeros(shape) for s, shape, is_here in triples], squares)
 

@@ -1,4 +1,4 @@
-"""Sharded updates: each part of the trained variables has its slots on one device of a run, which updates it for all.
+"""Sharding: builds an optimizer's slots in parts, one on each device, and updates the variables by parts.
 
     sharding = Sharding(strategy)
     sharding.build(optimizer, variables)          # slots on one device each

@@ -1,4 +1,4 @@
-"""Parts of variables: which device updates which part, and variables that are stored in parts as one.
+"""Variable parts: plans which device updates which part, and joins stored parts into one variable.
 
 plan([1280, 320], [64, 64], 2, [0, 0])     # [[Slice(0, 768, 0), Slice(768, 512, 1)], [Slice(0, 320, 1)]]
 joined = JoinedVariable("momentum", [first, second], (120, 100))

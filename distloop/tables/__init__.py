@@ -1,4 +1,4 @@
-"""Tables: sparse gradients of embeddings stay lists of rows, and lazy optimizers update those rows alone.
+"""Tables: sparse gradients, lazy optimizers.
 
 Read first: `sparse_packing`, `row_updates`.
 """

@@ -1,4 +1,4 @@
-"""Lazy optimizers: a table's sparse gradient updates the rows that it has, in weights and slots, and no other row.
+"""Lazy optimizers: updates only the rows that a table's sparse gradient has, in weights and slots.
 
     optimizer = distloop.LazyAdam(1e-3)      # takes the arguments of keras.optimizers.Adam
 

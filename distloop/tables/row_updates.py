@@ -1,4 +1,4 @@
-"""Updates of those rows of a table that have a gradient; all others stay untouched, and so does their memory.
+"""Row updates: makes Keras optimizers update only the rows of a table that have a gradient.
 
     update_rows(optimizer)                             # a Keras optimizer, built: SGD and Adagrad
     if why_whole(optimizer, table) is None:

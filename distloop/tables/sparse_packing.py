@@ -1,4 +1,4 @@
-"""Sparse gradients between the tape and the optimizer: as lists of rows, in a packing that keeps those of large tables.
+"""Sparse packing: keeps sparse gradients of large tables as lists of rows, from the tape to the optimizer.
 
     packing = SparsePacking(variables, state, for_rows=True)
     gradients = [packing.sized(g, v) for g, v in zip(gradients, variables)]      # from the tape

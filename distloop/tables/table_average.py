@@ -1,4 +1,4 @@
-"""Moving average of a table of which a step changes few rows: a row is brought up to date before its weights change.
+"""Moving average of a table, in which a step touches only the rows of its batch.
 
     a_t = w + (a_s - w) * d_(s+1) * ... * d_t        for a row that has the weights w since step s; d is the decay
 
@@ -41,7 +41,7 @@ class TableAverage(ComposedVariable):
 
     @property
     def device(self) -> str:
-        """The name of the device that holds it."""
+        """The name of the device that holds the average."""
         device: str = self._rows.device
         return device
 
@@ -51,7 +51,7 @@ class TableAverage(ComposedVariable):
         return value if dtype is None else tf.cast(value, dtype)
 
     def assign(self, value: Any) -> None:
-        """Sets the average of today."""
+        """Sets the average as of the current step."""
         self._rows.assign(value)
         self._marks.assign(tf.zeros_like(self._marks))
         self._decay.assign(tf.zeros_like(self._decay))

@@ -1,4 +1,4 @@
-"""CSV writer: the rows of a run as a table that any spreadsheet reads, a column for each name.
+"""CSV writer: writes the rows of a run as a table for spreadsheets, with a column for each name.
 
     trainer.fit(train, writers=[distloop.CsvWriter("rows.csv")])
 

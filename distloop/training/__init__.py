@@ -1,4 +1,4 @@
-"""The computation: one train step, the loop around it, evaluation, prediction, and what they change.
+"""Training: the train step, the loop, evaluation, prediction.
 
-Read first: `step`, `forward_backward`, `differentiation`; then `loop`, `compiled_loop`.
+Read first: `step`, `forward_backward`, `differentiation`, `loop`.
 """

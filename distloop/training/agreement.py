@@ -1,4 +1,4 @@
-"""Agreement: compares between workers what they are about to train, before one waits for another without an end.
+"""Agreement: checks that all workers are about to train the same run, so that none waits for ever.
 
     require_same_run(state, last_step=500, evaluations=[...], actions=[...])
 

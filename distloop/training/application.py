@@ -1,4 +1,4 @@
-"""Application of an update: from gradients to weights, slots and averages, on all replicas.
+"""Application of an update: applies gradients to weights, slots and averages on all replicas.
 
     application = make_application(state)
     before = application.read(update)

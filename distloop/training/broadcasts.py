@@ -1,4 +1,4 @@
-"""Values of shape [B, B] that a broadcast of [B] against [B, 1] made: an error in place of a wrong loss.
+"""Broadcasts: refuses a loss in which [B] and [B, 1] were broadcast to [B, B] by mistake.
 
     outputs = loss_fn(rows, True)                          # {"loss": (labels - predictions) ** 2}, [B] and [B, 1]
     refuse_pairs(outputs, loss_fn, rows, True)             # raises: the loss pairs each label with each prediction

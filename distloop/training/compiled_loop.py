@@ -1,4 +1,4 @@
-"""Compiled loop: n train steps in one `tf.function`, over a *tensor* count, so that one trace serves every length.
+"""Compiled loop: runs n train steps in one `tf.function`; n is a tensor, so one trace serves all n.
 
 It returns a `Row` of numbers for each log and one for the steps after the last log, read by the host in one go.
 """
@@ -29,7 +29,7 @@ MOST_TRACES = 5  # without a warning
 
 
 class _Carry(NamedTuple):
-    """What goes from one step of a call to the next."""
+    """The loop's values that go from one step to the next."""
 
     done: tf.Tensor  # []: the steps of this call so far
     failed: tf.Tensor  # []: whether the last one is an error

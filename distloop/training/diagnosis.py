@@ -1,4 +1,4 @@
-"""Diagnosis: why a step failed, and what in a traced step the user may not expect; on the host, apart from the step.
+"""Diagnosis: explains why a step failed, and warns of surprises in a traced step; on the host.
 
     outcome = train_step(batch, layout)                                   # in the compiled loop
     explain(train_step, 17, outcome.diagnosis.numpy())                    # "Step 17 is the first that ...: lower ..."

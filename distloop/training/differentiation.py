@@ -1,4 +1,4 @@
-"""The gradients of one value over some rows: `loss_fn` under a tape, weighted sums, and the losses that layers carry.
+"""Differentiation: the gradients of one loss over some rows of a batch, by a tape around `loss_fn`.
 
     differentiate = Differentiation(state, update, variables, overwritten, microbatches=1)
     names, gradients, new_values, tallies, metric_rows = differentiate(rows, None, None)

@@ -1,4 +1,4 @@
-"""Elasticity: whether a run can go on with other numbers of workers, and what its launcher is told of it.
+"""Elasticity: checks whether a run can go on with another number of workers, and informs the launcher.
 
     with announced(state, config, source):      # around training; without a launcher, it does nothing
         note_traced(state, config)              # once the step is traced

@@ -1,4 +1,4 @@
-"""Evaluation: one step over a batch, the loop that makes a pass over a dataset, and the actions of a run that call it.
+"""Evaluation: the step for a batch, the loop over a dataset, and the actions that call the loop.
 
     actions = make_evaluations({"test": test, "hard": Evaluation(hard)}, config, passes, eval_loop, predictor)
 

@@ -1,4 +1,4 @@
-"""The forward and backward pass of one update: over the parts of a replica's shard, then one sum over all replicas.
+"""The forward and backward pass of one update, summed over microbatches, then over replicas.
 
     rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> summed over parts and replicas
 

@@ -1,4 +1,4 @@
-"""The gradients of one update by the user's `step_fn`, which may ask for them as often as it likes.
+"""The gradients of one update by the user's `step_fn`, which may ask for gradients several times.
 
     def step_fn(step):                                          # sharpness-aware minimization, arXiv:2010.01412
         gradients = step.gradients()

@@ -1,4 +1,4 @@
-"""What training changes in a user's Keras layers: losses of each thread's own, and layers that are not trainable.
+"""Keras layers in training: keeps layer losses of replicas apart, and calls frozen layers as not trainable.
 
     keep_losses_apart([model])               # once, when the layers exist
     frozen = Frozen(frozen_layers(layers, updates, trained, paths))
@@ -23,7 +23,7 @@ from distloop.training.spec import Update
 
 
 def keep_losses_apart(layers: Iterable[keras.Layer]) -> None:
-    """Lets the layers, and all within them, have losses of each thread's own."""
+    """Gives the layers, and all layers within them, separate lists of losses in each thread."""
     for layer in layers:
         for part in layer._flatten_layers():
             # Not by `setattr`, which would have TensorFlow track them for checkpoints. Private: Keras has no other way.
@@ -31,7 +31,7 @@ def keep_losses_apart(layers: Iterable[keras.Layer]) -> None:
 
 
 class _OfThread:
-    """A list or a set, another one in each thread."""
+    """A list or a set with a separate value in each thread."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._local = make, threading.local()

@@ -1,4 +1,4 @@
-"""Training loop: run to the next boundary, then act, until the run ends.
+"""Training loop: runs to the next boundary, then calls the actions, until the run ends.
 
 Between two boundaries a `CompiledLoop` runs steps without the host, for about a second: then the host looks whether the
 run is to stop, and shows how far it is. If only writers consume the logs, a compiled loop runs through several logs,
@@ -329,7 +329,7 @@ def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, dia
 
 
 def _count(source: Source, window: Window, row: Row) -> int:
-    """Adds the steps of a row to the place in the data and to the window; returns how many there are."""
+    """Adds the steps of a row to the position in the data and to the window; returns how many there are."""
     source.batches_taken += row.steps
     window.add(row)
     return row.steps

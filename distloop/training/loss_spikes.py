@@ -1,4 +1,4 @@
-"""Detection of loss spikes: whether a loss is far above its moving mean.
+"""Loss spikes: detects a loss that is far above its moving mean.
 
     watch = LossWatch(2)                                          # two losses
     has_jumped = watch.check(losses, has_weight, jump=10.0)       # in a `tf.function`, once a step

@@ -1,4 +1,4 @@
-"""State of Keras metrics, for what is no mean of values per example: updated on replicas, read, reset and saved.
+"""Metric state: updates, reads, resets and saves Keras metrics that are no mean over examples, such as AUC.
 
     keras_metrics = KerasMetrics({"auc": keras.metrics.AUC()}, strategy)
     keras_metrics.add({"auc": (labels, probabilities)}, row_weights)         # in replica context

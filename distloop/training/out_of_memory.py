@@ -1,4 +1,4 @@
-"""Out of memory: what took the memory, in one sentence, and the same steps again with smaller microbatches.
+"""Out of memory: explains what took the memory, and repeats the steps with smaller microbatches.
 
     halving = Halving(state, step)                     # microbatches="auto"
     halving.keep(source)                               # before a loop

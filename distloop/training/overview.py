@@ -1,4 +1,4 @@
-"""Overview of a run for TensorBoard and the console, before its first step: settings, model, environment, graph.
+"""Overview: settings, model, environment and graph of a run, for TensorBoard and the console.
 
     forward = trace_forward(state, config, element_spec)
     introduce(writer, state, config, forward)           # of a SummaryWriter

@@ -1,4 +1,4 @@
-"""Prediction: a `Predictor` calls any function of `ModelSpec.predict_fn` over a dataset, its rows in order.
+"""Prediction: calls a function of `ModelSpec.predict_fn` over a dataset, with the rows in order.
 
     predictor = Predictor(state)
     logits = predictor.predict(source)                         # NumPy arrays, [N, ...]

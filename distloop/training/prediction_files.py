@@ -1,4 +1,4 @@
-"""Prediction files: outputs of batches as `.npy` files, each batch appended, so that memory holds one.
+"""Prediction files: appends outputs to `.npy` files batch by batch, so that memory holds one batch.
 
     write_outputs("predictions", [{"logits": np.zeros([2, 10])}], is_chief=True)
     logits = np.load("predictions/logits.npy", mmap_mode="r")       # [2, 10]

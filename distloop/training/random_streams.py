@@ -1,4 +1,4 @@
-"""Random streams: the states of a model's random generators, of which each replica has its own.
+"""Random streams: the states of a model's random generators, separate on each replica.
 
     streams = RandomStreams(strategy, seeds)
     with streams.preserved():                        # their states are restored on exit

@@ -1,4 +1,4 @@
-"""Run length: when a run is to end, and what the units of its durations are.
+"""Run length: when a run ends, by `steps`, `epochs` or `until`, and the units of its durations.
 
     length = chosen(config, 0, steps=None, epochs=3, until=None)     # "3 epochs"
     units = make_units(source, length)                            # units.run: Period(steps=120)

@@ -1,4 +1,4 @@
-"""Model specification: `ModelSpec` and `Update`, what the user gives distloop to train, and their checks.
+"""Model specification: `ModelSpec` and `Update`, by which users say what to train, and their checks.
 
     def model_fn():
         model = keras.Sequential([...])

@@ -1,4 +1,4 @@
-"""One train step over all updates: the order of its parts.
+"""One train step over all updates, and the order of its parts.
 
 A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
 TensorFlow can take it (a replica's function may hold no branch around what synchronizes):

@@ -1,4 +1,4 @@
-"""Operations of a traced step: the origin of a number that is not finite, and draws that no checkpoint can continue.
+"""Operations of a traced step: finds the origin of a NaN, and random draws that no checkpoint can repeat.
 
     @tf.function
     def check(batch):

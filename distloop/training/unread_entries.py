@@ -1,4 +1,4 @@
-"""Entries of a batch that no `loss_fn` reads, as seen in the traced step: named, warned of or refused.
+"""Unread entries: names entries of a batch that no `loss_fn` reads, warns of them, or refuses them.
 
     reads = Reads()
     with reads.recorded(rows) as returned:          # while the step is traced

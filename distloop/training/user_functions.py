@@ -1,4 +1,4 @@
-"""What surrounds the user's functions: mistakes while they are traced, each said in a sentence, and new variables.
+"""User functions: explains mistakes that tracing finds, and records or refuses new variables.
 
     with recorded(created):                      # created: {id(variable): variable}
         spec = model_fn()
@@ -168,7 +168,7 @@ class VariableCreatedError(ValueError):
     """
 
     def __init__(self, message: str, variable: str):
-        """Keeps the name beside the message."""
+        """Stores the variable's name beside the message."""
         super().__init__(message)
         self.variable = variable
 

@@ -1,4 +1,4 @@
-"""Variables that the forward pass writes: found, read, assigned and restored, and one value of each from all parts.
+"""Variable writes: finds the variables that the forward pass writes, restores them, and merges their values.
 
     with recorded_writes(candidates) as written:
         outputs = loss_fn(rows, True)
@@ -104,7 +104,7 @@ def restored_writes(state: TrainState) -> Iterator[None]:
 
 
 class WrittenValues:
-    """One value of each variable from those that the parts of a batch write; call in replica context.
+    """Merges the values that the parts of a batch write to a variable into one; call in replica context.
 
     Attributes:
         carried: identities of the variables that go on from one microbatch to the next.

@@ -1,4 +1,4 @@
-"""The virtual replicas of a run, which take turns on each replica with random streams and statistics of their own.
+"""Virtual replicas, which take turns on each replica, with random streams and statistics of their own.
 
     turns = Turns(state, batch, layout, microbatches=2)
     turns.sum_parts(compute, of_part, add)                         # in replica context

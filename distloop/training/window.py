@@ -1,4 +1,4 @@
-"""Log window: what training did since the last log, as sums that are divided once.
+"""Log window: sums over the steps since the last log, which are divided once.
 
 The compiled loop hands the host one row of numbers for each log. A `RowLayout` names the segments of such a row, in the
 loop and on the host; a `Window` adds rows up and reports their means. Nothing here knows TensorFlow.

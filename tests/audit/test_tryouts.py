@@ -129,7 +129,7 @@ def test_a_checkpoint_that_does_not_restore_everything_is_found(tmp_path, monkey
         weight.assign(kept)
 
     monkeypatch.setattr(SavedState, "restore", forgetful)
-    with pytest.raises(RuntimeError, match="model/net/hidden/kernel came back from a checkpoint other"):
+    with pytest.raises(RuntimeError, match="model/net/hidden/kernel came back from a checkpoint with other values"):
         leave_the_workdir(tmp_path, console="quiet").fit(batches())
 
 

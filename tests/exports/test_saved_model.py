@@ -184,7 +184,7 @@ def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_pa
     trainer.predict(dataset())
     with monkeypatch.context() as patch:
         save_with(patch, trainer.model.layers[-1].bias)  # of classify alone
-        expected = r"exported model gives 'output' otherwise than predict_fn\['classify'\] does, by up to 1:"
+        expected = r"exported model returns other values of 'output' than predict_fn\['classify'\], by up to 1:"
         with pytest.raises(ValueError, match=expected):
             trainer.export(tmp_path / "model")
     assert os.listdir(tmp_path) == []
