@@ -61,7 +61,7 @@ class Feed:
         self.seeks = reader.seeks or self._has_states
         self.goes_on = self.seeks or not reader.restarts
         if self._has_states:
-            self.resume = "a resumed run is at its place at once, by the state of the iterator"
+            self.resume = "a resumed run is at its position at once, by the state of the iterator"
         self.oldest_place: Callable[[], int] = lambda: 0
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0

@@ -164,7 +164,7 @@ def fresh_copy(dataset: Any) -> Any:
 
 
 class Behind:
-    """An iterator that is some batches behind its place.
+    """An iterator that is some batches behind its position.
 
     Attributes:
         num_batches: by which it is behind.
@@ -254,7 +254,7 @@ def read_again(
             if _IS_ASKED not in answers[:, 1]:
                 raise ValueError(
                     f"max_secs ended the process {where}, so the same command would never train: raise max_secs, or "
-                    "use distloop.make_dataset, whose data is at its place at once."
+                    "use distloop.make_dataset, whose data is at its position at once."
                 )
             why = (stop_requests and stop_requests.reason) or f"by worker {answers[:, 1].argmax()}"
             raise Interrupted(f"Interrupted {why} {where}", has_trained=False)
@@ -263,7 +263,7 @@ def read_again(
             if say is not None:
                 say(
                     f"Skipping {total:,} batches already seen (about {whole_secs:,.0f} s); data of "
-                    "distloop.make_dataset is at its place at once."
+                    "distloop.make_dataset is at its position at once."
                 )
         if is_announced and show_progress is not None:
             show_progress(done, "skipping batches already seen")

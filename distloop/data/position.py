@@ -51,7 +51,9 @@ def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mappi
     if not place["batches"]:
         return place
     if "order" in place:
-        raise _is_other_data("it is that of data by number, such as arrays, and the data given is of another kind")
+        raise _is_other_data(
+            "the checkpoint is of data by number, such as arrays, and the given data is not"
+        )
     names = ("batch_size", "batches_per_epoch")
     sides: list[list[Any]] = [[side.get(name) for name in names] for side in (place, facts)]
     (saved_size, saved_count), (size, count) = sides
@@ -80,9 +82,9 @@ def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mappi
 
 
 def _is_other_data(change: str) -> ValueError:
-    """Returns the error of a position that there is not in the data given."""
+    """Returns the error about a position that does not exist in the given data."""
     return ValueError(
-        f"The run cannot go on at its place in the data, as {change}: give the data and the seed that it began "
+        f"The run cannot go on at its position in the data, as {change}: give the data and the seed that it began "
         "with, or begin another run in a new workdir (from these weights, with init_from)."
     )
 
@@ -127,14 +129,14 @@ def convert_place(
             change = describe_change(then)
         if "order" not in place:
             change = (
-                "it is that of other data, such as a tf.data.Dataset, or of arrays in the order of an older version"
+                "the checkpoint is of other data, such as a tf.data.Dataset, or of arrays in an older order"
             )
         raise _is_other_data(change)
     if CONTENT in place and place[CONTENT] != facts.get(CONTENT, place[CONTENT]):
         log.warning(
-            "The arrays given hold other values than the checkpoint's (content %s, now %s): going on at the same place "
-            "in their order, with the values of now; if that is not meant, give the arrays that the run began with, or "
-            "begin another run in a new workdir.",
+            "The arrays given hold other values than the checkpoint's (content %s, now %s): going on at the same "
+            "position in their order, with the values of now; if that is not meant, give the arrays that the run began "
+            "with, or begin another run in a new workdir.",
             *(place[CONTENT], facts[CONTENT]),
         )
     if batch_at is None:

@@ -21,7 +21,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 from distloop.data.rows import ENDLESS
 from distloop.log import log
 
-READ_AGAIN = "a resumed run reads it again up to its place, which is exact if it gives the same batches each time"
+READ_AGAIN = "a resumed run reads it again up to its position, which is exact if it gives the same batches each time"
 
 _NUM_PEEKED = 2  # batches that are looked at before
 
@@ -104,7 +104,7 @@ def read_py_dataset(data: keras.utils.PyDataset, shuffle_seed: int | None) -> Re
         return [(data[number], None) for number in range(count)]
 
     count = math.inf if data.num_batches is None else data.num_batches
-    resume = "a resumed run calls on_epoch_end for each epoch before its place, and is at its place at once"
+    resume = "a resumed run calls on_epoch_end for each epoch before its position, and is at its position at once"
     faster = "a larger workers= of the PyDataset, use_multiprocessing=True, or less work in its __getitem__"
     return Reader(read, peek, count, resume, seeks=True, against_waiting=faster)
 
@@ -197,7 +197,7 @@ def _has_taken(batches: Any, state: Any) -> bool:
         batches.set_state(state.encode() if isinstance(state, str) else state)
     except Exception as error:  # such as another data source
         reason = str(error).partition("\n")[0].rstrip(".")
-        log.warning("The data's iterator refused its state (%s): reading the data again up to its place.", reason)
+        log.warning("The data's iterator refused its state (%s): reading the data again up to its position.", reason)
         return False
     return True
 

@@ -135,7 +135,7 @@ class Source:
         if not workers.gather(self.strategy, content != content_of(tf.nest.flatten(arrays))).any():
             return
         log.warning(
-            "The arrays given hold other values than at the last call of fit: going on at the same place in their "
+            "The arrays given hold other values than at the last call of fit: going on at the same position in their "
             "order, with the values of now."
         )
         self._read(data)

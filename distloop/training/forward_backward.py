@@ -330,9 +330,7 @@ def _of_part(update: ForwardBackward, shard: _Shard, part: Part) -> Sums:
     return segments, tallies, metric_rows.tensors
 
 
-def _pull_back(
-    update: ForwardBackward, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]
-) -> list[tf.Tensor]:
+def _pull_back(update: ForwardBackward, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
     if update.state.strategy.num_replicas_in_sync > 1:
         slopes = gathering.sum_in_tree(slopes)

@@ -115,7 +115,7 @@ def test_fit_evaluate_and_predict_take_a_generator_function(tmp_path, capsys):
     trainer = trained(6, tmp_path)
     assert trainer.evaluate(batches) == expected.evaluate(batches)
     assert trainer.predict(batches).shape == (48, 4)
-    assert capsys.readouterr().out.count("reads it again up to its place") == 2
+    assert capsys.readouterr().out.count("reads it again up to its position") == 2
 
 
 @pytest.mark.slow

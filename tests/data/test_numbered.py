@@ -151,7 +151,7 @@ def test_a_source_goes_on_at_its_place_on_any_number_of_replicas():
             size = len(expected["x"]) if size is None else int(size)
             for name in expected:
                 np.testing.assert_array_equal(rows[name][:size], expected[name])
-    assert source.seeks and not source.resume  # nothing to say: it is at its place at once
+    assert source.seeks and not source.resume  # nothing to say: it is at its position at once
 
 
 PLACE = {"batches": 5, "skipped": [], "batch_size": 4, "seed": 7, "num_rows": 23, "order": 1}
@@ -175,7 +175,7 @@ def test_a_place_in_other_data_is_refused(change, words):
 
 
 def test_a_place_in_data_without_numbers_is_refused():
-    with pytest.raises(ValueError, match="at its place in the data, as it is that of other data, such as a tf.data.Da"):
+    with pytest.raises(ValueError, match="at its position in the data, as the checkpoint is of other data, such as"):
         convert_place({"batches": 5, "skipped": []}, PLACE)
 
 

@@ -57,7 +57,7 @@ def test_a_state_is_restored_without_reading_what_comes_before():
     Stateful.read.clear()
     assert taken(source, 1) == [5]
     assert Stateful.read[0] == 5
-    assert source.seeks and "at its place at once" in source.resume
+    assert source.seeks and "at its position at once" in source.resume
 
 
 def test_a_state_that_is_refused_has_the_data_read_again():

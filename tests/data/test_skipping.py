@@ -38,7 +38,7 @@ def test_skipping_is_announced_once_with_its_time_and_shown_in_pieces(monkeypatc
     source, lines, progress = SlowSource(22, monkeypatch), [], []
     read_again(source.behind, ONE, None, lines.append, lambda *shown: progress.append(shown))
     assert source.pieces == [1, 5, 5, 5, 5, 1]
-    hint = "data of distloop.make_dataset is at its place at once."
+    hint = "data of distloop.make_dataset is at its position at once."
     assert lines == [f"Skipping 22 batches already seen (about 4 s); {hint}"]
     assert progress == [(done, "skipping batches already seen") for done in (6, 11, 16, 21)]
 
