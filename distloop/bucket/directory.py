@@ -226,18 +226,19 @@ class RemoteDirectory:
             self._try(functools.partial(write, self._path(temporary)), name, size=size)
             return self._size(temporary)
 
-        def mv(_: Any) -> None:
+        def mv(_: Any) -> bool:
             if self._takes_patterns:
                 self._system.cp_file(self._path(temporary), self._path(name))
                 self._system.rm_file(self._path(temporary))
             else:
                 self._system.mv(self._path(temporary), self._path(name))
+            return True
 
         try:
             _until_whole(name, write_again, size)
             if temporary != name:
-                self._try(mv, name, None)  # absent: it was moved, and the answer did not come
-                if self._size(name) != size:
+                is_moved = self._try(mv, name, False)  # absent: it was moved, and the answer did not come
+                if not is_moved and self._size(name) != size:
                     raise RemoteError(f"{name}: it was not moved")
         except RemoteError:
             if temporary != name:

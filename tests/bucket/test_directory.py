@@ -54,6 +54,19 @@ def test_a_request_that_hangs_is_tried_again_and_what_it_does_later_moves_nothin
         assert remote.read("rows") == b"newer"
 
 
+def test_a_file_that_another_process_replaces_at_once_was_written(tmp_path, monkeypatch):
+    remote = RemoteDirectory(f"file://{tmp_path}/run")
+    mv = remote._system.mv
+
+    def mv_then_replace(source, target):
+        mv(source, target)
+        (tmp_path / "run" / "lock").write_bytes(b"of another process")
+
+    monkeypatch.setattr(remote._system, "mv", mv_then_replace)
+    remote.write("lock", b"of this process")
+    assert remote.read("lock") == b"of another process"
+
+
 @pytest.mark.parametrize("error, is_final", [(PermissionError("403 Forbidden"), True), (OSError("503"), False)])
 def test_an_error_that_no_try_mends_is_raised_at_once(error, is_final, monkeypatch):
     tries = []
