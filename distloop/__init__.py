@@ -35,7 +35,7 @@ _MODULES = {
     "MLflowWriter": "trackers.trackers",
     "MemoryEstimate": "audit.memory_estimate",
     "Mixture": "mixtures.mixtures",
-    "ModelSpec": "training.spec",
+    "ModelSpec": "model.spec",
     "PRCurve": "monitoring.media",
     "RateTest": "audit.tuning",
     "Report": "actions.action",
@@ -46,7 +46,7 @@ _MODULES = {
     "Summary": "actions.summary",
     "Text": "monitoring.media",
     "Trainer": "trainer",
-    "Update": "training.spec",
+    "Update": "model.spec",
     "WandbWriter": "trackers.trackers",
     "Writer": "monitoring.writers",
     "WorstExamples": "actions.worst_examples",
@@ -72,7 +72,7 @@ _MODULES = {
     "summarize": "variables",
     "supervised": "keras_models.supervised",
     "synchronize": "distributed.gathering",
-    "weighted": "training.metrics",
+    "weighted": "model.metrics",
 }
 
 __version__ = "0.2.0"
@@ -114,6 +114,9 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.keras_models.supervised import supervised as supervised
     from distloop.mixtures.mixtures import Mixture as Mixture
     from distloop.mixtures.packing import pack as pack
+    from distloop.model.metrics import weighted as weighted
+    from distloop.model.spec import ModelSpec as ModelSpec
+    from distloop.model.spec import Update as Update
     from distloop.monitoring.history import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
@@ -138,9 +141,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.trackers.trackers import WandbWriter as WandbWriter
     from distloop.trainer import Trainer as Trainer
     from distloop.training.gradient_step import GradientStep as GradientStep
-    from distloop.training.metrics import weighted as weighted
-    from distloop.training.spec import ModelSpec as ModelSpec
-    from distloop.training.spec import Update as Update
     from distloop.variables import digest as digest
     from distloop.variables import summarize as summarize
 else:

@@ -42,6 +42,8 @@ from distloop.durations import Units
 from distloop.errors import cannot_be_written
 from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
+from distloop.model import user_functions
+from distloop.model.state import TrainState
 from distloop.monitoring import notebook, run_starts
 from distloop.monitoring.console import Console, say, speaker
 from distloop.monitoring.deliveries import Deliveries
@@ -53,10 +55,9 @@ from distloop.monitoring.timing import Clock, timed, unix_time
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
-from distloop.training import elasticity, overview, run_length, unread_entries
+from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
-from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
 _PERIODS = ("log_every", "checkpoint_every", "copy_every", "histograms_every", "check_replicas_every")
@@ -142,7 +143,7 @@ class Fit:
         """
         stays, has_workdir = notebook.is_active(), bool(self.config.workdir)
         stops = StopRequests(self.config.max_secs, catch_signals=has_workdir or stays, may_quit=not stays)
-        with stops as self._stop_requests, elasticity.announced(self.state, self.config, self.source):
+        with stops as self._stop_requests, agreement.announced(self.state, self.config, self.source):
             for evaluation in self.evaluations:
                 evaluation.stop_requests = stops
             try:
@@ -349,11 +350,11 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
 
     def report_trace(step: TrainStep) -> None:
-        unread_entries.report(
+        user_functions.report_unread(
             [update.differentiate.reads for update in step.updates], config.unread_entries, is_shown=is_shown
         )
         overview.report_whole_tables(step.updates, state, is_shown=is_shown)
-        elasticity.note_traced(state, config)
+        agreement.note_traced(state, config)
 
     return TrainLoop(
         *(state, step),

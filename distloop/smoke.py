@@ -24,8 +24,8 @@ from distloop.config import Config
 from distloop.data.make_dataset import make_dataset
 from distloop.distributed import strategies
 from distloop.graph_functions import graph_function
+from distloop.model.spec import ModelSpec
 from distloop.trainer import Trainer
-from distloop.training.spec import ModelSpec
 from distloop.variables import digest, named_variables, tensorflow_variable
 
 _STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd

@@ -38,10 +38,10 @@ from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import strategies, workers
 from distloop.launcher import children
+from distloop.model.saved_state import SavedState
+from distloop.model.spec import GradientFn, ModelSpec
 from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
 from distloop.trainer import Trainer
-from distloop.training.saved_state import SavedState
-from distloop.training.spec import GradientFn, ModelSpec
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 
 T = TypeVar("T")

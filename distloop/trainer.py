@@ -20,9 +20,14 @@ from distloop.data.arrays import with_labels
 from distloop.data.source import Data, Passes, Source
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
+from distloop.evaluation.evaluation import EvalLoop, make_evaluations
+from distloop.evaluation.prediction import Predictor
+from distloop.evaluation.prediction_files import write_outputs
 from distloop.fit import Fit, check_arguments, make_train_loop, make_training_source
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
+from distloop.model.spec import ModelSpec, check_model_fn
+from distloop.model.state import TrainState
 from distloop.monitoring import dated_workdir
 from distloop.monitoring.console import speaker
 from distloop.monitoring.history import History
@@ -30,14 +35,9 @@ from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale
 from distloop.parts import import_part
-from distloop.training import elasticity, run_length
-from distloop.training.evaluation import EvalLoop, make_evaluations
+from distloop.training import agreement, run_length
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
-from distloop.training.prediction import Predictor
-from distloop.training.prediction_files import write_outputs
-from distloop.training.spec import ModelSpec, check_model_fn
-from distloop.training.state import TrainState
 from distloop.urls import expand
 
 
@@ -373,7 +373,7 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    with elasticity.divisible(strategy, config), loss_scale.policy(config.precision):
+    with agreement.divisible(strategy, config), loss_scale.policy(config.precision):
         state = TrainState.make(
             model_fn,
             strategy,

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
-from distloop.training.metrics import weigh
+from distloop.model.metrics import weigh
 from tests.problems import on
 
 RNG = np.random.default_rng(0)

@@ -15,8 +15,8 @@ import tensorflow as tf
 import distloop
 from distloop.checkpoints.checkpoint import load
 from distloop.distributed import workers
+from distloop.model.layers import SEED_STRIDE
 from distloop.monitoring.records import OF_THE_MACHINE
-from distloop.training.random_streams import SEED_STRIDE
 from tests.problems import (
     assert_close,
     assert_equal,

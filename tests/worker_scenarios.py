@@ -18,12 +18,12 @@ import tensorflow as tf
 
 import distloop
 from distloop.distributed import tensorflow_internals, workers
+from distloop.model.saved_state import SavedState
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import gradients
 from distloop.sharding import variable_parts
 from distloop.tables import sparse_packing
 from distloop.training import overview
-from distloop.training.saved_state import SavedState
 from tests import many_rows, test_bits
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
 from tests.sharding import test_sharding

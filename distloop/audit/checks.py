@@ -13,9 +13,9 @@ import tensorflow as tf
 from distloop.audit.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.audit.tracing import as_replica, compiled
 from distloop.errors import as_user_error, user_line
+from distloop.model.spec import Update
 from distloop.operations import with_called
 from distloop.training import step_operations
-from distloop.training.spec import Update
 from distloop.variables import named_variables
 
 _NUM_NAMES = 3  # in a line

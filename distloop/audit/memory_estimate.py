@@ -22,6 +22,8 @@ from distloop.data import shards
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
 from distloop.keras_models.fit_arguments import FitData, read_arguments
+from distloop.model.spec import Update
+from distloop.model.state import TrainState
 from distloop.monitoring import memory_file
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
@@ -29,8 +31,6 @@ from distloop.operations import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 from distloop.optimizers.rows import Rows, values_of
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.spec import Update
-from distloop.training.state import TrainState
 from distloop.training.virtual_replicas import side_by_side
 
 _NAMED_BYTES = 10**6  # the least size of an embedding table that is named

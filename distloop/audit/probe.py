@@ -33,13 +33,13 @@ from distloop.data.iterators import fresh_copy
 from distloop.data.opening import open_data
 from distloop.data.source import Data, Source
 from distloop.distributed import devices
+from distloop.model.layers import stream_of
+from distloop.model.spec import Update
+from distloop.model.state import TrainState
+from distloop.model.user_functions import VariableCreatedError
 from distloop.operations import written_resources
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.random_streams import stream_of
-from distloop.training.spec import Update
-from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
-from distloop.training.user_functions import VariableCreatedError
 from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one

@@ -11,8 +11,8 @@ from distloop.audit.checks import Finding, Unchecked
 from distloop.audit.probe import REPLICAS, Measurement, Probe
 from distloop.comparison import relative_difference
 from distloop.data import shards
+from distloop.model.spec import Update
 from distloop.training import step_operations
-from distloop.training.spec import Update
 from distloop.variables import named_variables
 
 

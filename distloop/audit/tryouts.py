@@ -28,11 +28,11 @@ from distloop.data.opening import open_data
 from distloop.data.source import Data
 from distloop.distributed import workers
 from distloop.errors import first_line, user_line
+from distloop.evaluation.prediction import DEFAULT_SIGNATURE
 from distloop.keras_models.fit_arguments import FitData
+from distloop.model.saved_state import SavedState
 from distloop.monitoring.console import say
 from distloop.trainer import Trainer
-from distloop.training.prediction import DEFAULT_SIGNATURE
-from distloop.training.saved_state import SavedState
 
 
 def run_instead(trainer: Trainer, data: FitData) -> None:

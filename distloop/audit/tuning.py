@@ -24,14 +24,14 @@ from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
+from distloop.model.saved_state import SavedState
+from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
 from distloop.trainer import Trainer
 from distloop.training.loop import Diverged, Host, TrainLoop
-from distloop.training.saved_state import SavedState
-from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
 _SMOOTHING = 0.9  # the weight of earlier losses in the moving average

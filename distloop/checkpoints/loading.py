@@ -14,7 +14,7 @@ import tensorflow as tf
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.store import Checkpoints, in_workdir, set_aside
 from distloop.distributed import workers
-from distloop.training.state import TrainState
+from distloop.model.state import TrainState
 
 
 def load_from(strategy: tf.distribute.Strategy, path: str) -> Saved | None:

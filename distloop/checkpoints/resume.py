@@ -41,13 +41,13 @@ from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.durations import Period
+from distloop.model.saved_state import SavedState
+from distloop.model.state import TrainState
 from distloop.monitoring import run_identity
 from distloop.monitoring.console import say, speaker
 from distloop.monitoring.directory import directory_of
 from distloop.monitoring.records import append_row
 from distloop.training.loop import Diverged, TrainLoop
-from distloop.training.saved_state import SavedState
-from distloop.training.state import TrainState
 from distloop.urls import expand
 
 

@@ -20,9 +20,9 @@ import tensorflow as tf
 from distloop.checkpoints.checkpoint import is_checkpoint, load, plain_path
 from distloop.checkpoints.store import in_workdir
 from distloop.errors import first_line
+from distloop.model.state import TrainState
 from distloop.monitoring.directory import local_copy
 from distloop.optimizers import keras_hooks
-from distloop.training.state import TrainState
 from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`

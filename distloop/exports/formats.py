@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from distloop.comparison import relative_difference
 from distloop.distributed import workers
+from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor
 from distloop.exports.export import call_on_ones, layers_of, prepare_path, writing
 from distloop.exports.keras_file import write_keras_file
 from distloop.exports.saved_model import write_saved_model
-from distloop.training.prediction import DEFAULT_SIGNATURE, Predictor
-from distloop.training.state import TrainState
+from distloop.model.state import TrainState
 from distloop.variables import portable_names
 
 _TOLERANCE = 0.1  # of the outputs' norm; rounding to 8 bits changes them by a per cent or so

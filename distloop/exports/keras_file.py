@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from distloop.errors import cause
 from distloop.exports.export import call_on_ones, merged, output_difference, prepare_path, quiet_logging, writing
-from distloop.training.state import TrainState
+from distloop.model.state import TrainState
 from distloop.variables import tensorflow_variable, unwrap_model
 
 

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from distloop.checkpoints.checkpoint import plain_path
 from distloop.data import shards
+from distloop.evaluation.prediction import DEFAULT_SIGNATURE, check_outputs
 from distloop.exports.export import call_on_ones, merged, output_difference, prepare_path, quiet_logging, writing
 from distloop.graph_functions import graph_function
 from distloop.log import log
-from distloop.training.prediction import DEFAULT_SIGNATURE, check_outputs
-from distloop.training.state import TrainState
+from distloop.model.state import TrainState
 from distloop.urls import is_url
 from distloop.variables import lookup_tables
 

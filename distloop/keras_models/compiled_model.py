@@ -18,9 +18,9 @@ from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
 from distloop.keras_models.supervised import supervised
 from distloop.log import log
+from distloop.model.spec import ModelSpec, refuse_tf_keras
+from distloop.model.state import TrainState
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.training.spec import ModelSpec, refuse_tf_keras
-from distloop.training.state import TrainState
 
 _returned: "weakref.WeakKeyDictionary[TrainState, int]" = weakref.WeakKeyDictionary()  # checksums of what models got
 

@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed.gathering import gather_rows
-from distloop.training import broadcasts
-from distloop.training.metrics import Weighted, weighted
+from distloop.model import broadcasts
+from distloop.model.metrics import Weighted, weighted
 
 
 class _Unreduced(keras.losses.Loss):

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from distloop.keras_models.losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
 from distloop.keras_models.outputs import spread
-from distloop.training.metrics import IS_OF_LAYER, RESERVED_NAMES
+from distloop.model.metrics import IS_OF_LAYER, RESERVED_NAMES
 from distloop.variables import tensorflow_variable
 
 Place = str | tuple[int, int] | None  # an output: its name; its position in a list of so many; None: the only one

@@ -23,8 +23,8 @@ from distloop.keras_models.outputs import (
     weights_by_output,
 )
 from distloop.log import log
-from distloop.training.metrics import Weighted
-from distloop.training.spec import ModelSpec
+from distloop.model.metrics import Weighted
+from distloop.model.spec import ModelSpec
 
 
 def supervised(

@@ -20,9 +20,9 @@ from tensorflow.python.eager import record
 from distloop.distributed import gathering
 from distloop.distributed.placement import make_placement
 from distloop.layer_calls import ReplacedCalls
+from distloop.model.spec import ModelSpec
 from distloop.recompute.recomputation_limits import FirstCalls, refusal
 from distloop.recompute.recomputed_call import RecomputedCall
-from distloop.training.spec import ModelSpec
 from distloop.variables import layers_by_path, top_layers
 
 _MAX_PATHS = 8  # in an error message

@@ -17,6 +17,9 @@ import tensorflow as tf
 from distloop.actions.machine_use import held_by_device
 from distloop.distributed import strategies, tensorflow_internals, workers
 from distloop.graph_functions import graph_function
+from distloop.model import variable_writes
+from distloop.model.spec import Update
+from distloop.model.state import TrainState
 from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Packing, Reduce
 from distloop.optimizers.moving_average import MovingAverage
@@ -24,11 +27,8 @@ from distloop.optimizers.rows import Segment
 from distloop.optimizers.slot_placement import SlotPlacement
 from distloop.sharding.sharding import Sharding
 from distloop.sharding.variable_parts import VariablePart
-from distloop.training import variable_writes
 from distloop.training.application import Application, reached
 from distloop.training.forward_backward import ForwardBackward, Summed
-from distloop.training.spec import Update
-from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
 
 _WHY_DENSE = "shard_optimizer cuts gradients into parts"

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.distributed import gathering, strategies
+from distloop.model.state import TrainState
 from distloop.optimizers.gradients import Packing, Reduce
 from distloop.optimizers.rows import Rows, Segment
 from distloop.tables import row_updates
-from distloop.training.state import TrainState
 
 _HAS_NO_SIZE = (
     "it is not known how many rows replicas exchange: let the dataset end with batch(size, drop_remainder=True), a "

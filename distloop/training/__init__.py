@@ -1,4 +1,4 @@
-"""Training: the train step, the loop, evaluation, prediction.
+"""Training: the train step and the loop.
 
 Read first: `step`, `forward_backward`, `differentiation`, `loop`.
 """

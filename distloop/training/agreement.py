@@ -1,15 +1,29 @@
-"""Agreement: checks that all workers are about to train the same run, so that none waits for ever.
+"""Agreement: checks that all workers train the same run, and that it can go on with another number of workers.
 
     require_same_run(state, last_step=500, evaluations=[...], actions=[...])
+    with announced(state, config, source):      # around training; without a launcher, it does nothing
+        note_traced(state, config)              # once the step is traced
 
-What is known later is compared there: in `data.info`, `compiled_loop`, `evaluation` and `prediction`.
+What is known later is compared there: in `data.info`, `compiled_loop`, `evaluation` and `prediction`. A change of
+workers is noted in `incidents.jsonl`. It does not know how workers are started (`launcher.elastic`).
 """
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
 
 from distloop.actions.action import Action
-from distloop.distributed import workers
-from distloop.training.state import TrainState
+from distloop.config import Config
+from distloop.data.source import Source
+from distloop.distributed import notes, workers
+from distloop.distributed.notes import Membership
+from distloop.distributed.strategies import Indivisible
+from distloop.model.state import TrainState
+from distloop.monitoring.json_writer import last_row
+from distloop.monitoring.records import append_row
 from distloop.variables import named_variables
 
 
@@ -69,3 +83,95 @@ def describe_variables(state: TrainState) -> dict[str, str]:
         (path := state.paths[id(variable)]): f"{tuple(variable.shape)} {variable.dtype}{updates[path]}"
         for variable in [*state.trained_variables, *state.untrained_variables]
     }
+
+
+@contextlib.contextmanager
+def announced(state: TrainState, config: Config, source: Source) -> Iterator[None]:
+    """Tells the launcher that the run can be asked to save and leave, and with how many workers it can go on.
+
+    Raises:
+        ValueError: if the launcher may change the number of workers, and the run would not be the same.
+    """
+    membership = notes.find_membership()
+    if membership is None:
+        yield
+        return
+    if membership.is_elastic:
+        _check(membership, config, source)
+    if notes.mark("restored") and membership.cause and workers.is_chief(state.strategy):
+        _changes.append(_describe(membership, state, config))
+    membership.tell(begins=int(state.step), sizes=_worker_counts(membership, state.strategy, config))
+    try:
+        yield
+    finally:
+        membership.tell(ends=True)
+
+
+@contextlib.contextmanager
+def divisible(strategy: tf.distribute.Strategy, config: Config) -> Iterator[None]:
+    """Tells the launcher which numbers of workers can share out the virtual replicas, if these workers cannot."""
+    try:
+        yield
+    except Indivisible:
+        if membership := notes.find_membership():
+            membership.tell(sizes=_worker_counts(membership, strategy, config))
+        raise
+
+
+def _check(membership: Membership, config: Config, source: Source) -> None:
+    """Checks that each checkpoint can go on with another number of workers."""
+    given = f"workers={membership.least}:{membership.most} was given to the launcher"
+    if not config.workdir or not config.resume:
+        setting = "no workdir" if not config.workdir else "resume=False"
+        raise ValueError(
+            f"{given} with {setting}, but after a change of workers the run goes on from its newest checkpoint: give a "
+            "workdir and leave resume out, or give one number of workers."
+        )
+    if source.depends_on_workers:
+        raise ValueError(
+            f"{given} with data that is one worker's part (a function of InputContext, or a DistributedDataset), which "
+            "cannot be cut anew for fewer: give a dataset of global batches, or one number of workers."
+        )
+    if config.replica_batch_size and not config.virtual_replicas:
+        raise ValueError(
+            f"{given} with replica_batch_size={config.replica_batch_size}, so that the batch would change with the "
+            "workers: give batch_size, or one number of workers."
+        )
+
+
+def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, config: Config) -> list[int]:
+    """Returns the numbers of workers with which the run can go on."""
+    devices, virtual = workers.num_local_replicas(strategy), config.virtual_replicas
+    counts = range(1 if config.strategy == "auto" else 2, membership.most + 1)
+    return [count for count in counts if not virtual or virtual % (count * devices) == 0]
+
+
+def note_traced(state: TrainState, config: Config) -> None:
+    """Writes what a change of workers cost, and tells the launcher, once the first step is traced after it."""
+    membership = notes.find_membership()
+    if membership is None or not notes.mark("traced"):
+        return
+    if not _changes:
+        return
+    row, phases = _changes.pop(), notes.phases(membership)
+    membership.tell(step=row["step"], traced=phases)
+    if config.workdir:
+        row |= {f"{phase}_secs": round(secs, 3) for phase, secs in phases.items()}
+        with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train
+            append_row(os.path.join(config.local_workdir, "incidents.jsonl"), row)
+
+
+def _describe(membership: Membership, state: TrainState, config: Config) -> dict[str, Any]:
+    """Returns the row about a change of workers, before rows of steps that are trained again are cut off."""
+    last = last_row(os.path.join(config.local_workdir, "metrics.jsonl")) if config.workdir else None
+    return {
+        "step": int(state.step),
+        "action": "membership",
+        "membership": membership.number,
+        "workers": workers.num_workers(state.strategy),
+        "steps_again": max(0, last["step"] - int(state.step)) if last else 0,
+        "reason": membership.cause,
+    }
+
+
+_changes: list[dict[str, Any]] = []  # of this process, at most one, until it is written

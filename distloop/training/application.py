@@ -15,10 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.distributed import tensorflow_internals
+from distloop.model import variable_writes
+from distloop.model.state import TrainState
 from distloop.optimizers import gradients
-from distloop.training import gradient_step, variable_writes
+from distloop.training import gradient_step
 from distloop.training.forward_backward import ForwardBackward, Summed
-from distloop.training.state import TrainState
 
 
 class Application:

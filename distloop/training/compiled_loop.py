@@ -18,8 +18,9 @@ from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import TimeLimit, graph_clock, graph_function
 from distloop.log import log
-from distloop.training import diagnosis, metrics
-from distloop.training.state import TrainState
+from distloop.model import metrics
+from distloop.model.state import TrainState
+from distloop.training import diagnosis
 from distloop.training.step import TrainStep
 from distloop.training.step_operations import unsaved_draws_refused
 from distloop.training.window import Row, RowLayout

@@ -19,9 +19,10 @@ from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import workers
 from distloop.graph_functions import graph_function
 from distloop.log import log
+from distloop.model import metrics
 from distloop.operations import outermost
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
-from distloop.training import metrics, step_operations
+from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable

@@ -16,11 +16,11 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.distributed import gathering
 from distloop.distributed.placement import Placement
-from distloop.training import broadcasts, metrics
-from distloop.training.metric_state import Join, KerasMetrics, MetricRows, check_arguments, take_rows
-from distloop.training.spec import Update
-from distloop.training.state import TrainState
-from distloop.training.unread_entries import Reads
+from distloop.model import broadcasts, metrics
+from distloop.model.keras_metrics import Join, KerasMetrics, MetricRows, check_arguments, take_rows
+from distloop.model.spec import Update
+from distloop.model.state import TrainState
+from distloop.model.user_functions import Reads
 from distloop.variables import is_left_out, tensorflow_variable
 
 REGULARIZATION = "regularization"  # the name of the tally of the losses that layers carry

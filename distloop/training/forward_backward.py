@@ -22,13 +22,13 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.placement import Sums
 from distloop.errors import explaining_merge_call
 from distloop.graph_functions import graph_function
+from distloop.model import metrics, variable_writes
+from distloop.model.keras_metrics import Join
+from distloop.model.spec import Update
+from distloop.model.state import TrainState
+from distloop.model.variable_writes import WrittenValues
 from distloop.optimizers.rows import Segment
-from distloop.training import metrics, variable_writes
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
-from distloop.training.metric_state import Join
-from distloop.training.spec import Update
-from distloop.training.state import TrainState
-from distloop.training.variable_writes import WrittenValues
 from distloop.training.virtual_replicas import Compute, Part, Turns
 
 # Packed gradients; tallies and written values; slopes of exchanged rows; rows for Keras metrics, a list for each part.

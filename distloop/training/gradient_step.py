@@ -19,10 +19,10 @@ import tensorflow as tf
 
 from distloop.data.shards import Batch, BatchLayout
 from distloop.errors import explaining_merge_call
+from distloop.model import variable_writes
+from distloop.model.spec import StepFn
 from distloop.optimizers import gradients
-from distloop.training import variable_writes
 from distloop.training.forward_backward import ForwardBackward, Summed
-from distloop.training.spec import StepFn
 
 
 def call_step_fn(

@@ -20,13 +20,13 @@ from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.errors import as_user_error
+from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock, unix_time
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
-from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from distloop.training.window import Row, Window
 

@@ -20,9 +20,9 @@ from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.log import log
+from distloop.model.saved_state import SavedState
+from distloop.model.state import TrainState
 from distloop.training.compiled_loop import compiled
-from distloop.training.saved_state import SavedState
-from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)")

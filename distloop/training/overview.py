@@ -28,13 +28,13 @@ from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.graph_functions import graph_function
 from distloop.log import log
+from distloop.model.state import TrainState
 from distloop.monitoring import flops, records
 from distloop.monitoring.console import say, show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
 from distloop.training import run_length
-from distloop.training.state import TrainState
 from distloop.urls import whole
 from distloop.variables import count_parameters, named_variables, top_layers
 

@@ -24,15 +24,15 @@ from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
+from distloop.model import metrics, variable_writes
+from distloop.model.state import TrainState
 from distloop.optimizers.clipping import Clipping
 from distloop.optimizers.gradients import Packing, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.optimizers.rows import Segment
-from distloop.training import metrics, variable_writes
 from distloop.training.application import make_application
 from distloop.training.forward_backward import ForwardBackward, Summed
 from distloop.training.gradient_step import call_step_fn
-from distloop.training.state import TrainState
 
 GRADIENT_NORM, CLIPPED_SHARE = "gradient_norm", "clipped_share"
 NO_CLIPPING = Clipping()

@@ -22,9 +22,9 @@ from distloop.distributed import environment, gathering, strategies, workers
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
 from distloop.distributed.strategies import TreeSum
 from distloop.graph_functions import graph_function
-from distloop.training.random_streams import stream_of
-from distloop.training.state import TrainState
-from distloop.training.variable_writes import own_values, recorded_writes, restored_writes
+from distloop.model.layers import stream_of
+from distloop.model.state import TrainState
+from distloop.model.variable_writes import own_values, recorded_writes, restored_writes
 
 T = TypeVar("T")
 Compute = Callable[[Any, tf.Tensor | None], Any]  # of rows `[b, ...]` and their weights `[b]`

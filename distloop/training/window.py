@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distloop.training import metrics
+from distloop.model import metrics
 
 T = TypeVar("T")
 

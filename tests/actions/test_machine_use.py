@@ -11,8 +11,8 @@ import distloop
 from distloop.actions import machine_use
 from distloop.actions.action import Report
 from distloop.actions.machine_use import MemoryUse, PipelineUsage, Utilization, held_by_device
+from distloop.model.state import TrainState
 from distloop.monitoring import memory_file
-from distloop.training.state import TrainState
 from tests import forked
 
 

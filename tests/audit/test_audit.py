@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.audit.audit import audit
-from distloop.training.state import TrainState
+from distloop.model.state import TrainState
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, refused
 
 pytestmark = pytest.mark.slow

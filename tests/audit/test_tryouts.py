@@ -13,7 +13,7 @@ from distloop.audit import tryouts
 from distloop.audit.tuning import BatchTrial
 from distloop.data.opening import WorkerContext
 from distloop.keras_models.fit_arguments import read_arguments
-from distloop.training.saved_state import SavedState
+from distloop.model.saved_state import SavedState
 from tests.problems import classification, classifier, on
 
 X, Y = (classification(16)[name] for name in ("x", "label"))

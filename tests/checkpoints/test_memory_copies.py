@@ -10,7 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop.checkpoints import memory_copies
 from distloop.checkpoints.store import in_workdir
-from distloop.training.saved_state import SavedState
+from distloop.model.saved_state import SavedState
 from tests.problems import assert_equal, classification, classifier, on, refused
 
 

@@ -22,7 +22,7 @@ from keras.src.trainers import compile_utils
 
 import distloop
 from distloop.comparison import relative_difference
-from distloop.training.metrics import RESERVED_NAMES, flatten_results
+from distloop.model.metrics import RESERVED_NAMES, flatten_results
 from tests.keras_fuzz.programs import RANDOM, Program
 
 # A difference of weights counts above this fraction of what training changed, plus a fraction of the weights.

@@ -13,9 +13,9 @@ import tensorflow as tf
 import distloop
 from distloop.data.shards import Batch
 from distloop.distributed import workers
+from distloop.model.saved_state import SavedState
 from distloop.monitoring import device_usage
 from distloop.training import overview
-from distloop.training.saved_state import SavedState
 from distloop.variables import tensorflow_variable
 from tests import forked
 from tests.problems import assert_close, assert_equal, classification, mostly_wide, refused

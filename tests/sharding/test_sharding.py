@@ -7,10 +7,10 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions.machine_use import held_by_device
+from distloop.model.saved_state import SavedState
 from distloop.optimizers import keras_hooks
 from distloop.sharding import variable_parts
 from distloop.training import overview
-from distloop.training.saved_state import SavedState
 from tests.problems import (
     assert_equal,
     classification,

@@ -1,11 +1,16 @@
 """What workers compare before they train; tests/test_workers.py has workers that differ."""
 
+import json
+import shutil
+import time
+
 import keras
 import pytest
 
 import distloop
-from distloop.distributed import workers
+from distloop.distributed import notes, workers
 from distloop.training.agreement import describe_variables, require_same_run
+from tests import problems
 from tests.problems import classification, classifier, on
 
 
@@ -57,3 +62,120 @@ def test_a_layer_of_the_users_model_that_is_frozen_between_two_fits_is_named():
     model.get_layer("head").trainable = False
     with pytest.raises(ValueError, match="`trainable` of 'head' was changed"):
         trainer.fit((rows["x"], rows["label"]), steps=4)
+
+
+@pytest.fixture
+def launcher():
+    launcher = notes.Notes()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def enter(launcher, monkeypatch):
+    """Returns a function that lets this process be the only worker of a launcher."""
+
+    def enter(**changes):
+        membership = notes.Membership(1, "a", 1, 4, "", 0, launcher.pipe)._replace(**changes)
+        monkeypatch.setenv(*next(iter(membership.variables().items())))
+
+    return enter
+
+
+def data():
+    return distloop.make_dataset(problems.classification(32), 8)
+
+
+def sharded(context):
+    return data()
+
+
+def fit(data, steps=2, **settings):
+    trainer = distloop.Trainer(problems.classifier(), problems.on(1, **{"console": "quiet", **settings}))
+    trainer.fit(data, steps=steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "is_sharded", "sentence"),
+    [
+        ({"workdir": ""}, False, r"^workers=1:4 was given to the launcher with no workdir, but after a change of"),
+        ({"resume": False}, False, "with resume=False, but after a change of workers the run goes on from its newest"),
+        ({}, True, r"with data that is one worker's part \(a function of InputContext, .* cannot be cut anew"),
+        ({"replica_batch_size": 8, "batch_size": 0}, False, "with replica_batch_size=8, so that the batch would"),
+    ],
+)
+def test_what_cannot_go_on_with_other_workers_is_refused_before_the_first_step(
+    settings, is_sharded, sentence, enter, launcher, tmp_path
+):
+    enter()
+    settings, dataset = {"workdir": str(tmp_path), **settings}, sharded if is_sharded else data()
+    with pytest.raises(ValueError, match=sentence):
+        fit(dataset, **settings)
+    launcher.read()
+    assert launcher.step is None
+    enter(least=4)  # the number is fixed
+    fit(dataset, **settings)
+
+
+@pytest.mark.slow
+def test_the_launcher_is_told_when_the_run_can_be_asked_to_leave(enter, launcher, tmp_path):
+    enter()
+    fit(data(), workdir=str(tmp_path))
+    launcher.read()
+    assert (launcher.step, launcher.sizes, launcher.began_at) == (0, (1, 2, 3, 4), None)
+
+
+@pytest.mark.slow
+def test_virtual_replicas_and_a_strategy_limit_the_numbers_of_workers(enter, launcher, tmp_path):
+    enter()
+    fit(data(), workdir=str(tmp_path), virtual_replicas=4)
+    launcher.read()
+    assert launcher.sizes == (1, 2, 4)
+
+
+@pytest.mark.slow
+def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, launcher, monkeypatch, tmp_path):
+    settings = dict(workdir=str(tmp_path), log_every=1, checkpoint_every=1, keep_checkpoints=3)
+    enter()
+    fit(data(), steps=3, **settings)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    monkeypatch.setattr(notes, "_marks", {})  # as in a new process
+    now = time.time()
+    enter(number=2, cause="worker 1 fell", fell_at=now - 9, ended_at=now - 6, started_at=now - 5)
+    fit(data(), steps=3, **settings)
+    (row,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())
+    secs = {name: row.pop(name) for name in list(row) if name.endswith("_secs")}
+    assert row.pop("time") >= now and row == {
+        "step": 2,
+        "action": "membership",
+        "membership": 2,
+        "workers": 1,
+        "steps_again": 1,
+        "reason": "worker 1 fell",
+    }
+    assert list(secs) == ["ended_secs", "waited_secs", "imported_secs", "restored_secs", "traced_secs"]
+    assert abs(secs["ended_secs"] - 3) < 0.01 and abs(secs["waited_secs"] - 1) < 0.01 and secs["imported_secs"] >= 5
+    told = []
+    launcher._on_traced = lambda step, phases: told.append((step, [*phases]))
+    launcher.read()
+    assert told == [(2, ["ended", "waited", "imported", "restored", "traced"])]
+
+
+@pytest.mark.slow
+def test_workers_that_do_not_divide_the_virtual_replicas_tell_their_launcher_which_numbers_do(launcher, enter):
+    enter()
+    with pytest.raises(ValueError, match="virtual_replicas=4 was given for 3 replicas"):
+        distloop.Trainer(problems.classifier(), problems.on(1, virtual_replicas=4), strategy=problems.mirrored(3))
+    launcher.read()
+    assert launcher.sizes == ()  # none with three devices each
+
+
+@pytest.mark.slow
+def test_numbers_of_workers_that_divide_the_virtual_replicas_are_told(launcher, enter, monkeypatch):
+    enter()
+    monkeypatch.setattr(workers, "num_local_replicas", lambda strategy: 1)  # as on three workers
+    with pytest.raises(ValueError, match="virtual_replicas=4 was given for 3 replicas"):
+        distloop.Trainer(problems.classifier(), problems.on(1, virtual_replicas=4), strategy=problems.mirrored(3))
+    launcher.read()
+    assert launcher.sizes == (1, 2, 4)

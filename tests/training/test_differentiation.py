@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.model.state import TrainState
 from distloop.training.differentiation import tally_outputs
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.state import TrainState
 
 
 def test_padding_counts_in_no_tally():

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.shards import Batch, BatchLayout
+from distloop.model.state import TrainState
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.state import TrainState
 from tests.problems import classification, classifier, on
 
 LAYOUT = BatchLayout(is_split=False, is_padded=False)

@@ -93,8 +93,8 @@ def rows_of(workdir):
 
 @pytest.mark.slow
 def test_a_stop_leaves_an_evaluation_between_batches_and_the_run_that_goes_on_makes_it_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr("distloop.training.evaluation._PART_SECS", 0.0)  # each part has one batch
-    monkeypatch.setattr("distloop.training.prediction._MAX_JOINED_SECS", 0.0)
+    monkeypatch.setattr("distloop.evaluation.evaluation._PART_SECS", 0.0)  # each part has one batch
+    monkeypatch.setattr("distloop.evaluation.prediction._MAX_JOINED_SECS", 0.0)
     asked = {"reason": None, "at": None, "batches": 0}
     monkeypatch.setattr(StopRequests, "reason", property(lambda _: asked["reason"]))
     rows = {name: values[:32] for name, values in classification(64).items()}

@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.model.state import TrainState
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.out_of_memory import Halving
-from distloop.training.state import TrainState
 from distloop.training.step import TrainStep
 from tests.problems import assert_equal, classification, classifier, everything, on
 

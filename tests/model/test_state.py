@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from distloop.config import Config
 from distloop.distributed import strategies
-from distloop.training.spec import ModelSpec, Update
-from distloop.training.state import TrainState
+from distloop.model.spec import ModelSpec, Update
+from distloop.model.state import TrainState
 
 
 @functools.cache

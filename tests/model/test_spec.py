@@ -4,7 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from distloop.training.spec import ModelSpec, Update
+from distloop.model.spec import ModelSpec, Update
 from distloop.variables import named_variables
 
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.shards import Batch, BatchLayout
-from distloop.training import variable_writes
-from distloop.training.state import TrainState
+from distloop.model import variable_writes
+from distloop.model.state import TrainState
 from distloop.training.step import TrainStep
 from tests.problems import local_values, mostly_wide, on
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from distloop.distributed import gathering
 from distloop.errors import user_line
 from distloop.graph_functions import graph_function
-from distloop.training.metrics import Weighted
+from distloop.model.metrics import Weighted
 
 NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
 _REDUCTIONS = ("Mean", "Sum", "Max", "Min", "Prod", "EuclideanNorm")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.training.loss_spikes import LossWatch
+from distloop.model.loss_spikes import LossWatch
 
 
 @pytest.mark.slow

@@ -25,18 +25,18 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
+from distloop.evaluation.prediction import Predictor
 from distloop.graph_functions import TimeLimit, graph_function
+from distloop.model import broadcasts, metrics
+from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
+from distloop.model.spec import LossFn
+from distloop.model.state import TrainState
+from distloop.model.user_functions import explaining_mistakes, refusing_new_variables
 from distloop.operations import with_called
-from distloop.training import broadcasts, metrics
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
-from distloop.training.metric_state import Join, KerasMetrics, check_arguments
 from distloop.training.out_of_memory import explain_pass
-from distloop.training.prediction import Predictor
-from distloop.training.spec import LossFn
-from distloop.training.state import TrainState
 from distloop.training.step_operations import unsaved_draws_refused
-from distloop.training.user_functions import explaining_mistakes, refusing_new_variables
 from distloop.training.virtual_replicas import join_rows, run_forward
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])

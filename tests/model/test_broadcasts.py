@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.broadcasts import refuse_pairs
+from distloop.model.broadcasts import refuse_pairs
 from tests.problems import refused
 
 B = 6

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from distloop.training.prediction_files import write_outputs
+from distloop.evaluation.prediction_files import write_outputs
 
 
 def parts(array, sizes):

@@ -18,16 +18,15 @@ from distloop.distributed import strategies
 from distloop.distributed.devices import HOST
 from distloop.distributed.placement import make_placement
 from distloop.errors import raise_as_user_error
+from distloop.model import user_functions
+from distloop.model.keras_metrics import KerasMetrics
+from distloop.model.layers import Frozen, RandomStreams, frozen_layers, keep_losses_apart
+from distloop.model.loss_spikes import LossWatch
+from distloop.model.spec import ModelSpec, Update, plain_optimizer
 from distloop.optimizers import keras_hooks, loss_scale
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.moving_average import MovingAverage
 from distloop.optimizers.slot_placement import SlotPlacement, make_slot_placement
-from distloop.training import user_functions
-from distloop.training.layers import Frozen, frozen_layers, keep_losses_apart
-from distloop.training.loss_spikes import LossWatch
-from distloop.training.metric_state import KerasMetrics
-from distloop.training.random_streams import RandomStreams
-from distloop.training.spec import ModelSpec, Update, plain_optimizer
 from distloop.variables import (
     ComposedVariable,
     is_seed,

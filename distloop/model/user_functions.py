@@ -1,26 +1,35 @@
-"""User functions: explains mistakes that tracing finds, and records or refuses new variables.
+"""Functions that users hand in: explains their mistakes, refuses new variables, records the entries that they read.
 
     with recorded(created):                      # created: {id(variable): variable}
         spec = model_fn()
     loss_fn = explaining_mistakes(loss_fn)       # of the key "image" in a batch without it, of `if` on a tensor, ...
     loss_fn = refusing_new_variables(loss_fn)    # raises VariableCreatedError where it creates a variable
     loss_fn = explaining_fixed_sizes(loss_fn, sizes=fixed_sizes(model), replicas=2)
+    reads = Reads()
+    with reads.recorded(rows) as returned:       # while the step is traced
+        returned.append(outputs := loss_fn(rows, training))
+    report_unread([reads], "warn", is_shown=True)    # before the first step
 
 A variable that the first step creates would not be trained, averaged or saved. Most models that were made for a fixed
-number of rows, by `keras.Input(batch_shape=...)`, take any, so only the errors of the others are explained.
+number of rows, by `keras.Input(batch_shape=...)`, take any, so only the errors of the others are explained. An entry
+that no `loss_fn` reads costs what the dataset does for it. One that only `predict_fn` or an evaluation reads counts as
+unread.
 """
 
 import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from distloop.data import shards
 from distloop.errors import entries_of, is_users, up_to_users_line, user_line
+from distloop.log import log
+from distloop.monitoring.console import say
 from distloop.variables import top_layers
 
 _MAX_NAMES = 8  # in a message
@@ -271,3 +280,76 @@ def explaining_fixed_sizes(fn: Callable[..., Any], *, sizes: Mapping[int, str], 
         return outputs
 
     return call
+
+
+class Reads:
+    """The entries of a batch that the traced calls of one `loss_fn` read.
+
+    Attributes:
+        entries: whether any call read an entry, by its path; empty if none was traced.
+    """
+
+    def __init__(self) -> None:
+        """Starts without entries."""
+        self.entries: dict[str, bool] = {}
+
+    @contextlib.contextmanager
+    def recorded(self, rows: Any) -> Iterator[list[Any]]:
+        """Records which entries the operations that the block adds to the graph read; eagerly, nothing is recorded.
+
+        Args:
+            rows: the batch, or a part of it.
+
+        Yields:
+            A list for what `loss_fn` returned; an entry in it is read, too, such as the weights of `weighted`.
+        """
+        returned: list[Any] = []
+        if tf.executing_eagerly():
+            yield returned
+            return
+        before = _count_consumers(rows)
+        yield returned
+        outputs = {id(part) for part in tf.nest.flatten(returned, expand_composites=True)}
+        for path, count in _count_consumers(rows, outputs).items():
+            self.entries[path] = self.entries.get(path, False) or count > before[path]
+
+
+def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
+    """Reports the entries that nothing reads; does nothing if there are none.
+
+    Args:
+        reads: of each `loss_fn` of the step.
+        policy: "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises an error.
+        is_shown: whether this process prints and warns.
+
+    Raises:
+        ValueError: if the policy is to refuse them.
+    """
+    unread = [path for path in (reads[0].entries if reads else ()) if not any(r.entries.get(path) for r in reads)]
+    if not unread:
+        return
+    names = ", ".join([*unread[:_MAX_NAMES], *([f"{rest} more"] if (rest := len(unread) - _MAX_NAMES) > 0 else [])])
+    sentence = (
+        f"No loss_fn reads these entries of a batch, which are loaded, decoded and batched all the same: {names}; drop "
+        "them with dataset.map(...), or give unread_entries=ignore."
+    )
+    if policy == "refuse":
+        raise ValueError(sentence)
+    if policy == "warn" and is_shown:
+        log.warning("%s", sentence)
+    elif policy == "name" and is_shown:
+        say(f"entries of each batch that no loss_fn reads: {names} (loaded all the same)")
+
+
+def _count_consumers(rows: Any, outputs: Collection[int] = ()) -> dict[str, int]:
+    """Returns how many operations of the graph read each entry, by its path, such as `meta/id` or `0`.
+
+    Args:
+        rows: the batch.
+        outputs: the ids of tensors that count as read once more.
+    """
+    parts = {path: tf.nest.flatten(entry, expand_composites=True) for path, entry in keras.tree.flatten_with_path(rows)}
+    return {
+        "/".join(map(str, path)): sum(len(part.consumers()) + (id(part) in outputs) for part in parts[path])
+        for path in parts
+    }

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.metric_state import KerasMetrics, check_arguments
-from distloop.training.metrics import flatten_results
+from distloop.model.keras_metrics import KerasMetrics, check_arguments
+from distloop.model.metrics import flatten_results
 from tests.problems import mirrored, mostly_wide, on, refused
 
 ONE = tf.distribute.get_strategy()

@@ -18,8 +18,8 @@ from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import graph_function
 from distloop.log import log
-from distloop.training.random_streams import stream_of
-from distloop.training.state import TrainState, optimizer_prefix
+from distloop.model.layers import stream_of
+from distloop.model.state import TrainState, optimizer_prefix
 from distloop.variables import ComposedVariable, tensorflow_variable
 
 # Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.

@@ -26,8 +26,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.model.state import TrainState
 from distloop.operations import written_resources
-from distloop.training.state import TrainState
 from distloop.variables import tensorflow_variable
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.prediction import DEFAULT_SIGNATURE, Predictor, check_outputs
+from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor, check_outputs
 from tests.problems import on
 
 

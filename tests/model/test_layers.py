@@ -1,6 +1,7 @@
 """Layers of Keras: losses of this thread and this call alone, and layers that `trainable=` leaves out."""
 
 import copy
+import functools
 import threading
 
 import keras
@@ -10,7 +11,11 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.training.layers import keep_losses_apart
+from distloop.config import Config
+from distloop.distributed import strategies
+from distloop.model.layers import SEED_STRIDE, keep_losses_apart
+from distloop.model.spec import ModelSpec
+from distloop.model.state import TrainState
 from tests.compiled_models import X, Y, batches
 from tests.problems import classification, mostly_wide, on
 
@@ -189,3 +194,63 @@ def test_regularizers_of_what_a_regular_expression_leaves_out_are_not_counted():
         result = distloop.Trainer(model_fn, on(1)).fit(batches(X, Y), steps=2)
         reported[trainable] = result["regularization"]
     assert reported["head"] == reported[None]
+
+
+ONE = tf.distribute.get_strategy()
+
+
+@functools.cache
+def replicas(count):
+    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+
+
+def dropout_state(strategy):
+    def model_fn():
+        model = keras.Sequential([keras.Input((100,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        return ModelSpec(model, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": model(batch)})
+
+    keras.utils.set_random_seed(0)
+    return TrainState.make(model_fn, strategy)
+
+
+def test_every_replica_starts_its_random_streams_elsewhere():
+    made = dropout_state(replicas(3))
+    (seed,) = made.seeds
+    starts = [value.numpy().astype(np.int64) for value in replicas(3).experimental_local_results(seed.value)]
+    assert [int(start[0] - starts[0][0]) % 2**32 for start in starts] == [r * SEED_STRIDE for r in range(3)]
+    assert len({int(start[1]) for start in starts}) == 1
+
+
+def test_one_replica_draws_what_keras_draws():
+    keras.utils.set_random_seed(0)
+    expected = keras.layers.Dropout(0.5).seed_generator.state.numpy()
+    (seed,) = dropout_state(ONE).seeds
+    np.testing.assert_array_equal(seed.numpy(), expected)
+
+
+def test_every_replica_draws_masks_of_its_own_each_time():
+    strategy = replicas(2)
+    made = dropout_state(strategy)
+    dropout = made.model.layers[0]
+    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
+    masks = [part.numpy().tobytes() for _ in range(3) for part in strategy.experimental_local_results(draw())]
+    assert len(set(masks)) == 6
+
+
+@pytest.mark.parametrize("strategy", [ONE, replicas(2)], ids=["none", "mirrored"])
+def test_random_streams_can_be_restored_on_every_replica(strategy):
+    made = dropout_state(strategy)
+    dropout = made.model.layers[0]
+    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
+
+    def masks():
+        return [part.numpy().tobytes() for part in strategy.experimental_local_results(draw())]
+
+    with made.random_streams.preserved():
+        first = masks()
+        assert masks() != first
+    assert masks() == first
+    before = made.random_streams.read()
+    second = masks()
+    made.random_streams.write(before)
+    assert masks() == second

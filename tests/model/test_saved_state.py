@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training.random_streams import SEED_STRIDE
-from distloop.training.saved_state import SavedState
+from distloop.model.layers import SEED_STRIDE
+from distloop.model.saved_state import SavedState
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 
@@ -101,7 +101,7 @@ def test_a_snapshot_of_a_later_worker_holds_the_first_ones_random_streams(monkey
     trainer = trained(2)
     saved_state = SavedState(trainer.state)
     of_first = saved_state.snapshot()
-    monkeypatch.setattr("distloop.training.saved_state.workers.first_replica", lambda strategy: 2)
+    monkeypatch.setattr("distloop.model.saved_state.workers.first_replica", lambda strategy: 2)
     saved_state.restore(of_first)  # as on the second worker of two replicas each
     before = [part.numpy().tolist() for seed in trainer.state.seeds for part in trainer.state.replica_variables(seed)]
     found = saved_state.snapshot()
