@@ -51,9 +51,7 @@ def convert_batches(place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mappi
     if not place["batches"]:
         return place
     if "order" in place:
-        raise _is_other_data(
-            "the checkpoint is of data by number, such as arrays, and the given data is not"
-        )
+        raise _is_other_data("the checkpoint is of data by number, such as arrays, and the given data is not")
     names = ("batch_size", "batches_per_epoch")
     sides: list[list[Any]] = [[side.get(name) for name in names] for side in (place, facts)]
     (saved_size, saved_count), (size, count) = sides
@@ -128,9 +126,7 @@ def convert_place(
         if name == "fingerprint" and then and describe_change is not None:
             change = describe_change(then)
         if "order" not in place:
-            change = (
-                "the checkpoint is of other data, such as a tf.data.Dataset, or of arrays in an older order"
-            )
+            change = "the checkpoint is of other data, such as a tf.data.Dataset, or of arrays in an older order"
         raise _is_other_data(change)
     if CONTENT in place and place[CONTENT] != facts.get(CONTENT, place[CONTENT]):
         log.warning(
