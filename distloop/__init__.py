@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from distloop import parts, versions
+from distloop import installed
 
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
@@ -20,7 +20,7 @@ _MODULES = {
     "ActivationHistograms": "actions.activations",
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
-    "Config": "config",
+    "Config": "settings.config",
     "CsvWriter": "trackers.csv_writer",
     "ConfusionMatrix": "monitoring.media",
     "Export": "exports.action",
@@ -51,7 +51,7 @@ _MODULES = {
     "Writer": "monitoring.writers",
     "WorstExamples": "actions.worst_examples",
     "autotune_batch": "audit.tuning",
-    "define_flags": "flags",
+    "define_flags": "settings.flags",
     "digest": "variables",
     "estimate_memory": "audit.memory_estimate",
     "find_learning_rate": "audit.tuning",
@@ -66,7 +66,7 @@ _MODULES = {
     "prepare": "distributed.strategies",
     "read_metrics": "monitoring.records",
     "scale_learning_rate": "optimizers.learning_rates",
-    "secret_flag": "flags",
+    "secret_flag": "settings.flags",
     "split": "pipeline.pipeline",
     "stages": "pipeline.pipeline",
     "summarize": "variables",
@@ -79,7 +79,7 @@ __version__ = "0.2.0"
 
 __all__ = sorted(_MODULES)
 
-versions.require_supported()
+installed.require_supported()
 
 # TensorFlow reads this when it is imported: of its own log lines, errors remain. Without a driver for GPUs it reports
 # missing libraries as errors, so none remain; what fails raises an error in Python all the same.
@@ -102,14 +102,11 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.audit.tuning import RateTest as RateTest
     from distloop.audit.tuning import autotune_batch as autotune_batch
     from distloop.audit.tuning import find_learning_rate as find_learning_rate
-    from distloop.config import Config as Config
     from distloop.data.make_dataset import make_dataset as make_dataset
     from distloop.distributed.gathering import gather_rows as gather_rows
     from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare
     from distloop.exports.action import Export as Export
-    from distloop.flags import define_flags as define_flags
-    from distloop.flags import secret_flag as secret_flag
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
     from distloop.mixtures.mixtures import Mixture as Mixture
@@ -133,6 +130,9 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.pipeline.pipeline import split as split
     from distloop.pipeline.pipeline import stages as stages
     from distloop.records.record_files import open_records as open_records
+    from distloop.settings.config import Config as Config
+    from distloop.settings.flags import define_flags as define_flags
+    from distloop.settings.flags import secret_flag as secret_flag
     from distloop.tables.lazy import LazyAdam as LazyAdam
     from distloop.tables.lazy import LazyAdamW as LazyAdamW
     from distloop.tables.lazy import LazySGD as LazySGD
@@ -149,7 +149,7 @@ else:
         """Imports a public name or a submodule when it is first used."""
         if name in _MODULES:
             try:
-                value = getattr(parts.import_part(_MODULES[name], f"distloop.{name}"), name)
+                value = getattr(installed.import_part(_MODULES[name], f"distloop.{name}"), name)
             except ValueError as error:
                 raise AttributeError(str(error)) from error
         elif not name.startswith("_") and importlib.util.find_spec(f"distloop.{name}"):

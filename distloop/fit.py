@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distloop import flags
 from distloop.actions.action import Action, Report, check_actions, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.check_replicas import CheckReplicas
@@ -32,13 +31,11 @@ from distloop.actions.write import Write
 from distloop.checkpoints.best import left_files, may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
-from distloop.config import Config
 from distloop.data.iterators import read_again
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.distributed.strategies import has_gpus
-from distloop.durations import Units
 from distloop.errors import cannot_be_written
 from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
@@ -55,6 +52,9 @@ from distloop.monitoring.timing import Clock, timed, unix_time
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
+from distloop.settings import flags
+from distloop.settings.config import Config
+from distloop.settings.durations import Units
 from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop

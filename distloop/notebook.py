@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distloop.distributed import environment
-from distloop.durations import shown, whole_number
+from distloop.settings.durations import shown, whole_number
 
 _FUNCTION, _RESULT, _ERROR = "function.pkl", "result.pkl", "error-{}.txt"
 

@@ -56,6 +56,7 @@ from typing import Any, NoReturn
 
 from rich.cells import cell_len
 
+from distloop.installed import import_part
 from distloop.log import printable
 from distloop.monitoring import ledger, memory_file, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
@@ -65,7 +66,6 @@ from distloop.monitoring.run_files import Run, Series
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
-from distloop.parts import import_part
 from distloop.urls import expand, require_disk, whole
 
 _STYLES = {

@@ -20,11 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.comparison import relative_difference
-from distloop.config import Config
 from distloop.data.make_dataset import make_dataset
 from distloop.distributed import strategies
 from distloop.graph_functions import graph_function
 from distloop.model.spec import ModelSpec
+from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.variables import digest, named_variables, tensorflow_variable
 

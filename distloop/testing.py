@@ -33,7 +33,6 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.comparison import relative_difference
-from distloop.config import Config
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import strategies, workers
@@ -41,6 +40,7 @@ from distloop.launcher import children
 from distloop.model.saved_state import SavedState
 from distloop.model.spec import GradientFn, ModelSpec
 from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
+from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 

@@ -15,7 +15,6 @@ from distloop.actions.action import Action
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
-from distloop.config import Config
 from distloop.data.arrays import with_labels
 from distloop.data.source import Data, Passes, Source
 from distloop.distributed import devices, strategies, workers
@@ -24,6 +23,7 @@ from distloop.evaluation.evaluation import EvalLoop, make_evaluations
 from distloop.evaluation.prediction import Predictor
 from distloop.evaluation.prediction_files import write_outputs
 from distloop.fit import Fit, check_arguments, make_train_loop, make_training_source
+from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.model.spec import ModelSpec, check_model_fn
@@ -34,7 +34,7 @@ from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale
-from distloop.parts import import_part
+from distloop.settings.config import Config
 from distloop.training import agreement, run_length
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass

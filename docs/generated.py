@@ -15,7 +15,7 @@ import pathlib
 import re
 from typing import Any
 
-from distloop import flags
+from distloop.settings import flags
 
 DOCS = pathlib.Path(__file__).parent
 PAGE = DOCS / "settings.md"

@@ -9,9 +9,10 @@ import subprocess
 import pytest
 import yaml
 
-from distloop import config, launch
+from distloop import launch
 from distloop.distributed.heartbeat import EXIT_CODE as OTHER_FAILED
 from distloop.distributed.preemption import EXIT_CODE
+from distloop.settings import config
 
 HERE = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "cluster"
 SBATCH, ELASTIC_SBATCH = HERE / "slurm.sbatch", HERE / "slurm_elastic.sbatch"

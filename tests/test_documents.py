@@ -19,8 +19,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 import distloop
-from distloop import config, launch, report, testing
+from distloop import launch, report, testing
 from distloop.monitoring.records import ABOUT_THE_RUN
+from distloop.settings import config
 from experiments import planning
 from tests import forked
 from tests.problems import mostly_wide

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from distloop import durations
 from distloop.actions.action import Action, Report
 from distloop.actions.schedule import Plan
 from distloop.data.source import Data, Source
@@ -18,6 +17,7 @@ from distloop.distributed.preemption import StopRequests
 from distloop.errors import first_line
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
+from distloop.settings import durations
 
 _SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 

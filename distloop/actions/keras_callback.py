@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from distloop import durations
 from distloop.actions.action import Action, Report, StopTraining
 from distloop.actions.save import choose_mode
+from distloop.settings import durations
 
 # The replacement of each callback that distloop has its own setting for.
 _REPLACEMENTS = {

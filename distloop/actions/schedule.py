@@ -13,7 +13,7 @@ as they agree on the time between two loops.
 import math
 from collections.abc import Iterable, Sequence
 
-from distloop.durations import Period, Units
+from distloop.settings.durations import Period, Units
 
 
 class Plan:

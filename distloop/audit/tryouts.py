@@ -22,7 +22,6 @@ import tensorflow as tf
 from distloop.actions.evaluate import Evaluate
 from distloop.audit import memory_estimate, tuning
 from distloop.audit.audit import audit
-from distloop.config import Config
 from distloop.data.arrays import as_dataset
 from distloop.data.opening import open_data
 from distloop.data.source import Data
@@ -32,6 +31,7 @@ from distloop.evaluation.prediction import DEFAULT_SIGNATURE
 from distloop.keras_models.fit_arguments import FitData
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.console import say
+from distloop.settings.config import Config
 from distloop.trainer import Trainer
 
 

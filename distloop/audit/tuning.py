@@ -18,7 +18,6 @@ import tensorflow as tf
 from distloop.actions import machine_use
 from distloop.actions.action import Action, Report
 from distloop.audit import memory_estimate
-from distloop.config import Config
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
@@ -30,6 +29,7 @@ from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
+from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.step import TrainStep

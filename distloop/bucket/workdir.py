@@ -24,11 +24,11 @@ from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError
 from distloop.bucket.lease import Lease
 from distloop.bucket.upload import Upload, listed
-from distloop.config import Config
 from distloop.distributed.workers import Workers
 from distloop.log import log
 from distloop.monitoring.console import say
 from distloop.monitoring.directory import Directory
+from distloop.settings.config import Config
 
 _CHIEF = ".chief"  # a text that the chief writes at each start: who reads it sees the chief's disk
 

@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop import flags
 from distloop.actions.action import Action, Report
 from distloop.actions.action_state import RunStates
 from distloop.checkpoints.best import BEST, load_best
@@ -37,16 +36,17 @@ from distloop.checkpoints.rollback import Rollback, gave_up
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.checkpoints.writing import DiskWatch, WorkersLock
-from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
-from distloop.durations import Period
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring import run_identity
 from distloop.monitoring.console import say, speaker
 from distloop.monitoring.directory import directory_of
 from distloop.monitoring.records import append_row
+from distloop.settings import flags
+from distloop.settings.config import Config
+from distloop.settings.durations import Period
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.urls import expand
 

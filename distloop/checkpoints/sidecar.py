@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 import tensorflow as tf
 
 from distloop.checkpoints.resume import RunCheckpoints
-from distloop.config import Config
 from distloop.distributed import workers
-from distloop.durations import finite_number, shown
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import read_steps
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import unix_time
+from distloop.settings.config import Config
+from distloop.settings.durations import finite_number, shown
 
 
 def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:

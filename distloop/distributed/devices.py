@@ -16,10 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed import environment, tensorflow_internals
 from distloop.errors import show_full_tracebacks
 from distloop.log import log
+from distloop.settings.config import Config
 
 HOST = "/CPU:0"  # holds iterators, loop counters and the numbers that are logged
 # TensorFlow's graph optimizers that compute the same by other operations. Those that are left remove operations and

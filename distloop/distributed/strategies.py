@@ -20,12 +20,12 @@ from typing import Any, Generic, TypeVar
 import keras
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed import devices, environment, notes, tensorflow_internals, workers
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
-from distloop.flags import facts, secret_names
+from distloop.settings.config import Config
+from distloop.settings.flags import facts, secret_names
 
 T = TypeVar("T")
 

@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.evaluate import Evaluate, Evaluation, trace_first, with_rows
-from distloop.config import Config
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Data, Passes, Source
@@ -33,6 +32,7 @@ from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
 from distloop.model.user_functions import explaining_mistakes, refusing_new_variables
 from distloop.operations import with_called
+from distloop.settings.config import Config
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
 from distloop.training.out_of_memory import explain_pass

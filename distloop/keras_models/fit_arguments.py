@@ -19,7 +19,7 @@ import tensorflow as tf
 from distloop.data.arrays import are_arrays, are_same_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.opening import EACH_AN_ARRAY
 from distloop.data.source import Data
-from distloop.durations import shown, whole_number
+from distloop.settings.durations import shown, whole_number
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
 

@@ -19,8 +19,8 @@ from distloop.data.examples import describe
 from distloop.data.make_dataset import by_batch
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
-from distloop.durations import finite_number, shown, whole_number
 from distloop.mixtures.orders import MixedOrder, by_length
+from distloop.settings.durations import finite_number, shown, whole_number
 
 _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters

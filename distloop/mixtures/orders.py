@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from distloop.data.order import Order, permute
 from distloop.distributed.devices import HOST
-from distloop.durations import shown, whole_number
+from distloop.settings.durations import shown, whole_number
 
 _MOST_TEXT = 300  # characters of `facts_at`'s text
 _WINDOW_BATCHES = 100

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from distloop.data.examples import as_example
-from distloop.durations import shown, whole_number
 from distloop.log import log
+from distloop.settings.durations import shown, whole_number
 
 
 def pack(source: Any, length: int, *, lengths: Sequence[int] | np.ndarray) -> "PackedRows":

@@ -11,10 +11,11 @@ import json
 import os
 import time
 
-from distloop import flags, urls
-from distloop.config import Config
+from distloop import urls
 from distloop.distributed.workers import Workers
 from distloop.monitoring import records, run_files, run_lock
+from distloop.settings import flags
+from distloop.settings.config import Config
 
 TIME = "{time}"
 _FORMAT = "%Y%m%d-%H%M%S"

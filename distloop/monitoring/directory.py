@@ -13,8 +13,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from distloop.config import Config
-from distloop.parts import import_part
+from distloop.installed import import_part
+from distloop.settings.config import Config
 from distloop.urls import is_url, without_credentials
 
 

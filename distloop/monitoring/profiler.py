@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from distloop.durations import profile_window
 from distloop.log import log
+from distloop.settings.durations import profile_window
 
 
 class Profile:

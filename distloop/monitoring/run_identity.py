@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from distloop.atomic_files import replacing
-from distloop.config import Config
 from distloop.log import log
 from distloop.monitoring.records import read_json
+from distloop.settings.config import Config
 
 FILE = "run_id.json"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from distloop.durations import Units, finite_number, parse, shown, whole_number
+from distloop.settings.durations import Units, finite_number, parse, shown, whole_number
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 

@@ -16,10 +16,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.config import Config
-from distloop.durations import finite_number, shown, whole_number
 from distloop.log import log
 from distloop.optimizers import gradients, keras_hooks
+from distloop.settings.config import Config
+from distloop.settings.durations import finite_number, shown, whole_number
 from distloop.variables import top_layers
 
 # After this many overflows in a row at the smallest scale, the scale is not the cause.

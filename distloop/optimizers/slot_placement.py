@@ -15,9 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.installed import import_part
 from distloop.optimizers.gradients import Packing
 from distloop.optimizers.moving_average import MovingAverage
-from distloop.parts import import_part
 from distloop.variables import slot_names, tensorflow_variable
 
 

@@ -23,9 +23,9 @@ from tensorflow.python.ops import resource_variable_ops
 
 from distloop.distributed import workers
 from distloop.distributed.devices import short_device
-from distloop.durations import shown, whole_number
 from distloop.pipeline import splitting
 from distloop.pipeline.stage_placement import StagePlacement
+from distloop.settings.durations import shown, whole_number
 from distloop.variables import ModelRunner, is_seed, named_variables, tensorflow_variable
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from PIL import Image
 
 from distloop import urls
-from distloop.flags import shown_arguments
 from distloop.monitoring.writers import MediaFile
+from distloop.settings.flags import shown_arguments
 
 _FLUSH, _FLUSH_SECS = "x_transaction_log_flush_interval", 1.0  # how old a row is at most when it is in wandb's file
 _WORKDIR = "distloop.workdir"  # a tag of a run in MLflow

@@ -16,7 +16,6 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.actions.action import Action
-from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import notes, workers
 from distloop.distributed.notes import Membership
@@ -24,6 +23,7 @@ from distloop.distributed.strategies import Indivisible
 from distloop.model.state import TrainState
 from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.records import append_row
+from distloop.settings.config import Config
 from distloop.variables import named_variables
 
 

@@ -22,8 +22,6 @@ import numpy as np
 import tensorboard
 import tensorflow as tf
 
-from distloop import flags
-from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.graph_functions import graph_function
@@ -34,6 +32,8 @@ from distloop.monitoring.console import say, show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.clipping import Clipping
+from distloop.settings import flags
+from distloop.settings.config import Config
 from distloop.training import run_length
 from distloop.urls import whole
 from distloop.variables import count_parameters, named_variables, top_layers

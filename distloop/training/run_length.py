@@ -9,13 +9,13 @@ It does not know who acts at the end.
 import functools
 from typing import Any
 
-from distloop import durations
-from distloop.config import Config
 from distloop.data.source import Source
 from distloop.distributed import workers
-from distloop.durations import Units, parse
 from distloop.errors import EMPTY_DATASET
 from distloop.monitoring.timing import show_secs
+from distloop.settings import durations
+from distloop.settings.config import Config
+from distloop.settings.durations import Units, parse
 
 _LOG_STEPS = 100  # between two logs of a run that is not as long as epochs
 

@@ -3,7 +3,7 @@
 import pytest
 
 from distloop.actions import schedule
-from distloop.durations import Period, Units
+from distloop.settings.durations import Period, Units
 
 
 def boundaries(until, everys, steps_per_loop=0, start=0):

@@ -12,7 +12,7 @@ from distloop.bucket.directory import RemoteDirectory
 from distloop.bucket.tree import sealed_steps
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
-from distloop.config import Config
+from distloop.settings.config import Config
 from tests.crash_matrix.buckets import Alone
 
 

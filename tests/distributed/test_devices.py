@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed import devices, environment
+from distloop.settings.config import Config
 from tests import forked
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]

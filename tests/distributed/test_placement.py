@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.distributed.placement import Placement, make_placement
 from distloop.optimizers.gradients import Packing
 from distloop.pipeline.stage_placement import StagePlacement
+from distloop.settings.config import Config
 from tests.problems import refused
 
 PLACEMENTS = pytest.mark.parametrize("kind", ["plain", "pipeline"])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.distributed.environment import Cluster
 from distloop.distributed.strategies import TreeSum, tree_sum
+from distloop.settings.config import Config
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

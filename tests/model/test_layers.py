@@ -11,11 +11,11 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.model.layers import SEED_STRIDE, keep_losses_apart
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
+from distloop.settings.config import Config
 from tests.compiled_models import X, Y, batches
 from tests.problems import classification, mostly_wide, on
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.model.spec import ModelSpec, Update
 from distloop.model.state import TrainState
+from distloop.settings.config import Config
 
 
 @functools.cache

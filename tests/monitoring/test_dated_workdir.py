@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from distloop import flags
-from distloop.config import Config
 from distloop.monitoring import dated_workdir, records, run_lock
+from distloop.settings import flags
+from distloop.settings.config import Config
 
 
 class One:

@@ -7,8 +7,8 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import distloop
-from distloop.durations import profile_window
 from distloop.monitoring.profiler import Profile
+from distloop.settings.durations import profile_window
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 pytestmark = pytest.mark.slow

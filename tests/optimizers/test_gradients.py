@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.optimizers import gradients
+from distloop.settings.config import Config
 
 REDUCTIONS = {"AddN", "CollectiveReduceV2", "CollectiveReduce", "NcclAllReduce"}
 LARGE = gradients.LARGEST_PACKED_BYTES // 4 + 1  # float32 numbers that travel alone

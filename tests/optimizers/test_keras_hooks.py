@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from distloop.comparison import relative_difference
-from distloop.config import Config
 from distloop.distributed import strategies
 from distloop.optimizers import gradients, keras_hooks
+from distloop.settings.config import Config
 
 
 def replicas(count):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.durations import Period, Units
 from distloop.optimizers.learning_rates import WarmUp, make_schedule, resolve, scale_learning_rate
+from distloop.settings.durations import Period, Units
 
 schedules = keras.optimizers.schedules
 

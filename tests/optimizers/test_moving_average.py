@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.config import Config
 from distloop.distributed.strategies import make_strategy
 from distloop.optimizers.moving_average import MovingAverage
+from distloop.settings.config import Config
 
 DECAY = 0.9
 

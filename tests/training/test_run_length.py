@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop.durations import Period
+from distloop.settings.durations import Period
 from distloop.training import overview, run_length
 from tests.problems import classification, classifier, on
 

@@ -5,7 +5,7 @@
     flags.write(config, config.workdir)                # config.json for --config, and flags.txt for --flagfile
     TOKEN = flags.secret_flag(absl.flags.DEFINE_string("token", None, "..."))       # shown nowhere
 
-It does not know what a setting does; `config.py` has the help texts.
+It does not know what a setting does; `config` has the help texts.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
-from distloop import config_file
 from distloop.atomic_files import replacing
-from distloop.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
-from distloop.durations import CountOrAuto
+from distloop.settings import config_file
+from distloop.settings.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
+from distloop.settings.durations import CountOrAuto
 from distloop.urls import without_credentials
 
 HIDDEN = "***"  # in place of a secret value

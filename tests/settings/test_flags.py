@@ -10,8 +10,9 @@ import sys
 import pytest
 from absl import flags as absl_flags
 
-from distloop import config, flags
-from distloop.config import Config
+import distloop
+from distloop.settings import flags
+from distloop.settings.config import Config
 
 NAMES = [field.name for field in dataclasses.fields(Config)]
 OTHER_VALUES = {
@@ -394,7 +395,7 @@ sys.modules["distloop"] = types.ModuleType("distloop")  # config and flags alone
 sys.modules["distloop"].__path__ = [{package!r}]
 import absl.flags
 from absl import app
-from distloop import config, flags
+from distloop.settings import config, flags
 flags.define_flags(steps=2000, batch_size=64)
 absl.flags.DEFINE_float("learning_rate", 1e-3, "Step size.")
 absl.flags.DEFINE_multi_string("layers", ["a b", "c"], "Layers.")
@@ -412,7 +413,7 @@ app.run(main)
 
 @pytest.mark.slow
 def test_flagfile_repeats_a_run(tmp_path):
-    package = os.path.dirname(config.__file__)
+    package = os.path.dirname(distloop.__file__)
     (tmp_path / "program.py").write_text(PROGRAM.format(package=package))
 
     def run(*arguments):

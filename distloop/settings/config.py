@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-from distloop import contradictions, durations, urls
-from distloop.durations import CountOrAuto
+from distloop import urls
+from distloop.settings import contradictions, durations
+from distloop.settings.durations import CountOrAuto
 
 T = TypeVar("T", str, int, float, bool)
 

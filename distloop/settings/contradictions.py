@@ -2,7 +2,7 @@
 
     check(config)       # ValueError: steps=5 and epochs=2 were both given; ...
 
-What one setting allows by itself stands at its field in `config.py`.
+What one setting allows by itself stands at its field in `config`.
 """
 
 import re

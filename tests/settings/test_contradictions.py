@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from distloop import contradictions
-from distloop.config import Config
+from distloop.settings import contradictions
+from distloop.settings.config import Config
 
 
 def test_the_defaults_go_together():

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from distloop.config import Config, fields
+from distloop.settings.config import Config, fields
 
 # What a Config takes.
 

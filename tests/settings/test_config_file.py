@@ -6,9 +6,9 @@ import json
 import pytest
 from absl import flags as absl_flags
 
-from distloop import flags
-from distloop.config import Config
-from tests.test_flags import fresh_flags, parse  # noqa: F401 - a fixture
+from distloop.settings import flags
+from distloop.settings.config import Config
+from tests.settings.test_flags import fresh_flags, parse  # noqa: F401 - a fixture
 
 DEFINE_FLAG = absl_flags.DEFINE_flag
 

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from distloop import versions
+from distloop import installed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -35,24 +35,24 @@ def test_versions_that_were_tried_pass_without_a_word(distributions, monkeypatch
     install(monkeypatch, **distributions)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        versions.require_supported()
+        installed.require_supported()
 
 
 def test_an_old_version_is_refused_in_a_sentence(monkeypatch):
     install(monkeypatch, tensorflow="2.21.0", keras="3.11.3")
     with pytest.raises(ImportError, match=r"^Keras 3\.11\.3 is installed, .*: install 'keras>=3\.12,<3\.16'\.$"):
-        versions.require_supported()
+        installed.require_supported()
 
 
 def test_a_version_that_nobody_has_tried_is_a_warning(monkeypatch):
     install(monkeypatch, tensorflow="2.99.1", keras="3.15.1")
     with pytest.warns(UserWarning, match=r"^TensorFlow 2\.99\.1 is newer than the versions that distloop was tried"):
-        versions.require_supported()
+        installed.require_supported()
 
 
-@pytest.mark.parametrize("package", versions.SUPPORTED)
+@pytest.mark.parametrize("package", installed.SUPPORTED)
 def test_the_package_declares_the_same_bounds(package):
-    least, untried = versions.SUPPORTED[package]
+    least, untried = installed.SUPPORTED[package]
     assert f'"{package.lower()}>={least},<{untried}"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import distloop
-from distloop.durations import Duration, Period, Units, normalize, parse
+from distloop.settings.durations import Duration, Period, Units, normalize, parse
 
 UNITS = Units(lambda: 40, lambda: 64, Period(steps=1_000))
 

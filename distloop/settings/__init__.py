@@ -1,0 +1,4 @@
+"""Settings: every setting of a run, its flag and its file; no TensorFlow.
+
+Read first: `config`, `flags`.
+"""
