@@ -17,7 +17,7 @@ from distloop import installed
 # the launcher, starts at once.
 _MODULES = {
     "Action": "actions.action",
-    "ActivationHistograms": "actions.activations",
+    "ActivationHistograms": "actions.histograms",
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
     "Config": "settings.config",
@@ -49,7 +49,7 @@ _MODULES = {
     "Update": "model.spec",
     "WandbWriter": "trackers.trackers",
     "Writer": "monitoring.writers",
-    "WorstExamples": "actions.worst_examples",
+    "WorstExamples": "actions.summary",
     "autotune_batch": "audit.tuning",
     "define_flags": "settings.flags",
     "digest": "variables",
@@ -89,13 +89,13 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import Action as Action
     from distloop.actions.action import Report as Report
     from distloop.actions.action import StopTraining as StopTraining
-    from distloop.actions.activations import ActivationHistograms as ActivationHistograms
     from distloop.actions.evaluate import Evaluation as Evaluation
+    from distloop.actions.histograms import ActivationHistograms as ActivationHistograms
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.stop_early import StopEarly as StopEarly
     from distloop.actions.summary import Summary as Summary
-    from distloop.actions.worst_examples import WorstExamples as WorstExamples
+    from distloop.actions.summary import WorstExamples as WorstExamples
     from distloop.audit.memory_estimate import MemoryEstimate as MemoryEstimate
     from distloop.audit.memory_estimate import estimate_memory as estimate_memory
     from distloop.audit.tuning import BatchTest as BatchTest

@@ -18,14 +18,11 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, check_actions, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
-from distloop.actions.check_replicas import CheckReplicas
-from distloop.actions.data_seen import DataSeen
+from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, check_all, earlier_rows
-from distloop.actions.goodput import Goodput
 from distloop.actions.histograms import WeightHistograms
-from distloop.actions.machine_use import MemoryUse, PipelineUsage, Utilization
+from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
-from distloop.actions.schedule import Plan
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import Write
 from distloop.checkpoints.best import left_files, may_lack_best
@@ -41,7 +38,7 @@ from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
 from distloop.model import user_functions
 from distloop.model.state import TrainState
-from distloop.monitoring import notebook, run_starts
+from distloop.monitoring import ledger, notebook
 from distloop.monitoring.console import Console, say, speaker
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.history import History, Recorder
@@ -54,7 +51,7 @@ from distloop.optimizers import learning_rates
 from distloop.optimizers.clipping import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
-from distloop.settings.durations import Units
+from distloop.settings.durations import Plan, Units
 from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
@@ -327,7 +324,7 @@ def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
     try:
         facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
-        run_starts.note_start(workdir, restore_secs, **facts, secs_before=secs_before)
+        ledger.note_start(workdir, restore_secs, **facts, secs_before=secs_before)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from distloop.actions.schedule import Plan
 from distloop.distributed.preemption import Interrupted, interrupted_together
 from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.timing import Clock
 from distloop.settings import durations
+from distloop.settings.durations import Plan
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import keras
 import numpy as np
 
 from distloop.actions.action import Action, Report
-from distloop.actions.schedule import Plan
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import first_line
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
 from distloop.settings import durations
+from distloop.settings.durations import Plan
 
 _SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, member, name_of
 from distloop.actions.evaluate import Evaluate
-from distloop.actions.schedule import Plan
 from distloop.log import log
 from distloop.monitoring import tags
 from distloop.monitoring.run_files import better, word_like
-from distloop.settings.durations import shown, whole_number
+from distloop.settings.durations import Plan, shown, whole_number
 
 
 class Save(Action):

@@ -6,8 +6,7 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
-from distloop.actions.schedule import Plan
-from distloop.settings.durations import finite_number, shown, whole_number
+from distloop.settings.durations import Plan, finite_number, shown, whole_number
 
 
 class StopEarly(Action):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.machine_use import embedding_tables, held_by_device, variable_bytes
+from distloop.actions.memory import embedding_tables, held_by_device, variable_bytes
 from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.data.source import Data, Source

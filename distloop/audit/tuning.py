@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions import machine_use
+from distloop.actions import memory
 from distloop.actions.action import Action, Report
 from distloop.audit import memory_estimate
 from distloop.data import shards
@@ -187,7 +187,7 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
     batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     max_rows = source.info.num_certain_rows
     measure = _Meter(state, settings, rows)
-    memory_before, max_memory = machine_use.peaks()["host_memory_gb"], memory_share * memory_estimate.available_gb()
+    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory_estimate.available_gb()
     trials: list[BatchTrial] = []
     reason = ""
     with unchanged(state), _rates_of_zero(state):
@@ -201,7 +201,7 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
             batch_size *= 2
             if max_rows is not None and batch_size > max_rows:
                 reason = f"a batch of {batch_size} is more than the dataset has"
-            elif 2 * (machine_use.peaks()["host_memory_gb"] - memory_before) > max_memory:
+            elif 2 * (memory.peaks()["host_memory_gb"] - memory_before) > max_memory:
                 reason = f"a batch of {batch_size} may take more than {max_memory:.2g} GB of memory"
             elif not _is_getting_faster(trials):
                 reason = "larger ones are no faster"
@@ -331,7 +331,7 @@ class _Meter:
 
         steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
         speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
-        levels = machine_use.peaks()
+        levels = memory.peaks()
         return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from distloop.atomic_files import replacing
 from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path, local_path
 from distloop.log import log
-from distloop.monitoring import ledger, memory_file, run_starts
+from distloop.monitoring import ledger, memory_file
 from distloop.monitoring.records import as_best_steps, parse_json
 
 CHECKPOINTS = "checkpoints"
@@ -34,7 +34,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.part|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
 )
-_REPORTED = ("config.json", ROWS, "incidents.jsonl", run_starts.FILE, ledger.FILE, memory_file.FILE)
+_REPORTED = ("config.json", ROWS, "incidents.jsonl", ledger.STARTS, ledger.PROGRESS, memory_file.FILE)
 _MANIFEST_OF_RUN = re.compile(rf"(?P<run>.*/|){CHECKPOINTS}/(?P<step>[0-9]{{1,18}})/manifest\.json")
 
 Stamp: TypeAlias = tuple[int, int]  # size, and when it was written (nanoseconds)

@@ -1,26 +1,86 @@
-"""Ledger: accounts for the time of a run over all its starts, and computes its goodput; without TensorFlow.
+"""Ledger: where the time of all starts of a run went, its goodput and its device-hours; without TensorFlow.
 
-    note_progress("run", time=now, step=500, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
+    note_start("run", step=500, devices=8, kind="GPU")          # before the rows after the checkpoint are cut off
+    note_progress("run", time=now, step=520, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
     seconds = account(read_starts("run"), read_progress("run"))             # {"steps": 60.1, "steps done twice": 0.9}
     goodput(seconds)                                                        # 0.81: the share of steps that count
 
 A killed process cannot note its end: what it did after its last log is known by the time at which its launcher saw it
-fall, or not at all. It does not know who starts a run again.
+fall, or not at all. The next start notes the time of the last row that was there.
 """
 
 import json
 import math
 import os
+import time as clock
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distloop.atomic_files import start_time
+from distloop.distributed import notes
 from distloop.log import log
-from distloop.monitoring.records import as_number, read_json
+from distloop.monitoring import records
+from distloop.monitoring.json_writer import last_row
 
-FILE = "progress.json"
+STARTS, PROGRESS = "starts.jsonl", "progress.json"
 
 STEPS, STEPS_TWICE = "steps", "steps done twice"
+
+_noted: set[int] = set()  # processes that have noted a start: a fork is another one
+
+
+def note_start(
+    workdir: str,
+    restore_secs: float | None = None,
+    *,
+    step: int,
+    devices: int,
+    kind: str,
+    secs_before: Mapping[str, float] | None = None,
+) -> None:
+    """Adds a row: time, step, devices, the age of the process, and what the start before it has noted last.
+
+    That is the time of the last row of `metrics.jsonl`, and `read_progress`; null if there is none. So is the age, if
+    it is unknown or the process has noted a start before. A launcher adds `notes.change`.
+
+    Args:
+        workdir: of the run.
+        restore_secs: how long restoring a checkpoint took; None: none was restored.
+        step: the global step that the process starts from.
+        devices: of all workers.
+        kind: "GPU" or "CPU".
+        secs_before: what `Clock.seconds` counted before a rollback, after which the same call of `fit` starts again.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    row = last_row(os.path.join(workdir, "metrics.jsonl"))
+    facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
+    facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir)}
+    facts |= {"secs_before": secs_before} if secs_before else {}
+    facts["process_secs"] = age = _age_at_first_start()
+    facts |= notes.change() if age is not None else {}
+    records.append_row(os.path.join(workdir, STARTS), facts)
+
+
+def _age_at_first_start() -> float | None:
+    """Returns the age of this process in seconds; None if it is unknown, or after the first call."""
+    process = os.getpid()
+    if process in _noted:
+        return None
+    _noted.add(process)
+    try:
+        started_at = start_time(process)
+    except (OSError, ValueError, IndexError):
+        return None
+    return clock.time() - started_at if started_at else None
+
+
+def read_starts(workdir: str, warn: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
+    """Returns the rows of all starts; none if there are none, as of a run of an earlier version, or with a warning."""
+    path = os.path.join(workdir, STARTS)
+    return records.read_rows_if_any(path, instead="the device-hours of the run are unknown", warn=warn)
 
 
 def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float], is_end: bool = False) -> None:
@@ -36,21 +96,35 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
     Raises:
         OSError: if it cannot be written.
     """
-    with open(temporary := os.path.join(workdir, f".{FILE}"), "w", encoding="utf-8") as file:
+    with open(temporary := os.path.join(workdir, f".{PROGRESS}"), "w", encoding="utf-8") as file:
         json.dump({"time": time, "step": step, "secs": dict(secs), "is_end": is_end}, file)
-    os.replace(temporary, os.path.join(workdir, FILE))  # without waiting for the disk: it is no state of the run
+    os.replace(temporary, os.path.join(workdir, PROGRESS))  # without waiting for the disk: it is no state of the run
 
 
 def read_progress(workdir: str, warn: Callable[[str], None] = log.warning) -> dict[str, Any] | None:
     """Returns what was noted last; None if there is nothing, or it cannot be read."""
-    return read_json(os.path.join(workdir, FILE), instead="how far the last start came is unknown", warn=warn)
+    path = os.path.join(workdir, PROGRESS)
+    return records.read_json(path, instead="how far the last start came is unknown", warn=warn)
+
+
+def device_hours(starts: Sequence[Mapping[str, Any]], last_time: float) -> float | None:
+    """Returns the hours that devices were held: from each start to its last row, times its devices; None: no starts.
+
+    Args:
+        starts: as `read_starts` returns them.
+        last_time: of the last row of `metrics.jsonl`; Unix, seconds; nan: there is none.
+    """
+    ends = [*(_number(start, "last_row_time") for start in starts[1:]), last_time]
+    secs = [end - _number(start, "time") for start, end in zip(starts, ends, strict=False)]
+    hours = (s / 3600 * _number(start, "devices") for start, s in zip(starts, secs, strict=True) if s > 0)  # no nan
+    return sum(hours, 0.0) if starts else None
 
 
 def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | None) -> dict[str, float]:
     """Returns the seconds of a run by what they went to, from its first process until now.
 
     Args:
-        starts: the rows of `starts.jsonl`.
+        starts: as `read_starts` returns them.
         progress: of the last start.
 
     Returns:
@@ -59,19 +133,17 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
         `noticing` that one fell, until all had ended; `waiting` for new ones; the phases of `Clock`.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
-    if not starts:
-        return seconds
     ends = [_as_dict(end) for end in (*(start.get("progress") for start in starts[1:]), progress)]
-    for start, end, following in zip(starts, ends, [*starts[1:], None], strict=True):
-        restoring, meeting = (_secs(start, name) for name in ("restore_secs", "meet_secs"))
+    for start, end, following in zip(starts, ends, [*starts[1:], None], strict=False):
+        restoring, meeting = (_number(start, name, 0.0) for name in ("restore_secs", "meet_secs"))
         seconds["restoring"] += restoring
         seconds["meeting"] += meeting
-        seconds["starting"] += max(0.0, _secs(start, "process_secs") - restoring - meeting)
-        last_time = as_number(start.get("time"))
-        if as_number(end.get("time")) < last_time:
+        seconds["starting"] += max(0.0, _number(start, "process_secs", 0.0) - restoring - meeting)
+        last_time = _number(start, "time")
+        if _number(end, "time") < last_time:
             end = {}  # an earlier start noted it, and this one nothing
         if end:
-            last_time = as_number(end.get("time"))
+            last_time = _number(end, "time")
             _add_work(seconds, start, end, following)
         if following is not None:
             unseen = "tracing" if not end else "stopping" if end.get("is_end") else STEPS_TWICE
@@ -91,33 +163,27 @@ def _add_work(
     following: Mapping[str, Any] | None,
 ) -> None:
     """Adds what a start did until it was noted last."""
-    phases = {name: as_number(secs) for name, secs in _as_dict(end.get("secs")).items() if name != "start-up"}
     before = _as_dict(start.get("secs_before"))
-    phases = {name: max(0.0, secs - as_number(before.get(name, 0.0))) for name, secs in phases.items()}
-    all_secs = as_number(end.get("time")) - as_number(start.get("time"))
-    seconds["tracing"] += max(0.0, all_secs - sum(phases.values()))
-    first, last = as_number(start.get("step")), as_number(end.get("step"))
-    kept = min(last, as_number(following.get("step"))) if following is not None else last
+    phases = {name: records.as_number(secs) for name, secs in _as_dict(end.get("secs")).items() if name != "start-up"}
+    phases = {name: max(0.0, secs - _number(before, name, 0.0)) for name, secs in phases.items()}
+    seconds["tracing"] += max(0.0, _number(end, "time") - _number(start, "time") - sum(phases.values()))
+    first, last = _number(start, "step"), _number(end, "step")
+    kept = min(last, _number(following, "step")) if following is not None else last
     share = max(0.0, kept - first) / (last - first) if last > first else 0.0
     step_secs = phases.pop("step", 0.0)
-    seconds[STEPS] += share * step_secs
-    seconds[STEPS_TWICE] += (1 - share) * step_secs
-    for name, secs in phases.items():
+    for name, secs in {**phases, STEPS: share * step_secs, STEPS_TWICE: (1 - share) * step_secs}.items():
         seconds[name] += secs
 
 
 def _add_gap(seconds: defaultdict[str, float], last_time: float, following: Mapping[str, Any], unseen: str) -> None:
     """Adds the time between the last note of a start and the next process; `unseen` is what was done until a fall."""
-    began_secs = _secs(following, "process_secs") or _secs(following, "restore_secs")  # none: in the same process
-    began_at = as_number(following.get("time")) - began_secs
-    fell_at, ended_at = (as_number(following.get(name)) for name in ("fell_at", "ended_at"))
-    if math.isfinite(fell_at) and fell_at > last_time:
-        seconds[unseen] += fell_at - last_time
-        last_time = fell_at
-    if math.isfinite(ended_at) and ended_at > last_time:
-        seconds["noticing"] += ended_at - last_time
-        last_time = ended_at
-    seconds["waiting"] += max(0.0, began_at - last_time)
+    began_secs = _number(following, "process_secs", 0.0) or _number(following, "restore_secs", 0.0)  # same process
+    for name, moment in ((unseen, "fell_at"), ("noticing", "ended_at")):
+        at = _number(following, moment)
+        if math.isfinite(at) and at > last_time:
+            seconds[name] += at - last_time
+            last_time = at
+    seconds["waiting"] += max(0.0, _number(following, "time") - began_secs - last_time)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -125,7 +191,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _secs(row: Mapping[str, Any], name: str) -> float:
-    """Returns a number of seconds; 0 if it is unknown."""
-    secs = as_number(row.get(name))
-    return secs if math.isfinite(secs) else 0.0
+def _number(row: Mapping[str, Any], name: str, unknown: float = math.nan) -> float:
+    """Returns a number of a row; `unknown` if it has none, or none that is finite."""
+    number = records.as_number(row.get(name))
+    return number if math.isfinite(number) else unknown

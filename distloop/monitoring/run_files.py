@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distloop.log import log
-from distloop.monitoring import ledger, memory_file, records, run_starts, tags
+from distloop.monitoring import ledger, memory_file, records, tags
 from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.memory_file import Memory
 
@@ -179,7 +179,7 @@ class Run:
     @property
     def device_hours(self) -> float | None:
         """The hours that devices were held by all starts together, up to the last row; None: unknown."""
-        return run_starts.device_hours(self.starts, self._times[-1] if self.rows else math.nan)
+        return ledger.device_hours(self.starts, self._times[-1] if self.rows else math.nan)
 
     @property
     def steps_per_sec(self) -> float | None:
@@ -314,7 +314,7 @@ def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
     rows = records.read_metrics(path) if has_begun else []  # else its memory was estimated
     file = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows_if_any(file, instead="whether the run diverged is unknown", warn=warn)
-    starts, memory = run_starts.read_starts(path, warn), memory_file.read(path, warn)
+    starts, memory = ledger.read_starts(path, warn), memory_file.read(path, warn)
     time_spent = ledger.account(starts, ledger.read_progress(path, warn))
     run = _from_rows(path, name, rows, incidents, warn)
     return dataclasses.replace(run, starts=starts, memory=memory, time_spent=time_spent)

@@ -1,10 +1,14 @@
-"""Durations: parses intervals such as `500`, `2 epochs`, `10 min` and `25 %`; without TensorFlow.
+"""Durations such as `500`, `2 epochs`, `10 min`, and the steps at which something is due; without TensorFlow.
 
 parse(500), parse("500 steps")                  # Duration(500.0, "steps")
 units = Units(steps_per_epoch=lambda: 40, examples_per_step=lambda: 64, run=Period(steps=2_000))
 units.period("2 epochs")                        # Period(steps=80)
 units.period("10 min")                          # Period(secs=600.0)
 units.period("25 %")                            # Period(steps=500), of the run
+Plan(units).next_boundary(0, 2_000, [100, "2 epochs"])      # 80
+
+Every worker computes the same boundaries without communication. What is due by time is due at the end of the next step,
+on all workers, as they agree on the time between two loops.
 """
 
 import copy
@@ -13,7 +17,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 ALLOWED = (
@@ -117,6 +121,89 @@ class Units:
             raise ValueError(f"The duration {value!r} was given where no dataset is known: give steps.")
         size = self._sizes[unit]()
         return size if unit == "epochs" else 1 / size
+
+
+class Plan:
+    """When the actions of a run are due, by steps or by the chief's clock.
+
+    Attributes:
+        units: of the run's durations.
+        due_secs: the periods in seconds that are due at the end of the next step.
+        last_step: the one that the run ends with; inf: not known yet, as it ends by time, with the step after that.
+        is_chief: whether this worker calls what the chief alone calls.
+    """
+
+    def __init__(self, units: Units | None = None, *, is_chief: bool = True):
+        """Stores the units.
+
+        Args:
+            units: None: durations are in steps or in time.
+            is_chief: whether this worker is the chief.
+        """
+        self.units = units or Units()
+        self.is_chief = is_chief
+        self.due_secs: set[float] = set()
+        self.last_step = math.inf
+        self._periods: dict[int | str, Period] = {}
+
+    def check(self, everys: Iterable[int | str | None]) -> None:
+        """Checks the durations of a run before its first step.
+
+        Raises:
+            ValueError: if the size of a unit is not known.
+        """
+        for every in everys:
+            if every is not None:
+                self.period(every)
+
+    def period(self, every: int | str) -> Period:
+        """Returns a duration in steps or seconds.
+
+        Raises:
+            ValueError: as for `Units.period`.
+        """
+        if every not in self._periods:
+            self._periods[every] = self.units.period(every)
+        return self._periods[every]
+
+    def is_due(self, every: int | str | None, step: int, until: float) -> bool:
+        """Returns True if something is due at `step`, the end of a loop of a run that ends at `until`; None: always."""
+        if every is None or step >= until:
+            return True
+        period = self.period(every)
+        return bool(period.steps and step % period.steps == 0) or period.secs in self.due_secs
+
+    def next_boundary(
+        self, step: int, until: float, everys: Iterable[int | str | None], steps_per_loop: int = 0
+    ) -> float:
+        """Returns the next step at which a compiled loop has to end: the first after `step`, at most `until`.
+
+        Args:
+            step: number of steps done.
+            until: the last step of the run, inf if it is not known; `until > step`.
+            everys: durations; 0 and None cause no boundary.
+            steps_per_loop: the most steps up to the boundary; 0: no limit.
+        """
+        assert until > step, (step, until)
+        if self.due_secs:
+            return step + 1
+        periods = [self.period(every).steps for every in everys if every is not None]
+        boundary = min([until] + [step - step % steps + steps for steps in periods if steps])
+        return min(boundary, step + steps_per_loop) if steps_per_loop else boundary
+
+    def look_at_clock(self, before: float, now: float, everys: Sequence[int | str | None], step: int) -> None:
+        """Notes what is due by time.
+
+        Args:
+            before: the seconds that the run had trained when this was called before, by the chief's clock.
+            now: the seconds that it has trained now.
+            everys: the durations that may be due.
+            step: the number of steps done.
+        """
+        periods = {self.period(every).secs for every in everys if every is not None} - {0.0}
+        self.due_secs = {secs for secs in periods if before // secs < now // secs}
+        if now >= (self.units.run.secs or math.inf):
+            self.last_step = step + 1
 
 
 def parse(value: int | str) -> Duration:

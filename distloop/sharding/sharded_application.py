@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.machine_use import held_by_device
+from distloop.actions.memory import held_by_device
 from distloop.distributed import strategies, tensorflow_internals, workers
 from distloop.graph_functions import graph_function
 from distloop.model import variable_writes

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report, member, run_between_loops
 from distloop.actions.action import run as run_actions
-from distloop.actions.schedule import Plan
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import Interrupted, StopRequests
@@ -24,6 +23,7 @@ from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock, unix_time
+from distloop.settings.durations import Plan
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error

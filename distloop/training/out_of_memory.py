@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.actions import machine_use
+from distloop.actions import memory
 from distloop.data import shards
 from distloop.data.shards import Batch
 from distloop.data.source import Source
@@ -68,10 +68,10 @@ def _explain(
     message = error.message or ""
     device = match[1] if (match := _DEVICE.search(message)) else "the device"
     tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
-    most = max(machine_use.held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
+    most = max(memory.held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
     held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in most.items())
     sentence = (
-        f"{device} ran out of memory {when}{machine_use.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
+        f"{device} ran out of memory {when}{memory.describe_use(device)}{tensor}; {held}, {rest} the rest: try "
         f"{advice}."
     )
     return tf.errors.ResourceExhaustedError(None, None, sentence)

@@ -7,10 +7,10 @@ import pytest
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining, member, phase_of, run, started
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
-from distloop.actions.schedule import Plan
 from distloop.actions.stop_early import StopEarly
 from distloop.distributed.preemption import Interrupted
 from distloop.monitoring.media import Text
+from distloop.settings.durations import Plan
 
 
 def report(step=10, until=100, **metrics):

@@ -7,8 +7,9 @@ import os
 import pytest
 
 import distloop
-from distloop.actions.action import Report, StopTraining
-from distloop.actions.stop_early import StopEarly
+from distloop.actions.action import Report, StopTraining, run
+from distloop.actions.stop_early import StopEarly, SyncStop
+from distloop.settings.durations import Plan
 from tests import problems
 
 
@@ -164,3 +165,59 @@ def test_one_object_stops_each_of_two_runs_by_its_own_best():
         trainer.fit(data, steps=20, actions=[measured(values), stop])
         ends.append(trainer.step)
     assert ends == [4, 6]
+
+
+def action(every, stops=False):
+    def act(report):
+        if stops:
+            raise StopTraining("enough")
+
+    act.every = every
+    return act
+
+
+def reason_to_stop(actions, stops):
+    """Returns why `run` stops at step 10 if the workers exchange `stops`, and what this worker sent."""
+    sent = []
+
+    def gather(value):
+        sent.append(value)
+        return stops
+
+    return run([*actions, SyncStop(gather, actions, Plan())], Report(10, 100, {}, None))[1], sent
+
+
+def test_a_stop_on_another_worker_ends_the_run_here():
+    assert reason_to_stop([action(5)], [0, 0, 1]) == ("an action on worker 2 ended the run", [False])
+
+
+def test_a_stop_here_keeps_its_own_reason():
+    assert reason_to_stop([action(5, stops=True)], [1, 0]) == ("enough", [True])
+
+
+def test_the_run_goes_on_if_no_worker_stops():
+    assert reason_to_stop([action(None)], [0, 0]) == (None, [False])
+
+
+def test_workers_exchange_nothing_where_no_action_is_due():
+    assert reason_to_stop([action(7)], [1, 1]) == (None, [])
+
+
+def test_workers_call_the_same_actions_in_the_same_order():
+    """A worker that ends the run and one that hears of it: what exchanges values between workers would hang else."""
+    calls = []
+    for stops_here in (True, False):
+        called = []
+
+        def note(name, every, called=called):
+            def act(report):
+                called.append(name)
+
+            act.every = every
+            return act
+
+        users = [note("first", 0), action(5, stops=stops_here), note("second", 7), note("third", 5)]
+        sync_stop = SyncStop(lambda value, called=called: called.append("gather") or [1, 0], users, Plan())
+        run([*users, sync_stop, note("save", 1000)], Report(10, 100, {}, None))
+        calls.append(called)
+    assert calls[0] == calls[1] == ["third", "gather", "first", "second", "save"]

@@ -214,7 +214,7 @@ def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
 def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch, arguments, reason):
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
     levels = iter([1.0, 1.6, 1.8])
-    monkeypatch.setattr(tuning.machine_use, "peaks", lambda: {"host_memory_gb": next(levels)})
+    monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
     monkeypatch.setattr(tuning.memory_estimate, "available_gb", lambda: 2.0)
     assert distloop.autotune_batch(trainer_of(), batches(), **arguments).reason == reason
 

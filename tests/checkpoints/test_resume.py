@@ -12,8 +12,8 @@ import tensorflow as tf
 import distloop
 from distloop.checkpoints import store
 from distloop.monitoring import run_lock
+from distloop.monitoring.ledger import read_starts
 from distloop.monitoring.run_lock import RunLock
-from distloop.monitoring.run_starts import read_starts
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, weights
 
 EVERYTHING = {"dropout": 0.5, "batch_norm": "local", "metrics": True}  # statistics, seeds and metrics

@@ -14,7 +14,7 @@ import distloop
 from distloop.data.shards import Batch
 from distloop.distributed import workers
 from distloop.model.saved_state import SavedState
-from distloop.monitoring import device_usage
+from distloop.monitoring.profiler import busy_shares
 from distloop.training import overview
 from distloop.variables import tensorflow_variable
 from tests import forked
@@ -157,25 +157,16 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_a_profile_shows_where_operations_ran_and_how_busy_each_device_was(tmp_path):
+def test_a_profile_shows_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     train(classifier(modules, num_stages=2), config, steps=12)
-    used = device_usage.read_usage(f"{tmp_path}/train")
-
-    def count(kind):
-        return [sum(times for name, times in found.operations.items() if kind in name) for found in used.values()]
-
-    assert list(used) == ["CPU:0", "CPU:1"]
-    # Of 3 steps, 2 microbatches and 2 layers one forward and two backward products, without that for the input's
-    # gradient in the first layer.
-    assert count("MatMul") == [3 * 2 * 5, 3 * 2 * 6]
-    assert count("TanhGrad") == [3 * 2 * 2, 3 * 2]
-    assert count("SparseSoftmaxCrossEntropy") == [0, 3 * 2]
+    shares = busy_shares(f"{tmp_path}/train")
+    assert list(shares) == ["CPU:0", "CPU:1"]
     rows = distloop.read_metrics(tmp_path)
     assert ["stage_0/device_busy_share" in row for row in rows] == [False, True, False]  # when the profile was there
-    for stage, found in enumerate(used.values()):
-        assert rows[1][f"stage_{stage}/device_busy_share"] == pytest.approx(found.busy_share)
-        assert 0 < found.busy_share <= 1
+    for stage, share in enumerate(shares.values()):
+        assert rows[1][f"stage_{stage}/device_busy_share"] == pytest.approx(share)
+        assert 0 < share <= 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
 from distloop import fit
-from distloop.monitoring import run_starts
+from distloop.monitoring import ledger
 from distloop.training import overview
 from tests import problems
 
@@ -150,7 +150,7 @@ def test_each_device_of_a_pipeline_counts_once(tmp_path):
         state = distloop.Trainer(lambda devices=devices: model_fn(devices), config).state
         assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
         fit._begin_in(str(tmp_path), state, None, {})
-    assert [start["devices"] for start in run_starts.read_starts(str(tmp_path))] == [2, 2]
+    assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
 
 
 def test_each_worker_has_the_devices_of_a_pipeline():

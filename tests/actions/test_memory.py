@@ -1,16 +1,15 @@
-"""The memory that variables hold and a process takes, and the actions that report how much of a machine a run uses."""
+"""The memory that variables hold and a process takes, and the action that notes it."""
 
 import os
-import types
 
 import keras
 import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions import machine_use
+from distloop.actions import memory
 from distloop.actions.action import Report
-from distloop.actions.machine_use import MemoryUse, PipelineUsage, Utilization, held_by_device
+from distloop.actions.memory import MemoryUse, held_by_device
 from distloop.model.state import TrainState
 from distloop.monitoring import memory_file
 from tests import forked
@@ -51,12 +50,12 @@ def test_variables_count_where_they_are_placed():
 def test_the_peak_includes_memory_that_was_freed(tmp_path):
     program = """
 import numpy as np
-from distloop.actions import machine_use
+from distloop.actions import memory
 from tests import forked
-print(machine_use.peaks()["host_memory_gb"])
+print(memory.peaks()["host_memory_gb"])
 taken = np.ones(2_000_000_000, np.uint8)
 del taken
-print(machine_use.peaks()["host_memory_gb"])
+print(memory.peaks()["host_memory_gb"])
 """
     (tmp_path / "program.py").write_text(program)
     process = forked.run([str(tmp_path / "program.py")], env=os.environ, timeout=120)
@@ -65,12 +64,12 @@ print(machine_use.peaks()["host_memory_gb"])
 
 
 def test_only_accelerators_have_device_memory(monkeypatch):
-    assert set(machine_use.peaks()) == {"host_memory_gb"}
+    assert set(memory.peaks()) == {"host_memory_gb"}
     devices = [tf.config.LogicalDevice(f"/device:{name}", name[:3]) for name in ("CPU:0", "GPU:0", "GPU:1")]
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda: devices)
     held = {"GPU:0": 3_000_000_000, "GPU:1": 5_000_000_000}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda name: {"peak": held[name], "current": 0})
-    assert machine_use.peaks()["device_memory_gb"] == 5.0
+    assert memory.peaks()["device_memory_gb"] == 5.0
 
 
 def test_what_is_held_is_noted_before_the_first_step_and_what_was_taken_at_the_end(tmp_path, monkeypatch):
@@ -78,56 +77,24 @@ def test_what_is_held_is_noted_before_the_first_step_and_what_was_taken_at_the_e
     of_device = {"weights": 4, "averages of weights": 4, "activations": 3}
     estimated = {"GPU:0": of_device, "GPU:1": of_device}  # with other settings
     memory_file.write(workdir, memory_file.Memory(estimated, {"GPU:0": 6}))
-    monkeypatch.setattr(machine_use, "device_peak_gb", lambda device: 3.0)
-    monkeypatch.setattr(machine_use, "held_by_device", lambda state: {device: dict(of) for device, of in held.items()})
+    monkeypatch.setattr(memory, "device_peak_gb", lambda device: 3.0)
+    monkeypatch.setattr(memory, "held_by_device", lambda state: {device: dict(of) for device, of in held.items()})
     note, report = MemoryUse(workdir), Report(10, 30, {}, None)
     note.on_start(report)
     assert memory_file.read(workdir) == memory_file.Memory({"GPU:0": {"weights": 5, "activations": 3}}, {"GPU:0": 6})
     note.on_end(report)
     assert memory_file.read(workdir).taken == {"GPU:0": 3 * 10**9}
-    monkeypatch.setattr(machine_use, "device_peak_gb", lambda device: 2.0)  # of another process
+    monkeypatch.setattr(memory, "device_peak_gb", lambda device: 2.0)  # of another process
     note.on_end(report)
     assert memory_file.read(workdir).taken == {"GPU:0": 3 * 10**9}
 
 
 def test_on_cpus_the_growth_of_the_process_counts_and_a_second_fit_keeps_what_the_first_took(tmp_path, monkeypatch):
     peaks = iter([1.0, 1.5, 1.5, 1.5])
-    monkeypatch.setattr(machine_use, "held_by_device", lambda state: {"CPU:0": {"weights": 5}})
-    monkeypatch.setattr(machine_use, "peaks", lambda: {"host_memory_gb": next(peaks)})
+    monkeypatch.setattr(memory, "held_by_device", lambda state: {"CPU:0": {"weights": 5}})
+    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(peaks)})
     for _ in range(2):
         note, report = MemoryUse(str(tmp_path)), Report(1, 1, {}, None)
         note.on_start(report)
         note.on_end(report)
         assert memory_file.read(str(tmp_path)).taken == {"host": 5 * 10**8}
-
-
-def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
-    levels = iter(range(1, 10))
-    monkeypatch.setattr(machine_use, "peaks", lambda: {"host_memory_gb": next(levels)})
-    measure = Utilization()
-    peaks = [
-        measure(Report(step, 40, {}, state=None, time=when))["host_memory_gb"]
-        for step, when in ((10, 5.0), (20, 5.9), (30, 6.1), (40, 6.2))
-    ]
-    assert peaks == [1, 1, 2, 3]
-
-
-def test_operations_per_second_follow_from_the_examples_per_second():
-    report = Report(10, 100, {"examples_per_sec": 50.0}, state=None)
-    metrics = Utilization(flops_per_example=4e6, peak_flops=1e9)(report)
-    assert metrics["model_flops_per_sec"] == 2e8 and metrics["model_flops_utilization"] == 0.2
-    assert "model_flops_utilization" not in Utilization(4e6)(report)
-    assert "model_flops_per_sec" not in Utilization()(report)
-
-
-def test_nothing_is_known_of_cpus_before_there_is_a_profile():
-    usage = PipelineUsage(["CPU:0", "CPU:1"], types.SimpleNamespace(is_written=False, directory=""))
-    assert usage(Report(10, 100, {}, None)) == {}
-
-
-def test_gpus_report_their_peak_memory_at_each_log(monkeypatch):
-    monkeypatch.setattr(machine_use, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
-    usage = PipelineUsage(["GPU:0", "GPU:1"], types.SimpleNamespace(is_written=False, directory=""))
-    for step in (10, 20):
-        expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
-        assert usage(Report(step, 100, {}, None)) == expected

@@ -1,4 +1,4 @@
-"""Use of the machine: bytes held by variables and by the process, and the actions that report resource use.
+"""Memory: the bytes that variables hold and the process took, and the action that notes them.
 
     held_by_device(state)      # {"CPU:0": {"weights": 41_000_000, "optimizer slots": 82_000_000}, ...}
     peaks()                    # {"host_memory_gb": 1.2}
@@ -6,10 +6,8 @@
 What a step needs besides variables is estimated by the part `audit`.
 """
 
-import math
 import resource
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -17,11 +15,9 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.distributed import devices
-from distloop.monitoring import device_usage, memory_file
-from distloop.monitoring.profiler import Profile
+from distloop.monitoring import memory_file
 from distloop.variables import layers_by_path, tensorflow_variable
 
-_MEMORY_SECS = 1.0  # the least time between two queries of the peak memory, which take longer than a small step
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
@@ -146,68 +142,3 @@ class MemoryUse(Action):
         if device == memory_file.HOST:
             return peaks()["host_memory_gb"] - self._gb_before
         return device_peak_gb(device)
-
-
-class Utilization(Action):
-    """Reports the peak memory and, if the model's operations are known, the floating-point operations per second."""
-
-    every = None
-    phase = "logging"
-    only_writes = True
-    has_fixed_metrics = True
-
-    def __init__(self, flops_per_example: float | None = None, peak_flops: float | None = None):
-        """Stores what is known of the model and the devices.
-
-        Args:
-            flops_per_example: floating-point operations that training on one example takes; None: unknown.
-            peak_flops: peak performance of all devices together, in operations per second; None: unknown.
-        """
-        self._flops_per_example = flops_per_example
-        self._peak_flops = peak_flops
-        self._memory: dict[str, float] = {}
-        self._memory_time = -math.inf
-
-    def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the metrics; queries the memory at most once a second, and at the end."""
-        if report.time > self._memory_time + _MEMORY_SECS or report.step >= report.until:
-            self._memory, self._memory_time = peaks(), report.time
-        metrics = dict(self._memory)
-        if self._flops_per_example:
-            metrics["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]
-            if self._peak_flops:
-                metrics["model_flops_utilization"] = metrics["model_flops_per_sec"] / self._peak_flops
-        return metrics
-
-
-class PipelineUsage(Action):
-    """Reports `stage_N/device_memory_gb` and `stage_N/device_busy_share` for each stage of a pipeline.
-
-    The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
-    busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
-    once `--profile` has written one. With several workers these are the chief's numbers.
-    """
-
-    every = None
-    phase = "logging"
-    only_writes = True
-
-    def __init__(self, stage_devices: Sequence[str], profile: Profile):
-        """Stores the device of each stage, none if the model is no pipeline, and the profile."""
-        self._devices = stage_devices
-        self._profile = profile
-        self._was_read = False
-
-    def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the metrics; stages that share a device have the same."""
-        usage = {}
-        if self._devices and self._profile.is_written and not self._was_read:
-            self._was_read = True
-            usage = device_usage.read_usage(self._profile.directory)
-        metrics = {}
-        for stage, device in enumerate(self._devices):
-            if not device.startswith("CPU"):
-                metrics[f"stage_{stage}/device_memory_gb"] = device_peak_gb(device)
-            if device in usage:
-                metrics[f"stage_{stage}/device_busy_share"] = usage[device].busy_share
-        return metrics

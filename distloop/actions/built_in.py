@@ -1,0 +1,214 @@
+"""Built-in actions: data that a run has seen, goodput, use of devices, and a comparison of replicas.
+
+`Fit` makes them; the memory of a run is in `memory`.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.actions import memory
+from distloop.actions.action import Action, Report
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.graph_functions import graph_function
+from distloop.monitoring import ledger
+from distloop.monitoring.profiler import Profile, busy_shares
+from distloop.monitoring.timing import unix_time
+from distloop.variables import tensorflow_variable
+
+_NOTE_SECS = 1.0  # the least time between two notes of the progress
+_MEMORY_SECS = 1.0  # the least time between two queries of the peak memory, which take longer than a small step
+_INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
+
+
+class DataSeen(Action):
+    """Reports the epochs of the data and, of a mixture, the examples of each source that the run has trained on."""
+
+    every = None
+    phase = "logging"
+    only_writes = True
+    has_fixed_metrics = True
+
+    def __init__(self, source: Source):
+        """Stores the data to train on."""
+        self._source = source
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the numbers, which follow from the position in the data; nothing is read."""
+        source = self._source
+        length = source.steps_per_epoch or source.info.num_batches
+        numbers = {"epochs_seen": source.batches_taken / length} if length and length != math.inf else {}
+        counts = {} if source.feed is None else source.feed.seen(source.batches_taken)
+        return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
+
+
+class Goodput(Action):
+    """Writes `progress.json`, and reports the goodput over all starts of the run."""
+
+    every = None
+    phase = "logging"
+    only_writes = True
+
+    def __init__(
+        self, workdir: str, seconds: Callable[[], Mapping[str, float]], is_chief: bool, verify: Callable[[], None]
+    ):
+        """Stores where to read and write.
+
+        Args:
+            workdir: of the run.
+            seconds: returns the seconds of this start by phase, as `Clock.seconds`.
+            is_chief: whether this worker writes.
+            verify: called before a note; raises if this process may no longer write.
+        """
+        self._workdir, self._seconds, self._is_chief, self._verify = workdir, seconds, is_chief, verify
+        self._starts: list[dict[str, Any]] = []
+        self._noted_at = -math.inf
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the goodput."""
+        self._starts = self._starts or ledger.read_starts(self._workdir)
+        if not self._starts:  # the disk is full
+            return {}
+        progress = self._progress(report.step)
+        if time.monotonic() > self._noted_at + _NOTE_SECS:
+            self._note(progress)
+        return {"goodput": ledger.goodput(ledger.account(self._starts, progress))}
+
+    def start_again(self, step: int) -> None:
+        """Notes how far the run is before it goes back to a checkpoint, which counts as another start."""
+        if self._starts:
+            self._note(self._progress(step))
+        self._starts = []
+
+    def on_end(self, report: Report) -> None:
+        """Notes the end."""
+        self._starts = self._starts or ledger.read_starts(self._workdir)
+        if self._starts:
+            self._note({**self._progress(report.step), "is_end": True})
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        return {"time": unix_time(), "step": step, "secs": self._seconds()}
+
+    def _note(self, progress: Mapping[str, Any]) -> None:
+        if self._is_chief:
+            self._verify()
+            with contextlib.suppress(OSError):  # of a full disk, on which a run may train
+                ledger.note_progress(self._workdir, **progress)
+                self._noted_at = time.monotonic()
+
+
+class Utilization(Action):
+    """Reports the peak memory and, if the model's operations are known, the floating-point operations per second."""
+
+    every = None
+    phase = "logging"
+    only_writes = True
+    has_fixed_metrics = True
+
+    def __init__(self, flops_per_example: float | None = None, peak_flops: float | None = None):
+        """Stores what is known of the model and the devices.
+
+        Args:
+            flops_per_example: floating-point operations that training on one example takes; None: unknown.
+            peak_flops: peak performance of all devices together, in operations per second; None: unknown.
+        """
+        self._flops_per_example = flops_per_example
+        self._peak_flops = peak_flops
+        self._memory: dict[str, float] = {}
+        self._memory_time = -math.inf
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the metrics; queries the memory at most once a second, and at the end."""
+        if report.time > self._memory_time + _MEMORY_SECS or report.step >= report.until:
+            self._memory, self._memory_time = memory.peaks(), report.time
+        metrics = dict(self._memory)
+        if self._flops_per_example:
+            metrics["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]
+            if self._peak_flops:
+                metrics["model_flops_utilization"] = metrics["model_flops_per_sec"] / self._peak_flops
+        return metrics
+
+
+class PipelineUsage(Action):
+    """Reports `stage_N/device_memory_gb` and `stage_N/device_busy_share` for each stage of a pipeline.
+
+    The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
+    busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
+    once `--profile` has written one. With several workers these are the chief's numbers.
+    """
+
+    every = None
+    phase = "logging"
+    only_writes = True
+
+    def __init__(self, stage_devices: Sequence[str], profile: Profile):
+        """Stores the device of each stage, none if the model is no pipeline, and the profile."""
+        self._devices = stage_devices
+        self._profile = profile
+        self._was_read = False
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the metrics; stages that share a device have the same."""
+        shares = {}
+        if self._devices and self._profile.is_written and not self._was_read:
+            self._was_read = True
+            shares = busy_shares(self._profile.directory)
+        metrics = {}
+        for stage, device in enumerate(self._devices):
+            if not device.startswith("CPU"):
+                metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
+            if device in shares:
+                metrics[f"stage_{stage}/device_busy_share"] = shares[device]
+        return metrics
+
+
+class CheckReplicas(Action):
+    """Compares the variables of all replicas and workers."""
+
+    phase = "checking replicas"
+
+    def __init__(self, every: int | str):
+        """Stores when; `every` is as for `Action`."""
+        self.every: int | str | None = every
+        self._checksums: Any = None
+
+    def __call__(self, report: Report) -> None:
+        """Compares them, on all workers.
+
+        Raises:
+            ValueError: on every worker, if a variable differs.
+        """
+        state, strategy = report.state, report.state.strategy
+        own = {id(v) for v in (*state.seeds, *state.recurrent_states)}
+        variables = state.all_variables()
+        shared = {n: v for n, v in variables.items() if id(v) not in own and getattr(v, "is_mirrored", True)}
+        if self._checksums is None:  # traced once
+            parts = [strategy.experimental_local_results(tensorflow_variable(v)) for v in shared.values()]
+            self._checksums = graph_function(lambda: [[checksum(p) for p in of] for of in parts])
+        local = [np.array([int(number) for number in of]) for of in self._checksums()]  # [L] each, L local replicas
+        of_workers = workers.Workers(strategy).gather(dict(zip(shared, local, strict=True)))
+        different = [name for name in shared if len({int(s) for of in of_workers for s in of[name]}) > 1]
+        if not different:
+            return
+        name = different[0]
+        by_place = [(w, r, int(s)) for w, of in enumerate(of_workers) for r, s in enumerate(of[name])]
+        worker, replica, _ = next(place for place in by_place if place[2] != by_place[0][2])
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        raise ValueError(
+            f"At step {report.step} {name}{more} of replica {replica} of worker {worker} differs from that of the "
+            "first replica: the forward pass writes an integer variable, a gradient_fn or step_fn draws random "
+            "numbers, code outside the step changes variables on one replica or worker alone, or a device computes "
+            "wrong: run without each, and go on from an older checkpoint."
+        )
+
+
+def checksum(variable: tf.Variable) -> tf.Tensor:
+    """Returns the sum of a variable's bits, read as integers, modulo 2^64: a scalar int64."""
+    value = tf.cast(variable, tf.uint8) if variable.dtype == tf.bool else tf.convert_to_tensor(variable)
+    return tf.reduce_sum(tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]), tf.int64))

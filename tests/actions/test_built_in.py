@@ -1,0 +1,206 @@
+"""The actions of each run: what it read, its goodput, its use of devices, and whether its replicas are equal."""
+
+import json
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop import report
+from distloop.actions import memory
+from distloop.actions.action import Report
+from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization, checksum
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.monitoring import ledger
+from tests.problems import classification, classifier, on
+
+
+def seen_after(data, num_batches):
+    source = Source(data, tf.distribute.get_strategy())
+    source.batches_taken = num_batches
+    return DataSeen(source)(Report(num_batches, 100, {}, state=None))
+
+
+def test_epochs_follow_from_the_place():
+    assert seen_after(distloop.make_dataset(np.arange(10.0), 4), 7) == {"epochs_seen": 7 / 3}
+    assert seen_after(tf.data.Dataset.range(10).batch(5), 3) == {"epochs_seen": 1.5}
+
+
+def test_a_mixture_counts_the_examples_of_each_source():
+    web, code = {"x": np.arange(9.0)}, {"x": np.arange(5.0)}
+    data = distloop.make_dataset(distloop.Mixture({"web": web, "code": code}, {"web": 0.75, "code": 0.25}), 4)
+    seen = seen_after(data, 8)
+    assert seen["web/examples_seen"] == 24.0 and seen["code/examples_seen"] == 8.0
+
+
+def test_endless_data_has_no_epochs():
+    assert seen_after(tf.data.Dataset.range(10).repeat().batch(5), 3) == {}
+
+
+@pytest.mark.slow
+def test_rows_tell_what_was_read_over_stops_and_going_on(tmp_path):
+    rows, config = classification(40), on(1, workdir=str(tmp_path), log_every=2, eval_every=0)
+    for steps in (3, 7):
+        data = tf.data.Dataset.from_tensor_slices(rows).batch(16)  # of 16, 16 and 8 rows
+        distloop.Trainer(classifier(), config).fit(data, steps=steps)
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {row["step"]: row["examples_seen"] for row in written} == {2: 32, 3: 40, 4: 56, 6: 80, 7: 96}
+    assert written[-1]["epochs_seen"] == 7 / 3
+
+
+def fall(report):
+    raise InterruptedError
+
+
+fall.every = 14
+
+
+def test_a_worker_that_is_not_the_chief_reports_and_writes_nothing(tmp_path):
+    def verify():
+        raise AssertionError
+
+    goodput = Goodput(str(tmp_path), lambda: {"step": 1.0}, False, verify)
+    at = distloop.Report(1, 2, {}, None, time=0.0)
+    assert goodput(at) == {}  # no start was noted
+    ledger.note_start(str(tmp_path), step=0, devices=1, kind="CPU")
+    assert 0 <= goodput(at)["goodput"] <= 1
+    goodput.on_end(at)
+    assert ledger.read_progress(str(tmp_path)) is None
+
+
+def test_a_start_that_ends_before_its_first_log_notes_its_end(tmp_path):
+    ledger.note_start(str(tmp_path), step=253, devices=1, kind="CPU")
+    goodput = Goodput(str(tmp_path), lambda: {"step": 1.0}, True, lambda: None)
+    goodput.on_end(distloop.Report(254, 600, {}, None, time=0.0))
+    noted = ledger.read_progress(str(tmp_path))
+    assert noted["step"] == 254 and noted["is_end"]
+
+
+@pytest.mark.slow
+def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_for(tmp_path, capsys):
+    data = distloop.make_dataset(classification(33), 8)
+    for actions in ([fall], []):
+        config = on(1, workdir=str(tmp_path), checkpoint_every=10, log_every=2)
+        trainer = distloop.Trainer(classifier(), config)
+        if actions:
+            with pytest.raises(InterruptedError):
+                trainer.fit(data, steps=20, actions=actions)
+        else:
+            trainer.fit(data, steps=20)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 20 and 0 < rows[-1]["goodput"] < 1
+    starts, progress = ledger.read_starts(str(tmp_path)), ledger.read_progress(str(tmp_path))
+    assert [start["step"] for start in starts] == [0, 10] and starts[1]["progress"]["step"] == 14
+    seconds = ledger.account(starts, progress)
+    before = starts[0]["time"] - (starts[0]["process_secs"] or 0.0)
+    assert sum(seconds.values()) == pytest.approx(progress["time"] - before, abs=0.05)
+    assert seconds["steps"] > 0 and seconds["steps done twice"] > 0
+    capsys.readouterr()
+    report.main([str(tmp_path)])
+    assert "goodput" in capsys.readouterr().out
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_a_run_that_goes_back_to_a_checkpoint_accounts_for_each_second_once(tmp_path):
+    data = classification(48)
+    data["x"][-3] = np.nan  # in the last batch of the first epoch
+    config = on(1, workdir=str(tmp_path), checkpoint_every=2, log_every=1, on_divergence="rollback")
+    distloop.Trainer(classifier(), config).fit(tf.data.Dataset.from_tensor_slices(data).batch(8), steps=7)
+    starts, progress = ledger.read_starts(str(tmp_path)), ledger.read_progress(str(tmp_path))
+    assert [start["step"] for start in starts] == [0, 4] and starts[1]["process_secs"] is None
+    seconds = ledger.account(starts, progress)
+    before = starts[0]["time"] - (starts[0]["process_secs"] or 0.0)
+    assert sum(seconds.values()) == pytest.approx(progress["time"] - before, abs=0.05)
+    assert seconds["steps done twice"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["goodput"] == pytest.approx(ledger.goodput(seconds), abs=0.05)
+
+
+def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
+    levels = iter(range(1, 10))
+    monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(levels)})
+    measure = Utilization()
+    peaks = [
+        measure(Report(step, 40, {}, state=None, time=when))["host_memory_gb"]
+        for step, when in ((10, 5.0), (20, 5.9), (30, 6.1), (40, 6.2))
+    ]
+    assert peaks == [1, 1, 2, 3]
+
+
+def test_operations_per_second_follow_from_the_examples_per_second():
+    report = Report(10, 100, {"examples_per_sec": 50.0}, state=None)
+    metrics = Utilization(flops_per_example=4e6, peak_flops=1e9)(report)
+    assert metrics["model_flops_per_sec"] == 2e8 and metrics["model_flops_utilization"] == 0.2
+    assert "model_flops_utilization" not in Utilization(4e6)(report)
+    assert "model_flops_per_sec" not in Utilization()(report)
+
+
+def test_nothing_is_known_of_cpus_before_there_is_a_profile():
+    usage = PipelineUsage(["CPU:0", "CPU:1"], types.SimpleNamespace(is_written=False, directory=""))
+    assert usage(Report(10, 100, {}, None)) == {}
+
+
+def test_gpus_report_their_peak_memory_at_each_log(monkeypatch):
+    monkeypatch.setattr(memory, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
+    usage = PipelineUsage(["GPU:0", "GPU:1"], types.SimpleNamespace(is_written=False, directory=""))
+    for step in (10, 20):
+        expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
+        assert usage(Report(step, 100, {}, None)) == expected
+
+
+DATA = distloop.make_dataset(classification(16), 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64", "bool"])
+def test_a_checksum_changes_with_one_element(dtype):
+    variable = tf.Variable(tf.cast([[0, 1], [1, 0]], dtype))
+    before = int(checksum(variable))
+    assert int(checksum(tf.Variable(variable))) == before
+    variable.assign(tf.cast([[0, 1], [1, 1]], dtype))
+    assert int(checksum(variable)) != before
+
+
+@pytest.mark.slow
+def test_a_variable_that_differs_between_replicas_ends_the_run_before_it_is_saved(tmp_path):
+    def change(report):
+        if report.step == 3:
+            kernel = report.state.model.get_layer("logits").kernel.value
+            report.state.strategy.experimental_local_results(kernel)[1].assign_add(tf.ones(kernel.shape))
+
+    change.every = 3
+    config = on(2, check_replicas_every=2, workdir=str(tmp_path), checkpoint_every=2, average_decay=0.9)
+    trainer = distloop.Trainer(classifier(dropout=0.5, batch_norm="local"), config)
+    message = "At step 4 model/net/logits/kernel and 1 more of replica 1 of worker 0 differs from that of the first"
+    with pytest.raises(ValueError, match=message):  # the other one is its average
+        trainer.fit(DATA, steps=8, actions=[change])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["2"]
+
+
+@pytest.mark.slow
+def test_an_integer_that_the_forward_pass_writes_is_named_as_a_cause():
+    def model_fn():
+        weight, total = tf.Variable(1.0), tf.Variable(0, trainable=False)
+
+        def loss_fn(batch, training):
+            if training:
+                total.assign_add(tf.reduce_sum(tf.cast(batch["label"], tf.int32)))
+            return {"loss": weight * batch["x"][:, 0]}
+
+        return distloop.ModelSpec([weight, total], keras.optimizers.SGD(0.1), loss_fn)
+
+    trainer = distloop.Trainer(model_fn, on(2, check_replicas_every=1))
+    with pytest.raises(ValueError, match="model/1 of replica 1 .* differs .*: the forward pass writes an integer"):
+        trainer.fit(DATA, steps=1)
+
+
+@pytest.mark.slow
+def test_a_variable_that_differs_between_workers_names_the_worker(monkeypatch):
+    monkeypatch.setattr(workers.Workers, "gather", lambda self, sums: [sums, sums | {"model/net/logits/bias": [7]}])
+    trainer = distloop.Trainer(classifier(), on(1, check_replicas_every=1))
+    with pytest.raises(ValueError, match="At step 1 model/net/logits/bias of replica 0 of worker 1 differs"):
+        trainer.fit(DATA, steps=1)
