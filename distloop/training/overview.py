@@ -27,10 +27,11 @@ from distloop.distributed import strategies, workers
 from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.model.state import TrainState
-from distloop.monitoring import flops, records
+from distloop.monitoring import records
 from distloop.monitoring.console import say, show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.operations import TRAINING_PASSES, count_flops, peak_of
 from distloop.optimizers.clipping import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
@@ -200,7 +201,7 @@ def peak_flops(state: TrainState, settings: Config) -> float | None:
     if not peak:
         gpus = tf.config.get_visible_devices("GPU") if settings.device != "cpu" else []
         names = {tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus}
-        peak = flops.peak_of(names.pop(), settings.precision != "float32") if len(names) == 1 else None
+        peak = peak_of(names.pop(), settings.precision != "float32") if len(names) == 1 else None
     return peak and peak * num_devices(state)
 
 
@@ -216,8 +217,8 @@ def flops_per_example(forward: tf.Graph | None, batch_size: int | None) -> float
         forward: the graph of the forward pass of a batch, from `trace_forward`.
         batch_size: of that batch; None if it is unknown.
     """
-    forward_flops = flops.count(forward) if forward is not None and batch_size else None
-    return forward_flops and flops.TRAINING_PASSES * forward_flops / (batch_size or 1)
+    forward_flops = count_flops(forward) if forward is not None and batch_size else None
+    return forward_flops and TRAINING_PASSES * forward_flops / (batch_size or 1)
 
 
 def trace_forward(
