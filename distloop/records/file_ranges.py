@@ -1,4 +1,4 @@
-"""File ranges: reads byte ranges of many files, on a disk or behind URLs, from any number of threads.
+"""Reads byte ranges of many files, on a disk or behind URLs, from any number of threads.
 
     paths = expand("gs://bucket/train-*.tfrecord")        # sorted
     files = Files(paths)                                  # opens none yet
@@ -18,7 +18,6 @@ from distloop.urls import absolute, file_system, is_url, keep_password
 MAX_OPEN_FILES = 128  # of one `Files`; a process may usually have 1024
 
 FileNames: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-Range: TypeAlias = tuple[int, int, int]  # the number of the file, where to begin and to end, in bytes
 
 
 class Files:
@@ -48,23 +47,15 @@ class Files:
         return Files, (self.paths,)
 
     def stat(self, file: int) -> tuple[int, str]:
-        """Returns the size of a file in bytes, and a text that is another one once the file has been written again.
-
-        Raises:
-            OSError: if there is no such file.
-        """
+        """Returns the size of a file in bytes, and a text that is another one once the file has been written again."""
         path = self.paths[file]
         if self._system is not None:
             return int(self._system.size(path)), self._system.ukey(path)
         status = os.stat(path)
         return status.st_size, str(status.st_mtime_ns)
 
-    def read(self, ranges: Sequence[Range]) -> Iterable[bytes]:
-        """Returns the bytes of each range in turn; fewer than asked for where a file ends.
-
-        Raises:
-            OSError: if a file cannot be read.
-        """
+    def read(self, ranges: Sequence[tuple[int, int, int]]) -> Iterable[bytes]:
+        """Returns the bytes of ranges, each the number of a file, its begin and its end; fewer where a file ends."""
         if self._system is None:
             return (self._open(self.paths[file]).read(begin, end) for file, begin, end in ranges)
         files, begins, ends = map(list, zip(*ranges, strict=True))
@@ -83,11 +74,9 @@ class _OpenFile:
             close(self._descriptor)
 
     def read(self, begin: int, end: int) -> bytes:
-        data = os.pread(self._descriptor, end - begin, begin)
-        while 0 < len(data) < end - begin:  # the file ends, or the system reads no more than 2 GB at once
-            if not (more := os.pread(self._descriptor, end - begin - len(data), begin + len(data))):
-                break
-            data += more
+        data = more = os.pread(self._descriptor, end - begin, begin)
+        while more and len(data) < end - begin:  # the system reads no more than 2 GB at once
+            data += (more := os.pread(self._descriptor, end - begin - len(data), begin + len(data)))
         return data
 
 
@@ -104,10 +93,9 @@ def expand(files: FileNames) -> list[str]:
         ValueError: if nothing matches, or a directory is given.
     """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
-    paths = [path for name in names for path in _matches(os.fspath(name))]
-    if not paths:
+    if not names:
         raise ValueError("An empty list of files was given; give a path or a pattern, such as 'data/train-*.tfrecord'.")
-    return paths
+    return [path for name in names for path in _matches(os.fspath(name))]
 
 
 def _matches(name: str) -> list[str]:

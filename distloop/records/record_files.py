@@ -1,4 +1,4 @@
-"""Record files: TFRecord shards and ArrayRecord files as sources whose rows are read by number.
+"""TFRecord shards and ArrayRecord files as sources whose rows are read by number.
 
     records = open_records("data/train-*.tfrecord")
     len(records), records[4]                        # 50000, b"..."
@@ -18,15 +18,7 @@ import numpy as np
 
 from distloop.log import log
 from distloop.records.file_ranges import FileNames, Files, expand
-from distloop.records.record_index import (
-    FOOTER_BYTES,
-    HEADER_BYTES,
-    Index,
-    Shard,
-    crc32c,
-    masked,
-    open_index,
-)
+from distloop.records.record_index import FOOTER_BYTES, HEADER_BYTES, Index, Shard, crc32c, masked, open_index
 
 _READ_BYTES = 1 << 22  # neighbours are read at once, about so many bytes of them
 _MAX_NAMED = 32  # shards of which a fingerprint holds a digest each
@@ -44,13 +36,13 @@ class Records:
     """
 
     def __init__(self, files: Files, index: Index, skips: bool):
-        self.shards = index.shards
-        self._files, self._positions, self._skips = files, index.positions, skips
-        self._firsts = [0, *itertools.accumulate(shard.num_records for shard in index.shards)]  # by shard, and the end
+        self.shards, self._positions = index
+        self._files, self._skips = files, skips
+        self._firsts = [0, *itertools.accumulate(shard.num_records for shard in self.shards)]  # by shard, and the end
         self._crc32c = crc32c()
         self._corrupt: set[int] = set()
         self._has_warned: set[int] = set()  # shards
-        self.fingerprint = _fingerprint(index.shards)
+        self.fingerprint = _fingerprint(self.shards)
 
     def __len__(self) -> int:
         """Returns the number of records."""
@@ -65,13 +57,7 @@ class Records:
         return len(self._corrupt)
 
     def __getitem__(self, number: int) -> bytes:
-        """Returns the data of a record.
-
-        Raises:
-            IndexError: if there is no such record.
-            ValueError: if it is corrupt.
-            OSError: if its file cannot be read.
-        """
+        """Returns the data of a record; the errors are those of `__getitems__`."""
         return self.__getitems__([operator.index(number)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
@@ -85,26 +71,21 @@ class Records:
             ValueError: if one is corrupt.
             OSError: if a file cannot be read.
         """
-        rows = np.asarray(numbers, np.int64)
-        if not rows.size:
+        if not (rows := _from_zero(numbers, len(self))).size:
             return []
-        rows = np.where(rows < 0, rows + len(self), rows)
-        if not (0 <= rows.min() and rows.max() < len(self)):
-            raise IndexError(f"A record was asked for that does not exist: there are {len(self)}, counted from 0.")
         shards = np.searchsorted(self._firsts, rows, "right") - 1
         begins, ends = self._positions[rows + shards], self._positions[rows + shards + 1]
         # A read ends where the next record is no neighbour, or after some megabytes.
         is_apart = (begins[1:] != ends[:-1]) | (np.diff(shards) != 0) | (np.diff(begins // _READ_BYTES) != 0)
         cuts = [0, *(np.flatnonzero(is_apart) + 1).tolist(), len(rows)]
-        places = list(zip(shards.tolist(), begins.tolist(), ends.tolist(), strict=True))
-        blocks = self._files.read([(*places[a][:2], places[b - 1][2]) for a, b in itertools.pairwise(cuts)])
+        spans = list(zip(shards.tolist(), begins.tolist(), ends.tolist(), strict=True))
+        blocks = self._files.read([(*spans[a][:2], spans[b - 1][2]) for a, b in itertools.pairwise(cuts)])
         records = []
         for block, (first, end) in zip(blocks, itertools.pairwise(cuts), strict=True):
-            origin = places[first][1]
-            for place in range(first, end):
-                shard, begin, stop = places[place]
+            origin = spans[first][1]
+            for number, (shard, begin, stop) in zip(rows[first:end].tolist(), spans[first:end], strict=True):
                 data = self._checked(block[begin - origin : stop - origin])
-                records.append(self._in_place_of(int(rows[place]), shard, begin) if data is None else data)
+                records.append(self._in_place_of(number, shard, begin) if data is None else data)
         return records
 
     def describe_change(self, fingerprint: str) -> str:
@@ -200,26 +181,26 @@ class ArrayRecords:
         return f"ArrayRecords({len(self)}, {self.fingerprint})"
 
     def __getitem__(self, number: int) -> bytes:
-        """Returns the data of a record; raises an IndexError if there is no such record."""
+        """Returns the data of a record; the errors are those of `__getitems__`."""
         return self.__getitems__([operator.index(number)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
-        """Returns the data of records.
-
-        Args:
-            numbers: of the records, in any order; -1 is the last one.
-
-        Raises:
-            IndexError: if there is no such record.
-        """
-        rows = [number + len(self) if number < 0 else number for number in map(int, numbers)]
-        if not all(0 <= row < len(self) for row in rows):
-            raise IndexError(f"A record was asked for that does not exist: there are {len(self)}, counted from 0.")
+        """Returns the data of records, in any order; raises an IndexError if there is no such record."""
+        rows = _from_zero(numbers, len(self)).tolist()
         return list(self._source.__getitems__(rows)) if rows else []
 
     def describe_change(self, fingerprint: str) -> str:
         """Returns how these records differ from those of a fingerprint, as a part of a sentence; empty: they do not."""
         return "" if fingerprint == self.fingerprint else "the records of a file have changed"
+
+
+def _from_zero(numbers: Sequence[int], count: int) -> np.ndarray:
+    """Returns numbers of records from 0; raises an IndexError if there is no such record."""
+    rows = np.asarray(numbers, np.int64)
+    rows = np.where(rows < 0, rows + count, rows)
+    if not ((rows >= 0) & (rows < count)).all():
+        raise IndexError(f"A record was asked for that does not exist: there are {count}, counted from 0.")
+    return rows
 
 
 def open_records(
@@ -254,7 +235,7 @@ def open_records(
     crc32c()
     opened = Files(paths)
     index = open_index(opened, os.path.expanduser(os.fspath(index_dir)))
-    for shard in index.shards:
+    for shard in index[0]:
         if shard.damage and on_corrupt == "raise":
             raise ValueError(
                 f"The shard {shard.path!r} is damaged: {shard.damage}; write or copy it again, or give open_records "

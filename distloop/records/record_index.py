@@ -4,8 +4,8 @@ A shard is a sequence of records, all numbers little-endian (tensorflow/core/lib
 
     uint64 length | uint32 masked CRC-32C of the length | data | uint32 masked CRC-32C of the data
 
-    index = open_index(Files(paths))
-    begin, end = index.positions[4:6]        # of record 4 of the first shard, in bytes, with its header and footer
+    shards, positions = open_index(Files(paths))
+    begin, end = positions[4:6]        # of record 4 of the first shard, in bytes, with its header and footer
 
 The file is beside the first shard, or in another directory, and belongs to one list of shards. It holds a digest of the
 checksums of each shard: a shard that was copied is not taken for another one, and one with other records is refused.
@@ -17,10 +17,9 @@ import functools
 import hashlib
 import json
 import os
-import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -60,17 +59,9 @@ class Shard(NamedTuple):
     damage: str = ""
 
 
-class Index(NamedTuple):
-    """The records of several shards.
-
-    Attributes:
-        shards: in the order given.
-        positions: the byte at which each record begins, and for each shard the end of its last one, shard after shard:
-            int64 `[records + shards]`.
-    """
-
-    shards: tuple[Shard, ...]
-    positions: np.ndarray
+# The shards, and the byte at which each record begins, and for each shard the end of its last one, shard after shard:
+# int64 [records + shards].
+Index: TypeAlias = tuple[tuple[Shard, ...], np.ndarray]
 
 
 def open_index(files: Files, directory: str = "") -> Index:
@@ -85,24 +76,30 @@ def open_index(files: Files, directory: str = "") -> Index:
         OSError: if a shard cannot be read.
     """
     path = index_path(files.paths, directory)
-    index = _load(path, files.paths)
+    stored = _load(path, files.paths)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
         stats = list(pool.map(files.stat, range(len(files.paths))))
-    newer = [i for i, stat in enumerate(stats) if index is None or index.shards[i][1:3] != stat]
-    if newer or index is None:
-        scans = scan_shards(files, newer, [stats[i] for i in newer])
-        kept = {} if index is None else _by_shard(index)
-        _require_same(kept, dict(zip(newer, scans, strict=True)), path)
-        kept |= dict(zip(newer, scans, strict=True))
-        shards, positions = zip(*(kept[i] for i in range(len(stats))), strict=True)
-        index = Index(shards, np.concatenate(positions))
-        _store(path, index)
+    scans: list[tuple[Shard, np.ndarray] | None] = [None] * len(stats)
+    if stored is not None:
+        ends = np.cumsum([shard.num_records + 1 for shard in stored[0]])
+        scans = list(zip(stored[0], np.split(stored[1], ends[:-1]), strict=True))
+    newer = [i for i, scan in enumerate(scans) if scan is None or scan[0][1:3] != stats[i]]
+    if stored is not None and not newer:
+        return stored
+    for i, scan in zip(newer, scan_shards(files, newer, [stats[i] for i in newer]), strict=True):
+        before = scans[i]
+        if before is not None and before[0].digest != scan[0].digest and not before[0].damage:
+            raise _has_changed(before[0], scan[0], path)
+        scans[i] = scan
+    shards, positions = zip(*(scan for scan in scans if scan), strict=True)
+    index = shards, np.concatenate(positions)
+    _store(path, *index)
     return index
 
 
 def index_path(paths: Sequence[str], directory: str = "") -> str:
     """Returns where the index of some shards is kept; that of another list has another name."""
-    beside = os.path.dirname(paths[0]) if is_url(paths[0]) else os.path.dirname(os.path.abspath(paths[0]))
+    beside = os.path.dirname(paths[0] if is_url(paths[0]) else os.path.abspath(paths[0]))
     directory = (directory or beside).rstrip("/")
     if is_url(directory) or is_url(paths[0]):
         names = [path.removeprefix(f"{directory}/") for path in paths]
@@ -112,24 +109,12 @@ def index_path(paths: Sequence[str], directory: str = "") -> str:
     return f"{directory}/.records-{key}.index"  # hidden, so that no pattern for shards matches it
 
 
-def _by_shard(index: Index) -> dict[int, tuple[Shard, np.ndarray]]:
-    """Returns each shard and its positions by its number."""
-    ends = np.cumsum([shard.num_records + 1 for shard in index.shards])
-    return dict(enumerate(zip(index.shards, np.split(index.positions, ends[:-1]), strict=True)))
-
-
-def _require_same(
-    kept: Mapping[int, tuple[Shard, np.ndarray]], scans: Mapping[int, tuple[Shard, np.ndarray]], path: str
-) -> None:
-    """Raises a ValueError if a shard that was scanned again holds other records; one that was damaged may."""
-    for number, (shard, _) in scans.items():
-        before = kept.get(number, (shard,))[0]
-        if before.digest != shard.digest and not before.damage:
-            raise ValueError(
-                f"The shard {shard.path!r} has changed: its index was made of {before.num_records} records in "
-                f"{before.num_bytes} bytes, and it has {shard.num_records} other ones in {shard.num_bytes} bytes; to "
-                f"go on with a run, put the old file back; to use the new one, delete {path!r}."
-            )
+def _has_changed(before: Shard, now: Shard, path: str) -> ValueError:
+    return ValueError(
+        f"The shard {now.path!r} has changed: its index was made of {before.num_records} records in "
+        f"{before.num_bytes} bytes, and it has {now.num_records} other ones in {now.num_bytes} bytes; to "
+        f"go on with a run, put the old file back; to use the new one, delete {path!r}."
+    )
 
 
 def _load(path: str, paths: Sequence[str]) -> Index | None:
@@ -145,25 +130,22 @@ def _load(path: str, paths: Sequence[str]) -> Index | None:
     except OSError as error:
         log.warning("The index %r cannot be read (%s): the headers of the shards are read again.", path, error)
         return None
+    mark, _, rest = data.partition(b"\n")
+    head, _, positions = rest.partition(b"\n")
     try:
-        first = data.index(b"\n")
-        assert data[:first] == b"%s %08x" % (_FORMAT, zlib.crc32(memoryview(data)[first:]))
-        second = data.index(b"\n", first + 1)
-        shards = parse_json(
-            data[first:second], lambda rows: tuple(Shard(path, *row) for path, row in zip(paths, rows, strict=True))
-        )
-        return Index(shards, np.frombuffer(data, "<i8", offset=second + 1))
-    except (ValueError, AssertionError):
+        if mark != _mark_of(rest):
+            raise ValueError
+        shards = parse_json(head, lambda rows: tuple(Shard(path, *row) for path, row in zip(paths, rows, strict=True)))
+        return shards, np.frombuffer(positions, "<i8")
+    except ValueError:
         log.warning("The index %r is damaged: the headers of the shards are read again.", path)
         return None
 
 
-def _store(path: str, index: Index) -> None:
+def _store(path: str, shards: Sequence[Shard], positions: np.ndarray) -> None:
     """Writes an index whole or not at all; warns if that is not possible."""
-    head = b"\n" + json.dumps([shard[1:] for shard in index.shards]).encode()
-    head += b" " * (-(len(_FORMAT) + 9 + len(head) + 1) % 8) + b"\n"  # so that the positions are aligned
-    data = head + index.positions.astype("<i8").tobytes()
-    data = b"%s %08x" % (_FORMAT, zlib.crc32(data)) + data
+    rest = b"%s\n%s" % (json.dumps([shard[1:] for shard in shards]).encode(), positions.astype("<i8").tobytes())
+    data = b"%s\n%s" % (_mark_of(rest), rest)
     try:
         if is_url(path):
             file_system(path).pipe_file(path, data)  # object stores show a file when it is whole
@@ -179,6 +161,11 @@ def _store(path: str, index: Index) -> None:
             "directory for it by open_records(..., index_dir=...).",
             *(path, error),
         )
+
+
+def _mark_of(rest: bytes) -> bytes:
+    """Returns the first line of an index, with a checksum of the rest."""
+    return b"%s %08x" % (_FORMAT, zlib.crc32(rest, zlib.crc32(b"\n")))
 
 
 @functools.cache
@@ -217,67 +204,61 @@ def scan_shards(
         ValueError: if a file is compressed, or no TFRecord.
         OSError: if one cannot be read.
     """
-    is_over = threading.Event()  # nobody waits for the other scans any more
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        jobs = zip(numbers, stats, strict=True)
-        futures = [pool.submit(_scan_shard, files, number, *stat, is_over) for number, stat in jobs]
-        try:
-            if concurrent.futures.wait(futures, _PATIENCE_SECS, concurrent.futures.FIRST_EXCEPTION).not_done:
-                num_bytes = sum(num_bytes for num_bytes, _ in stats)
-                say(f"Reading the headers of {len(futures)} shards, {num_bytes / 1e9:.1f} GB, once.")
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-            return [future.result() for future in futures]
-        finally:
-            is_over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS)
+    futures = [pool.submit(_scan_shard, files, *job) for job in zip(numbers, stats, strict=True)]
+    try:
+        if concurrent.futures.wait(futures, _PATIENCE_SECS, concurrent.futures.FIRST_EXCEPTION).not_done:
+            num_bytes = sum(num_bytes for num_bytes, _ in stats)
+            say(f"Reading the headers of {len(futures)} shards, {num_bytes / 1e9:.1f} GB, once.")
+        for future in concurrent.futures.as_completed(futures):
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _scan_shard(
-    files: Files, number: int, num_bytes: int, stamp: str, is_over: threading.Event
-) -> tuple[Shard, np.ndarray]:
+def _scan_shard(files: Files, number: int, stat: tuple[int, str]) -> tuple[Shard, np.ndarray]:
     """Returns one shard and where its records begin; small records are read through, large ones left out."""
-    path, digest, crc = files.paths[number], hashlib.blake2b(digest_size=8), crc32c()
-    block, origin = bytes(FOOTER_BYTES), -FOOTER_BYTES  # of the file, as read last; zeros are before its beginning
+    path, digest, crc, num_bytes = files.paths[number], hashlib.blake2b(digest_size=8), crc32c(), stat[0]
 
     def read(begin: int, end: int) -> bytes:
-        (data,) = files.read([(number, begin, end)])
-        if len(data) < end - begin:
+        (data,) = files.read([(number, begin, min(end, num_bytes))])
+        if len(data) < min(end, num_bytes) - begin:
             raise ValueError(f"The shard {path!r} became shorter while it was read: wait until it is written.")
         return data
 
+    block, origin = bytes(FOOTER_BYTES) + read(0, files.window_bytes), -FOOTER_BYTES  # zeros are before the beginning
     positions, damage = array.array("q", [0]), ""
-    while (begin := positions[-1]) + HEADER_BYTES <= num_bytes and not damage:
+    while (begin := positions[-1]) < num_bytes:
         first, end = begin - FOOTER_BYTES, begin + HEADER_BYTES
+        if end > num_bytes:
+            damage = "is cut off"
+            break
         if end > origin + len(block):
-            is_small = begin - positions[max(len(positions) - 2, 0)] <= files.window_bytes // _LARGE_PART
+            is_small = len(positions) > 1 and begin - positions[-2] <= files.window_bytes // _LARGE_PART
             size = max(files.window_bytes, _JOINT_BYTES) if is_small else _JOINT_BYTES
-            kept = block[first - origin :] if first < origin + len(block) else b""
-            block = kept + read(first + len(kept), min(first + size, num_bytes))
-            origin = first
-            if is_over.is_set():
-                raise concurrent.futures.CancelledError
+            block, origin = read(first, first + size), first
         joint = block[first - origin : end - origin]
         length = joint[FOOTER_BYTES:-4]
         if masked(crc(length)) != int.from_bytes(joint[-4:], "little"):
             digest.update(joint[:FOOTER_BYTES])
             damage = "has a corrupt length"
-            continue
+            break
         digest.update(joint)
-        if (following := end + int.from_bytes(length, "little") + FOOTER_BYTES) <= num_bytes:
-            positions.append(following)
-        else:
+        if (following := end + int.from_bytes(length, "little") + FOOTER_BYTES) > num_bytes:
             damage = "is cut off"
-    if positions[-1] < num_bytes:
-        damage = damage or "is cut off"
-    elif num_bytes:
-        digest.update(read(num_bytes - FOOTER_BYTES, num_bytes))
+            break
+        positions.append(following)
     num_records, end = len(positions) - 1, positions[-1]
     if damage and not end:
-        _require_records(path, read(0, min(2, num_bytes)))
-    damage = f"record {num_records}, at byte {end}, {damage}" if damage else "" if num_bytes else "it is empty"
-    shard = Shard(path, num_bytes, stamp, num_records, digest.hexdigest(), damage)
-    return shard, np.array(positions, np.int64)
+        _require_records(path, read(0, 2))
+    if damage:
+        damage = f"record {num_records}, at byte {end}, {damage}"
+    elif num_bytes:
+        digest.update(read(num_bytes - FOOTER_BYTES, num_bytes))
+    else:
+        damage = "it is empty"
+    return Shard(path, *stat, num_records, digest.hexdigest(), damage), np.array(positions, np.int64)
 
 
 def _require_records(path: str, beginning: bytes) -> None:

@@ -27,7 +27,7 @@ def test_records_are_read_by_number_from_all_files(paths, tmp_path):
     copy = pickle.loads(pickle.dumps(records))
     assert list(copy) == list(records) and repr(copy) == repr(records) == f"ArrayRecords(120, {records.fingerprint})"
     assert records.__getitems__([]) == [] and len(list(records)) == 120
-    with pytest.raises(IndexError, match="Of 120 records"):
+    with pytest.raises(IndexError, match="there are 120, counted from 0"):
         records[120]
 
 

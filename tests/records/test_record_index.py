@@ -42,15 +42,15 @@ def scanned(monkeypatch):
 
 
 def equal(index, other):
-    return index.shards == other.shards and np.array_equal(index.positions, other.positions)
+    return index[0] == other[0] and np.array_equal(index[1], other[1])
 
 
 def test_the_headers_are_read_once(paths, scanned):
     index = open_index(Files(paths))
     assert scanned == ["0.tfrecord", "1.tfrecord", "2.tfrecord"]
     assert equal(open_index(Files(paths)), index) and len(scanned) == 3
-    assert index.positions.dtype == np.int64 and len(index.positions) == 63
-    assert open_index(Files(paths)).positions.flags.aligned
+    assert index[1].dtype == np.int64 and len(index[1]) == 63
+    assert open_index(Files(paths))[1].flags.aligned
 
 
 def test_a_copied_shard_is_read_again_and_the_index_is_refreshed(paths, scanned, caplog):
@@ -83,7 +83,7 @@ def test_a_shard_with_other_records_is_named_with_what_changed_and_what_to_do(pa
 def test_another_list_of_files_has_another_index(paths, scanned):
     for files in (paths, paths[:2], paths[::-1]):
         for _ in range(2):
-            assert len(open_index(Files(files)).shards) == len(files)
+            assert len(open_index(Files(files))[0]) == len(files)
     assert len(scanned) == 8
 
 
@@ -92,7 +92,7 @@ def test_the_index_goes_with_a_directory_that_is_moved(paths, scanned, tmp_path)
     shutil.copytree(tmp_path, tmp_path / "elsewhere", copy_function=shutil.copy2)
     scanned.clear()
     moved = [str(tmp_path / "elsewhere" / os.path.basename(path)) for path in paths]
-    assert [shard.path for shard in open_index(Files(moved)).shards] == moved and not scanned
+    assert [shard.path for shard in open_index(Files(moved))[0]] == moved and not scanned
 
 
 def test_the_index_is_kept_in_another_directory_if_one_is_named(paths, scanned, tmp_path):
@@ -171,8 +171,8 @@ def test_a_million_records_open_in_a_moment(tmp_path, scanned):
     path = str(tmp_path / "many")
     write(path, [b"row"])
     index = open_index(Files([path]))
-    many = index._replace(positions=np.arange(1_000_001, dtype=np.int64))
-    record_index._store(index_path([path]), many)
+    many = index[0], np.arange(1_000_001, dtype=np.int64)
+    record_index._store(index_path([path]), *many)
     start = time.thread_time()  # of this thread, which reads the index
     assert equal(open_index(Files([path])), many)
     assert time.thread_time() - start < 0.1 and len(scanned) == 1
@@ -245,24 +245,3 @@ def test_a_line_says_what_is_read_where_it_takes_longer(tmp_path, monkeypatch, c
     monkeypatch.setattr(record_index, "_PATIENCE_SECS", 0.0)
     scan(tmp_path / "shard", window=64)
     assert capsys.readouterr().out == "distloop: Reading the headers of 1 shards, 0.0 GB, once.\n"
-
-
-def test_an_error_in_a_thread_ends_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_index, "_PATIENCE_SECS", 0.01)
-    write(tmp_path / "shard", contents(2000))
-    (tmp_path / "text").write_text("This is a text.")
-    files, reads = Files([str(tmp_path / "shard"), str(tmp_path / "text")]), []
-    stats = [files.stat(0), files.stat(1)]
-    files.window_bytes = 64
-    read, is_waiting = files.read, threading.Event()
-
-    def slow_read(ranges):
-        if ranges[0][0] == 0:
-            is_waiting.wait(0.1)  # longer than the other file takes
-            reads.append(ranges)
-        return read(ranges)
-
-    monkeypatch.setattr(files, "read", slow_read)
-    with pytest.raises(ValueError, match="text' does not begin with a TFRecord"):
-        scan_shards(files, [0, 1], stats)
-    assert len(reads) < 5
