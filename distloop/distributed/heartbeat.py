@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from distloop.distributed import liveness, output
-from distloop.distributed.liveness import Liveness, Progress, Timeouts
-from distloop.distributed.star import Star, describe_facts, shorten
+from distloop.distributed.liveness import Liveness, Progress, Timeouts, describe_facts, shorten
+from distloop.distributed.star import Star
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
@@ -70,9 +70,6 @@ class Heartbeat:
         self.step: Callable[[], int] = lambda: 0
         self._last_step = 0  # read by the sending thread: if a device hangs, reading the step may hang, too
         self._facts = describe_facts(facts, secret, secret_names)
-        self._digests: dict[int, Mapping[str, str]] = {}  # of the facts of the others, on the chief
-        self._values: dict[int, tuple[str, str]] = {}  # of the last one that was asked for, with its name
-        self._asked = ""  # the name of a fact whose value the chief needs
         self._refusal = ""  # the reason why the run cannot begin, the same on all workers
         self._missing = ""  # the workers that the chief waits for, in words
         self._is_over = False  # all workers have come to the end of their programs
@@ -81,9 +78,8 @@ class Heartbeat:
         self._pid = os.getpid()  # a fork is another process
         self._state, self._error, self._is_hang = "alive", "", False
         self._timeouts = Timeouts()
-        self._is_watching = False
         self._ending = threading.Lock()  # taken once, forever
-        self._star = Star(addresses, index, secret, self._receive, {"digests": self._facts.digests})
+        self._star = Star(addresses, index, secret, self._facts, self._receive)
         threading.Thread(target=self._send_forever, name="distloop-heartbeat", daemon=True).start()
 
     def meet(self, timeout_secs: float) -> None:
@@ -95,41 +91,34 @@ class Heartbeat:
         deadline, next_line = time.monotonic() + timeout_secs, time.monotonic() + 5
         while not self._table.has_met:
             table, now = self._table, time.monotonic()
+            missing = table.find_missing(now)
             if self._refusal:
                 self._send()
                 raise ValueError(self._refusal)
             if verdict := liveness.find_failure(table):
                 self._end(verdict.reason)
-            missing = table.name(table.find_missing(now)) or self._missing or "all others"
+            if table.index == 0 and not missing:
+                self._begin()
+                self._send()
+                return
+            names = table.name(missing) or self._missing or "all others"
             causes = "; ".join(self._star.causes.values())
             if now >= deadline:
                 raise ValueError(
-                    f"{missing} did not come within {timeout_secs:g} seconds{f' ({causes})' if causes else ''}, and "
+                    f"{names} did not come within {timeout_secs:g} seconds{f' ({causes})' if causes else ''}, and "
                     f"worker {table.index} waits no longer: look at their output, and whether each can reach the "
                     "addresses of all by TCP, or set a longer start_timeout."
                 )
             if now >= next_line:
-                output.say(f"distloop: waiting for {missing}{f'; {causes}' if causes else ''}.", 0.1)
+                output.say(f"distloop: waiting for {names}{f'; {causes}' if causes else ''}.", 0.1)
                 next_line += 30
-            if table.index == 0:
-                self._compare(now)
             time.sleep(0.05)
 
-    def _compare(self, now: float) -> None:
-        """Ends the meeting, on the chief, once all workers are there and were started alike."""
+    def _begin(self) -> None:
+        """Closes the port for TensorFlow, as all workers are there."""
         with self._table_lock:
-            if self._table.find_missing(now):
-                return
-            for i, digests in sorted(self._digests.items()):
-                name = liveness.find_difference(self._facts, digests)
-                if name is not None:
-                    self._asked = name
-                    if self._values.get(i, ("", ""))[0] == name:
-                        self._refusal = liveness.explain_difference(self._facts, name, i, self._values[i][1])
-                    return
             self._star.close_port()
-            self._table = self._table.replace(has_met=True)
-        self._send()
+            self._table = self._table._replace(has_met=True)
 
     def watch(self, hang_timeout_secs: float, join_timeout_secs: float = 0.0) -> None:
         """Starts to end this process when another worker fails or falls silent, and to report an error of this one.
@@ -139,7 +128,6 @@ class Heartbeat:
             join_timeout_secs: how long the phase JOINING may take; 0: without limit.
         """
         self._timeouts = Timeouts(hang_timeout_secs, join_timeout_secs)
-        self._is_watching = True
         original_hook = sys.excepthook
 
         def report_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -158,7 +146,6 @@ class Heartbeat:
         self._read_step()
         if self._state == "alive":
             self._state, self._error = "failed", _shorten_error(error)
-        self._is_watching = False
         self._send()
 
     def _leave(self) -> None:
@@ -172,7 +159,7 @@ class Heartbeat:
         if self._state != "alive":
             return
         self._read_step()
-        self._state, self._is_watching = "left", False
+        self._state = "left"
         self._send()
         deadline = time.monotonic() + (self._timeouts.hang_secs or _LEAVE_SECS)
         while self._has_to_stay() and time.monotonic() < deadline:
@@ -198,8 +185,8 @@ class Heartbeat:
             if now - last > liveness.SILENT_SECS:  # this process was suspended
                 progress = progress._replace(since=now)
                 with self._table_lock:
-                    self._table = self._table.replace(awake_since=now)
-            if not self._is_watching:
+                    self._table = self._table._replace(awake_since=now)
+            if self._state != "alive":
                 return
             progress = progress.advance(self._last_step, self.phase, now)
             if verdict := liveness.judge(self._table, progress, self._timeouts, now):
@@ -254,11 +241,7 @@ class Heartbeat:
         message |= {"error": self._error, "is_hang": self._is_hang}
         if table.index == 0:
             message |= {"others": table.tell(now), "has_met": table.has_met, "is_over": self._is_over}
-            if not table.has_met:
-                missing = table.name(table.find_missing(now))
-                message |= {"missing": missing, "asked": self._asked, "refusal": self._refusal}
-        elif self._asked:
-            message["value"] = [self._asked, self._facts.values.get(self._asked, str(None))]
+            message |= {"missing": table.name(table.find_missing(now))[:200], "refusal": self._refusal}
         self._star.send(message)
 
     def _receive(self, i: int, message: dict[str, Any] | None) -> None:
@@ -269,22 +252,16 @@ class Heartbeat:
                 self._table = self._table.lose(i)
             elif "state" in message:
                 self._table = self._table.receive(i, liveness.read_beat(message, now))
-            if message is None or self._table.has_met and self._table.index == 0:
-                return
-            if i:
-                if "digests" in message:
-                    self._digests[i] = {shorten(str(k), 100): str(v) for k, v in message["digests"].items()}
-                if "value" in message:
-                    self._values[i] = (str(message["value"][0]), shorten(message["value"][1], 200))
+            if message is None or self._table.index == 0:
+                if message and message.get("difference"):
+                    self._refusal = self._facts.explain_difference(i, *message["difference"])
                 return
             self._refusal = shorten(message.get("refusal", ""), 1000)
             self._missing = shorten(message.get("missing", ""), 200)
-            self._asked = str(message.get("asked", ""))
             self._is_over |= bool(message.get("is_over"))
             self._table = self._table.learn(message.get("others", {}), now)
             if message.get("has_met") and not self._table.has_met:
-                self._star.close_port()
-                self._table = self._table.replace(has_met=True)
+                self._begin()
 
 
 def _stacks() -> str:

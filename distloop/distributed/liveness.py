@@ -2,16 +2,17 @@
 
     table = table.receive(1, read_beat(message, now))
     judge(table, progress, Timeouts(hang_secs=600), now)     # None, or Verdict("worker 1 failed at step 7 ...")
+    describe_facts(settings, secret).find_difference(digests)     # a setting that another worker has otherwise
 
 The chief hears every worker. The others hear the chief, which tells them of the workers that are furthest behind, and
 why it ends: so all end for the same reason.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import hmac
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distloop.distributed.star import Facts, shorten
+from distloop.log import printable
 
 # The phases in which a worker needs all the others, and should not stand still.
 JOINING, TRAINING, GATHERING = "joining", "training", "waiting for all"
@@ -21,6 +22,7 @@ LEFT_SECS = 10.0  # the last operations of a worker that left may end this much 
 
 _STATES = ("alive", "failed", "ended", "left")
 _MOST_TOLD = 8  # workers
+HIDDEN = "***"  # in place of a secret value
 
 
 class Beat(NamedTuple):
@@ -47,13 +49,12 @@ def read_beat(fields: Mapping[str, Any], received_at: float) -> Beat:
     return Beat(state, phase, step, error, received_at, bool(fields.get("is_hang")))
 
 
-@dataclasses.dataclass(frozen=True)
-class Liveness:
+class Liveness(NamedTuple):
     """The state of all workers as this worker knows it; immutable, so that every thread reads a consistent state."""
 
     addresses: tuple[str, ...]  # host:port of every worker, the chief first
     index: int  # of this worker
-    beats: Mapping[int, Beat] = dataclasses.field(default_factory=dict)  # the last one of each worker that is known
+    beats: Mapping[int, Beat] = {}  # the last one of each worker that is known
     closed: frozenset[int] = frozenset()  # workers that have closed their connection
     has_met: bool = False  # every worker was connected
     awake_since: float = -1e9  # before, this process was suspended and could not hear
@@ -63,19 +64,15 @@ class Liveness:
         """The workers that are connected to this one: to the chief all others, to another worker the chief."""
         return (0,) if self.index else range(1, len(self.addresses))
 
-    def replace(self, **changes: Any) -> "Liveness":
-        """Returns the table with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
     def receive(self, i: int, beat: Beat) -> "Liveness":
         """Returns the table after a heartbeat of worker `i`."""
-        return self.replace(beats={**self.beats, i: beat})
+        return self._replace(beats={**self.beats, i: beat})
 
     def learn(self, others: Mapping[str, Any], now: float) -> "Liveness":
         """Returns the table after the chief told of other workers, as `tell` returns them."""
         told = {int(i): read_beat(fields, now - float(fields["silent_secs"])) for i, fields in others.items()}
         known = {i: beat for i, beat in told.items() if 0 < i < len(self.addresses) and i != self.index}
-        return self.replace(beats={i: beat for i, beat in self.beats.items() if i == 0} | known)
+        return self._replace(beats={i: beat for i, beat in self.beats.items() if i == 0} | known)
 
     def tell(self, now: float) -> dict[int, dict[str, Any]]:
         """Returns what the chief tells of the workers that are furthest behind."""
@@ -93,8 +90,8 @@ class Liveness:
     def lose(self, i: int) -> "Liveness":
         """Returns the table after worker `i` closed its connection; before all have met it may come back."""
         if self.has_met:
-            return self.replace(closed=self.closed | {i})
-        return self.replace(beats={j: beat for j, beat in self.beats.items() if j != i or beat.state != "alive"})
+            return self._replace(closed=self.closed | {i})
+        return self._replace(beats={j: beat for j, beat in self.beats.items() if j != i or beat.state != "alive"})
 
     def silent_secs(self, i: int, now: float) -> float:
         """Returns the seconds since the last heartbeat of worker `i`, during which this process was awake."""
@@ -214,16 +211,51 @@ def find_silence(table: Liveness, limit_secs: float, now: float) -> str:
     return ""
 
 
-def find_difference(facts: Facts, digests: Mapping[str, str]) -> str | None:
-    """Returns the first setting that another worker has otherwise, or one of the two has alone; None: there is none."""
-    names = sorted({*facts.digests, *digests})
-    return next((name for name in names if facts.digests.get(name) != digests.get(name)), None)
+class Facts(NamedTuple):
+    """Settings that must be the same on all workers, by name."""
+
+    digests: dict[str, str]  # can be compared by those who know the secret
+    values: dict[str, str]  # as they may be shown
+
+    def find_difference(self, digests: Mapping[str, str]) -> tuple[str, str] | None:
+        """Returns name and value of the first setting that the chief has otherwise, or one of the two has alone."""
+        names = sorted({*self.digests, *digests})
+        name = next((name for name in names if self.digests.get(name) != digests.get(name)), None)
+        return None if name is None else (name, self.values.get(name, str(None)))
+
+    def explain_difference(self, i: int, name: str, value: str) -> str:
+        """Returns the sentence about a setting that worker `i` has otherwise than the chief."""
+        here, value = self.values.get(name, str(None)), shorten(value, 200)
+        return (
+            f"Workers were started differently: {shorten(name, 100)} is {here} on worker 0 and "
+            f"{f'another {value}' if here == value else value} on worker {i}; start all with the same command."
+        )
 
 
-def explain_difference(facts: Facts, name: str, i: int, value: str) -> str:
-    """Returns the sentence about a setting that worker `i` has otherwise than the chief."""
-    here = facts.values.get(name, str(None))
-    return (
-        f"Workers were started differently: {name} is {here} on worker 0 and "
-        f"{f'another {value}' if here == value else value} on worker {i}; start all with the same command."
-    )
+def describe_facts(facts: Mapping[str, str], secret: str, secret_names: Collection[str] = ()) -> Facts:
+    """Returns settings as they are sent: digests, and values cut to fit; a secret value appears nowhere.
+
+    Without a secret of the workers a digest has no key, and who reads it can try all short values: a secret value is
+    then not compared.
+
+    Args:
+        facts: settings that must be the same on all workers, by name.
+        secret: of the workers; "": none.
+        secret_names: the settings that are compared and never shown.
+    """
+    described = Facts({}, {})
+    for name, value in facts.items():
+        compared = value if secret or name not in secret_names else HIDDEN
+        text = repr((name, compared)).encode(errors="backslashreplace")
+        digest = hmac.digest(b"distloop" + secret.encode(), text, "sha256").hex()[:16]
+        cut = shorten(value, 160)
+        described.digests[name] = digest
+        described.values[name] = HIDDEN if name in secret_names else cut if cut == value else f"{cut} ({digest})"
+    return described
+
+
+def shorten(text: str, max_bytes: int) -> str:
+    """Returns a text in one line without control characters, cut to a length in UTF-8."""
+    text = printable(text[: max_bytes + 1], keep="")
+    data = text.encode(errors="backslashreplace")
+    return text if len(data) <= max_bytes else f"{data[: max_bytes - 3].decode(errors='ignore')}..."

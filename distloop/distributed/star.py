@@ -1,6 +1,6 @@
 """Star: a TCP connection from each worker to the chief, with signed messages.
 
-    star = Star(["10.0.0.1:4000", "10.0.0.2:4000"], index=0, secret="a text that the workers share", receive=print)
+    star = Star(addresses, index=0, secret="a text that the workers share", facts=facts, receive=print)
     star.send({"state": "alive"})       # to every worker that is connected
     star.close_port()                   # all are connected, and TensorFlow takes the port
 
@@ -19,15 +19,13 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from distloop.distributed.environment import split_address
-from distloop.log import printable
+from distloop.distributed.liveness import Facts
 
-HIDDEN = "***"  # in place of a secret value
-
-_MAX_BYTES = 2**20  # of a message, and of those that wait for a process that is suspended
+_MAX_BYTES = 2**20  # of a message
 _GREET_SECS = 5.0  # that a connection and its greeting may take, and for which a worker may be silent here
 _CONNECT_AGAIN_SECS = 0.05
 _UNREACHABLE_MS = 86_400_000  # TCP ends a connection after so long without an answer; `liveness` does so earlier
@@ -42,7 +40,6 @@ class Connection:
     """One connection, whose messages are signed lines of JSON.
 
     Attributes:
-        host: of the other side, as a number.
         heard_at: when a message came last, on the monotonic clock.
     """
 
@@ -52,7 +49,7 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREACHABLE_MS)
-        self.host, self.heard_at = connected.getpeername()[0], -1e9
+        self.heard_at = -1e9
         self._socket, self._file, self._is_chief = connected, connected.makefile("rb"), is_chief
         own = f"distloop {os.urandom(16).hex()}\n".encode()
         connected.sendall(own)
@@ -65,11 +62,11 @@ class Connection:
         self._waiting, self._sending = b"", threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message without waiting for the other side; leaves it out if much waits already."""
+        """Sends a message without waiting for the other side; leaves it out if the one before still waits."""
         with self._sending, contextlib.suppress(OSError):  # `receive` notices why
-            if len(self._waiting) < _MAX_BYTES:
+            if not self._waiting:
                 text = json.dumps(message, separators=(",", ":")).encode()
-                self._waiting += self._sign(text, self._is_chief) + text + b"\n"
+                self._waiting = self._sign(text, self._is_chief) + text + b"\n"
             self._waiting = self._waiting[self._socket.send(self._waiting, socket.MSG_DONTWAIT) :]
 
     def receive(self) -> dict[str, Any]:
@@ -119,8 +116,8 @@ class Star:
         addresses: Sequence[str],
         index: int,
         secret: str,
+        facts: Facts,
         receive: Callable[[int, dict[str, Any] | None], None],
-        introduction: Mapping[str, Any] | None = None,
     ):
         """Opens the port of worker `index`; all but the chief only keep it from others, and connect.
 
@@ -128,23 +125,22 @@ class Star:
             addresses: `host:port` of every worker, the chief first.
             index: of this worker.
             secret: the same on all workers; "": none.
+            facts: the chief sends their digests, and receives the `difference` of each worker before its messages.
             receive: called in a thread with a worker and a message of it; with None once it has closed its connection.
-            introduction: what another worker than the chief sends first.
 
         Raises:
             ValueError: if an address is none, or the port is taken.
         """
         self.causes: dict[str, str] = {}
-        self._places = [split_address(address) for address in addresses]
-        self._index, self._secret, self._receive = index, secret, receive
-        self._introduction = {"worker": index, **(introduction or {})} if index else {}
+        self._hosts = [split_address(address) for address in addresses]  # with their ports
+        self._index, self._secret, self._facts, self._receive = index, secret, facts, receive
         self._connections: dict[int, Connection] = {}
         self._identifying = threading.Lock()
         try:
-            self._listener = _listen(self._places, index)
+            self._listener = _listen(self._hosts, index)
         except OSError as error:
             raise ValueError(
-                f"Port {self._places[index][1]} of worker {index} ({addresses[index]}) cannot be used "
+                f"Port {self._hosts[index][1]} of worker {index} ({addresses[index]}) cannot be used "
                 f"({str(error.strerror).partition(' (while')[0]}): is another run there? Give other ports, or end it."
             ) from None
         self._is_open = True
@@ -167,40 +163,41 @@ class Star:
     def _accept_forever(self) -> None:
         with contextlib.suppress(OSError):  # it was closed
             while self._is_open:
-                connected, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=[connected], name="distloop-star", daemon=True).start()
+                connected, address = self._listener.accept()
+                threading.Thread(
+                    target=self._serve, args=[connected, address[0]], name="distloop-star", daemon=True
+                ).start()
 
     def _connect_forever(self) -> None:
         """Connects to the chief once it listens; its name is looked up each time."""
-        host, port = self._places[0]
+        host, port = self._hosts[0]
         while self._is_open:
             try:
                 connected = socket.create_connection((host, port), timeout=_GREET_SECS)
                 if connected.getsockname() != connected.getpeername():  # else the system had picked this very port
-                    self._serve(connected)
+                    self._serve(connected, host)
             except ConnectionRefusedError:  # it has not started
                 pass
             except (OSError, UnicodeError) as error:
                 self.causes[host] = f"worker 0: {getattr(error, 'strerror', None) or error}"
             time.sleep(_CONNECT_AGAIN_SECS)
 
-    def _serve(self, connected: socket.socket) -> None:
+    def _serve(self, connected: socket.socket, host: str) -> None:
         """Hands on the messages of a connection as long as it lasts."""
-        host, connection, worker, is_closed = "", None, None, True
+        connection, worker, is_closed = None, None, True
         try:
-            host = connected.getpeername()[0]
             connection = Connection(connected, self._secret, self._index == 0)
-            connection.send(self._introduction)  # both see by it whether their secrets are the same
+            # The first message shows to both whether their secrets are the same.
+            connection.send({"worker": self._index} if self._index else {"digests": self._facts.digests})
+            first = connection.receive()
             if self._index:
+                connection.send({"difference": self._facts.find_difference(first["digests"])})
                 worker, self._connections[0] = 0, connection
+            else:
+                worker = self._identify(connection, first["worker"], host)
+            self.causes.pop(host, None)
             while True:
-                message = connection.receive()
-                if worker is None:
-                    worker = self._identify(connection, message["worker"])
-                if message:
-                    self.causes.pop(host, None)
-                    self.causes.pop(self._places[0][0], None)
-                    self._receive(worker, message)
+                self._receive(worker, connection.receive())
         except Stranger as error:
             if host in self.causes or len(self.causes) < 3:
                 self.causes[host] = f"connections of {host} do not count: {error}"
@@ -208,24 +205,17 @@ class Star:
             is_closed = isinstance(error, ConnectionError)
         except Exception:  # it has ended, or wrote what no worker writes
             pass
-        if connection is None:
-            connected.close()
-        else:
-            connection.close()
+        (connection or connected).close()
         if worker is not None and self._connections.get(worker) is connection:
             del self._connections[worker]
             if is_closed:
                 self._receive(worker, None)
 
-    def _identify(self, connection: Connection, worker: Any) -> int:
-        """Takes a connection for that of a worker.
-
-        Raises:
-            Stranger: if it is not.
-        """
-        if not self._is_open or type(worker) is not int or not 0 < worker < len(self._places):
+    def _identify(self, connection: Connection, worker: Any, host: str) -> int:
+        """Returns the worker that a connection says to be, and keeps the connection; raises `Stranger` otherwise."""
+        if not self._is_open or type(worker) is not int or not 0 < worker < len(self._hosts):
             raise Stranger("they are of no worker of this run")
-        if not self._secret and not _is_host(connection.host, self._places[worker][0]):
+        if not self._secret and not _is_host(host, self._hosts[worker][0]):
             raise Stranger("no worker has this address; with a DISTLOOP_SECRET on all, addresses do not matter")
         with self._identifying:
             before = self._connections.get(worker)
@@ -244,85 +234,50 @@ class Star:
         They would hide that the worker has died, and keep its port taken. /dev/null takes the place of each, so that
         TensorFlow's copy in the fork does not close another file.
         """
-        port, connected = self._places[self._index][1], {c.fileno() for c in self._connections.values()}
+        connected, port = {c.fileno() for c in self._connections.values()}, self._hosts[self._index][1]
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
-                if stat.S_ISSOCK(os.fstat(number).st_mode):
-                    with socket.socket(fileno=os.dup(number)) as copy:
-                        is_inet = copy.family in (socket.AF_INET, socket.AF_INET6)
-                        is_own = number in connected or (is_inet and copy.getsockname()[1] == port)
-                    if is_own:
-                        os.dup2(null, number, inheritable=False)
+                if number in connected or (stat.S_ISSOCK(os.fstat(number).st_mode) and _port(number) == port):
+                    os.dup2(null, number, inheritable=False)
         os.close(null)
 
 
-class Facts(NamedTuple):
-    """Settings that must be the same on all workers, by name."""
-
-    digests: dict[str, str]  # can be compared by those who know the secret
-    values: dict[str, str]  # as they may be shown
-
-
-def describe_facts(facts: Mapping[str, str], secret: str, secret_names: Collection[str] = ()) -> Facts:
-    """Returns settings as they are sent: digests, and values cut to fit; a secret value appears nowhere.
-
-    Without a secret of the workers a digest has no key, and who reads it can try all short values: a secret value is
-    then not compared.
-
-    Args:
-        facts: settings that must be the same on all workers, by name.
-        secret: of the workers; "": none.
-        secret_names: the settings that are compared and never shown.
-    """
-    described = Facts({}, {})
-    for name, value in facts.items():
-        compared = value if secret or name not in secret_names else HIDDEN
-        text = repr((name, compared)).encode(errors="backslashreplace")
-        digest = hmac.digest(b"distloop" + secret.encode(), text, "sha256").hex()[:16]
-        cut = shorten(value, 160)
-        described.digests[name] = digest
-        described.values[name] = HIDDEN if name in secret_names else cut if cut == value else f"{cut} ({digest})"
-    return described
-
-
-def shorten(text: str, max_bytes: int) -> str:
-    """Returns a text in one line without control characters, cut to a length in UTF-8."""
-    text = printable(text[: max_bytes + 1], keep="")
-    data = text.encode(errors="backslashreplace")
-    return text if len(data) <= max_bytes else f"{data[: max_bytes - 3].decode(errors='ignore')}..."
+def _port(number: int) -> int | None:
+    """Returns the own port of a socket; None if it has none."""
+    with socket.socket(fileno=os.dup(number)) as copy:
+        return int(copy.getsockname()[1]) if copy.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def _is_host(number: str, host: str) -> bool:
-    """Returns True if the source of a connection is an address of a host."""
-    numbers = {_number(str(line[4][0])) for line in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    """Returns whether the source of a connection is an address of a host."""
+    numbers = {_address(str(line[4][0])) for line in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     # Linux answers 127.0.1.1, to which Debian leads a machine's own name, from 127.0.0.1.
-    return _number(number) in numbers or (_number(number).is_loopback and any(n.is_loopback for n in numbers))
+    return _address(number) in numbers or (_address(number).is_loopback and any(n.is_loopback for n in numbers))
 
 
 def _is_loopback(host: str) -> bool:
-    """Returns True if a host is this machine for every machine: `localhost`, `127.0.0.1`, `::1`."""
+    """Returns whether a host is this machine for every machine: `localhost`, `127.0.0.1`, `::1`."""
     try:
-        return host == "localhost" or _number(host).is_loopback
+        return host == "localhost" or _address(host).is_loopback
     except ValueError:
         return False
 
 
-def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns an address as a number, IPv4 within IPv6 as IPv4."""
-    number = ipaddress.ip_address(host.partition("%")[0])
-    return getattr(number, "ipv4_mapped", None) or number
+def _address(number: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Returns the address that a text holds, IPv4 within IPv6 as IPv4."""
+    address = ipaddress.ip_address(number.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
 
 
-def _listen(places: Sequence[tuple[str, int]], index: int) -> socket.socket:
+def _listen(hosts: Sequence[tuple[str, int]], index: int) -> socket.socket:
     """Returns a socket on the port of a worker, on the loopback interface alone if all workers are there."""
-    host, port = places[index]
-    has_both = socket.has_dualstack_ipv6()
+    (host, port), has_both, backlog = hosts[index], socket.has_dualstack_ipv6(), len(hosts) + 64
     family = socket.AF_INET6 if has_both else socket.AF_INET
     # On every interface, as TensorFlow, which would notice too late that the port is taken.
-    listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=len(places) + 64)
-    if not all(_is_loopback(host) for host, _ in places):
+    listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=backlog)
+    if not all(_is_loopback(host) for host, _ in hosts):
         return listener
     listener.close()
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(place[:2], family=family, backlog=len(places) + 64)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=backlog)

@@ -5,8 +5,17 @@ import json
 import pytest
 
 from distloop.distributed import liveness
-from distloop.distributed.liveness import GATHERING, JOINING, TRAINING, Beat, Liveness, Progress, Timeouts, Verdict
-from distloop.distributed.star import describe_facts
+from distloop.distributed.liveness import (
+    GATHERING,
+    JOINING,
+    TRAINING,
+    Beat,
+    Liveness,
+    Progress,
+    Timeouts,
+    Verdict,
+    describe_facts,
+)
 
 NOW = 1000.0
 
@@ -18,7 +27,7 @@ def beat(**fields):
 def table(*beats, **fields):
     """Returns the table of worker 0 of three; `beats` are of workers 1 and 2, None if never heard."""
     known = {i: one for i, one in enumerate(beats, start=1) if one is not None}
-    return Liveness(("a:1", "b:2", "c:3"), 0, known, has_met=True).replace(**fields)
+    return Liveness(("a:1", "b:2", "c:3"), 0, known, has_met=True)._replace(**fields)
 
 
 def judge(table, now=NOW, *, phase=TRAINING, since=NOW, timeouts=(0.0, 0.0)):
@@ -165,8 +174,8 @@ def test_what_is_no_heartbeat_raises(wrong):
 )
 def test_a_setting_that_differs_is_named_with_both_values(mine, theirs, sentence):
     here, there = (describe_facts(facts, "secret", {"--token"}) for facts in (mine, theirs))
-    name = liveness.find_difference(here, there.digests)
-    assert (name is None) == (sentence is None)
-    if name is not None:
-        text = liveness.explain_difference(here, name, 2, there.values.get(name, "None"))
+    difference = there.find_difference(here.digests)
+    assert (difference is None) == (sentence is None)
+    if difference is not None:
+        text = here.explain_difference(2, *difference)
         assert text.startswith(f"Workers were started differently: {sentence}")
