@@ -37,7 +37,7 @@ from typing import NoReturn
 
 from distloop.distributed import environment
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import children, elastic, ports, processes, ray_actors
+from distloop.launcher import children, elastic, processes, ray_actors
 from distloop.log import printable
 
 FIRST_PORT = 12345  # of each host, with --hosts
@@ -64,80 +64,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         if options.parent is not None:
             children.end_with(options.parent)
-        settings = elastic.Settings(
-            options.least, options.most, options.max_restarts, options.grace_secs, options.wait_secs
+        plan = elastic.MembershipPlan(
+            options.least, options.most, options.max_restarts, options.wait_secs, options.grace_secs
         )
         if options.ray:
-            return _run_in_ray(options, settings)
+            return _run_in_ray(options, plan)
         _choose_cores(options, has_gpus=any(_choose_gpus(options)))
         with processes.Guard() as guard:
-            return elastic.run(settings, functools.partial(_start, options, guard), processes.Signals())
+            return elastic.run(plan, functools.partial(_start, options, guard), processes.Signals())
     except ValueError as error:
         print(printable(f"distloop.launch: {error}"), file=sys.stderr)
         return 2
 
 
-def _run_in_ray(options: argparse.Namespace, settings: elastic.Settings) -> int:
+def _run_in_ray(options: argparse.Namespace, plan: elastic.MembershipPlan) -> int:
     """Runs the workers in Ray, which counts the cores and GPUs."""
     with ray_actors.Actors(options.most, options.cores_per_worker or 1, options.devices_per_worker or 1) as cluster:
         signals = processes.Signals()  # in place of Ray's handlers
         if number := cluster.gather(options.least, signals):
             return 128 + number
-        return elastic.run(settings, functools.partial(_start_in_ray, options, cluster), signals, cluster.there)
+        return elastic.run(plan, functools.partial(_start_in_ray, options, cluster), signals, cluster.there)
 
 
 def _start_in_ray(
     options: argparse.Namespace,
     cluster: ray_actors.Actors,
-    change: elastic.Change,
+    membership: Membership,
     places: Sequence[int],
     notes: Notes,
 ) -> list[processes.Process]:
     """Starts the workers of a membership, each in an actor."""
-    addresses = [cluster.address(place) for place in places]
-    threads = (
-        _thread_variables(len(places), 1, range(options.cores_per_worker or 0)) if options.cores_per_worker else {}
-    )
+    addresses, cores = [cluster.address(place) for place in places], range(options.cores_per_worker or 0)
+    threads = _thread_variables(len(places), 1, cores) if cores else {}
     workers = []
     for i, place in enumerate(places):
-        told = _tell(options, change, i, (0, 0))
         variables = {**_HUGE_PAGES, **threads, **_cluster_variables(options, i, addresses)}
-        workers.append(cluster.start(place, _command(options)[1:], told, variables, notes))
+        workers.append(cluster.start(place, _command(options)[1:], membership._replace(worker=i), variables, notes))
     return workers
 
 
 def _start(
-    options: argparse.Namespace, guard: processes.Guard, change: elastic.Change, places: Sequence[int], notes: Notes
+    options: argparse.Namespace, guard: processes.Guard, membership: Membership, places: Sequence[int], notes: Notes
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
-    count = len(places)
-    options = argparse.Namespace(**{**vars(options), "workers": count})
+    options = argparse.Namespace(**{**vars(options), "workers": len(places)})
     addresses, gpus = _choose_addresses(options), _choose_gpus(options)
     core_lists = _choose_cores(options, has_gpus=any(gpus))
     workers = []
-    for i in range(count):
-        told = _tell(options, change, options.first_index + i, notes.pipe)
-        variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | told.variables()
+    for i in range(len(places)):
+        membership = membership._replace(worker=options.first_index + i)
+        variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | membership.variables()
         process = processes.Process(
-            *(told.worker, _command(options), variables),
+            *(membership.worker, _command(options), variables),
             cores=core_lists[i],
             guard=guard,
             descriptors=[notes.write_end],
         )
         workers.append(process)
     return workers
-
-
-def _tell(options: argparse.Namespace, change: elastic.Change, worker: int, pipe: tuple[int, int]) -> Membership:
-    """Returns what a worker is told about the membership that follows a change."""
-    return Membership(
-        launch=options.launch,
-        least=options.least,
-        most=options.most,
-        worker=worker,
-        pipe=pipe,
-        **change._asdict(),
-    )
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -240,7 +224,6 @@ def _complete_workers(options: argparse.Namespace) -> None:
     options.least, options.most, options.workers = least, most, most
     if options.max_restarts is None:
         options.max_restarts = 3 if least < most else 0
-    options.launch = secrets.token_hex(4)
 
 
 def _check_program(program: list[str]) -> None:
@@ -278,7 +261,7 @@ def _complete_hosts(options: argparse.Namespace) -> None:
         )
     options.hosts, options.first_index = hosts, (options.host_index or 0) * options.workers
     for i in range(options.workers if hosts else 0):
-        if not ports.is_free(options.port + i):
+        if not environment.is_free(options.port + i):
             raise ValueError(
                 f"port {options.port + i} is taken on this host, but worker {options.first_index + i} is to have it: "
                 "give another --port, the same on every host, or end what listens there."
@@ -296,7 +279,7 @@ def _choose_addresses(options: argparse.Namespace) -> list[str]:
     """Returns the address of every worker; without --hosts, new random ports at every call."""
     if options.hosts:
         return [f"{host}:{options.port + i}" for host in options.hosts for i in range(options.workers)]
-    return [f"127.0.0.1:{port}" for port in ports.choose(options.workers)]
+    return [f"127.0.0.1:{port}" for port in environment.choose_ports(options.workers)]
 
 
 def _choose_gpus(options: argparse.Namespace) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The workers of a run, read from TF_CONFIG or the variables of a Slurm step, and the cores of this machine.
+"""The workers of a run, read from TF_CONFIG or the variables of a Slurm step; cores and free ports of this machine.
 
     cluster = environment.find_cluster()        # None: this process is alone
     cluster.addresses, cluster.index            # ("n8:10000", "n9:10001"), 0
@@ -14,7 +14,9 @@ import ipaddress
 import itertools
 import json
 import os
+import random
 import re
+import socket
 from typing import Any
 
 _MIN_SECRET_CHARS = 16
@@ -187,6 +189,26 @@ def check_gpus_of_tasks(num_visible_gpus: int) -> None:
 def count_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_ports(count: int) -> list[int]:
+    """Returns random free ports of this host.
+
+    They are below the range from which the system picks ports: TensorFlow listens seconds from now, and until then such
+    a port may go to any connection, even to that of a worker that tries to reach it.
+    """
+    return list(itertools.islice(filter(is_free, random.sample(range(10_000, 32_768), 5_000)), count))
+
+
+def is_free(port: int) -> bool:
+    """Returns whether nobody listens on a port, on any address of this host."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow: closed connections do not count
+        try:
+            probe.bind(("", port))  # on every address, as TensorFlow does
+        except OSError:
+            return False
+        return True
 
 
 def split_cores(parts: int, size: int | None = None) -> list[list[int]]:

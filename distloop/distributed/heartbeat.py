@@ -97,7 +97,7 @@ class Heartbeat:
                 raise ValueError(self._refusal)
             if verdict := liveness.find_failure(table):
                 self._end(verdict.reason)
-            if table.index == 0 and not missing:
+            if table.worker == 0 and not missing:
                 self._begin()
                 self._send()
                 return
@@ -106,7 +106,7 @@ class Heartbeat:
             if now >= deadline:
                 raise ValueError(
                     f"{names} did not come within {timeout_secs:g} seconds{f' ({causes})' if causes else ''}, and "
-                    f"worker {table.index} waits no longer: look at their output, and whether each can reach the "
+                    f"worker {table.worker} waits no longer: look at their output, and whether each can reach the "
                     "addresses of all by TCP, or set a longer start_timeout."
                 )
             if now >= next_line:
@@ -171,7 +171,7 @@ class Heartbeat:
         """Returns whether a worker runs that can be heard: the chief looks, the others wait for its word."""
         table, now = self._table, time.monotonic()
         audible = [table.beats[i] for i in table.heard if not table.is_silent(i, now)]
-        if table.index:
+        if table.worker:
             return not self._is_over and any(beat.state in ("alive", "left") for beat in audible)
         return any(beat.state == "alive" for beat in audible)
 
@@ -208,7 +208,7 @@ class Heartbeat:
         """Ends the process at once: the main thread may hang in a collective that never completes."""
         self._ending.acquire()  # a second thread waits here for the end
         try:
-            place = f"worker {self._table.index} (step {self._last_step}, {self.phase})"
+            place = f"worker {self._table.worker} (step {self._last_step}, {self.phase})"
             self._state, self._error, self._is_hang = "ended", reason, with_stacks
             self._send()
             line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {place} ends, too."
@@ -239,7 +239,7 @@ class Heartbeat:
         table, now = self._table, time.monotonic()
         message: dict[str, Any] = {"state": self._state, "phase": self.phase, "step": self._last_step}
         message |= {"error": self._error, "is_hang": self._is_hang}
-        if table.index == 0:
+        if table.worker == 0:
             message |= {"others": table.tell(now), "has_met": table.has_met, "is_over": self._is_over}
             message |= {"missing": table.name(table.find_missing(now))[:200], "refusal": self._refusal}
         self._star.send(message)
@@ -252,7 +252,7 @@ class Heartbeat:
                 self._table = self._table.lose(i)
             elif "state" in message:
                 self._table = self._table.receive(i, liveness.read_beat(message, now))
-            if message is None or self._table.index == 0:
+            if message is None or self._table.worker == 0:
                 if message and message.get("difference"):
                     self._refusal = self._facts.explain_difference(i, *message["difference"])
                 return

@@ -53,7 +53,7 @@ class Liveness(NamedTuple):
     """The state of all workers as this worker knows it; immutable, so that every thread reads a consistent state."""
 
     addresses: tuple[str, ...]  # host:port of every worker, the chief first
-    index: int  # of this worker
+    worker: int  # the index of this one
     beats: Mapping[int, Beat] = {}  # the last one of each worker that is known
     closed: frozenset[int] = frozenset()  # workers that have closed their connection
     has_met: bool = False  # every worker was connected
@@ -62,7 +62,7 @@ class Liveness(NamedTuple):
     @property
     def heard(self) -> Sequence[int]:
         """The workers that are connected to this one: to the chief all others, to another worker the chief."""
-        return (0,) if self.index else range(1, len(self.addresses))
+        return (0,) if self.worker else range(1, len(self.addresses))
 
     def receive(self, i: int, beat: Beat) -> "Liveness":
         """Returns the table after a heartbeat of worker `i`."""
@@ -71,7 +71,7 @@ class Liveness(NamedTuple):
     def learn(self, others: Mapping[str, Any], now: float) -> "Liveness":
         """Returns the table after the chief told of other workers, as `tell` returns them."""
         told = {int(i): read_beat(fields, now - float(fields["silent_secs"])) for i, fields in others.items()}
-        known = {i: beat for i, beat in told.items() if 0 < i < len(self.addresses) and i != self.index}
+        known = {i: beat for i, beat in told.items() if 0 < i < len(self.addresses) and i != self.worker}
         return self._replace(beats={i: beat for i, beat in self.beats.items() if i == 0} | known)
 
     def tell(self, now: float) -> dict[int, dict[str, Any]]:
@@ -178,7 +178,7 @@ def judge(table: Liveness, progress: Progress, timeouts: Timeouts, now: float) -
         )
     if progress.phase != JOINING and 0 < timeouts.hang_secs < still_secs:
         return Verdict(
-            f"no step has ended for hang_timeout={timeouts.hang_secs:g} seconds; worker {table.index} is at step "
+            f"no step has ended for hang_timeout={timeouts.hang_secs:g} seconds; worker {table.worker} is at step "
             f"{progress.step} ({progress.phase}), {table.describe_others(now)}",
             is_hang=True,
         )

@@ -1,41 +1,27 @@
-"""Elastic runs: starts one membership after another, each from the newest checkpoint, until the run ends.
+"""Elastic runs: decides how many workers start next, and starts one membership after another until the run ends.
 
-    settings = Settings(least=1, most=3, max_restarts=3, grace_secs=10, wait_secs=600)
-    code = run(settings, start, processes.Signals())    # start(change, places, notes) returns running processes
+    plan = MembershipPlan(least=1, most=3, max_restarts=3)
+    code = run(plan, start, processes.Signals())    # start(membership, places, notes) returns running processes
 
-`membership` decides how many workers run next; this module waits, starts and prints. It does not know flags.
+A membership is a set of workers that start together, with one number, each from the newest checkpoint. A place is where
+one of them runs; the place of a worker that fell is empty for a time. No module but this one knows when workers start;
+how they start and end is in `processes`, what they tell in `notes`.
 """
 
 import dataclasses
 import functools
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
-from distloop.distributed.notes import Notes
+from distloop.distributed.notes import Membership, Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 from distloop.launcher import processes
-from distloop.launcher.membership import MembershipPlan
 
-
-class Change(NamedTuple):
-    """Why and when the membership before ended.
-
-    Attributes:
-        number: of the membership that follows, from 1.
-        cause: why; "": there was none before.
-        fell_at: when its first worker ended; Unix, seconds.
-        ended_at: when its last one did.
-        started_at: when there were places for the next.
-    """
-
-    number: int
-    cause: str = ""
-    fell_at: float = 0.0
-    ended_at: float = 0.0
-    started_at: float = 0.0
-
+_FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
+_LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its place is the first one again
+_LOOK_SECS = 1.0  # after which is looked again which places are there
 
 # The phases of `notes.phases`, by what the time was spent on.
 _DOING = {
@@ -47,102 +33,176 @@ _DOING = {
     "traced": "tracing",
 }
 
-Start = Callable[[Change, Sequence[int], Notes], Sequence[processes.Process]]
+Start = Callable[[Membership, Sequence[int], Notes], Sequence[processes.Process]]
 There = Callable[[], Collection[int]]
 
-_LOOK_SECS = 1.0  # after which is looked again which places are there
 
-
-class Settings(NamedTuple):
-    """How a run is started again.
+@dataclasses.dataclass(frozen=True)
+class MembershipPlan:
+    """How a run is started again, its places, and how often it was started again; immutable, without a clock.
 
     Attributes:
         least: workers without which the run waits.
-        most: workers to start with, and to come back to.
-        max_restarts: how often it starts again after crashes while no newer checkpoint appears.
+        most: workers to start with, and to come back to: the number of places, of which some may be empty for a time.
+        max_restarts: how often the run starts again after crashes while no newer checkpoint appears.
+        wait_secs: how long the run waits for `least` workers.
         grace_secs: time from SIGTERM to SIGKILL for workers that are stopped.
-        wait_secs: how long it waits for `least` workers.
+        sizes: numbers of workers that the run says it can have; empty: any.
+        back_at: when each place was or is there again, in seconds on a monotonic clock.
+        pauses: how long each place is empty after its next fall, in seconds.
+        step: the latest from which a membership went on; -1: none has trained.
+        restarts: crashes since the first one that went on from there.
+        start_secs: how long workers took to start, the last time that they came to train.
     """
 
     least: int
     most: int
-    max_restarts: int
-    grace_secs: float
-    wait_secs: float
+    max_restarts: int = 0
+    wait_secs: float = 600.0
+    grace_secs: float = 10.0
+    sizes: tuple[int, ...] = ()
+    back_at: tuple[float, ...] = ()
+    pauses: tuple[float, ...] = ()
+    step: int = -1
+    restarts: int = 0
+    start_secs: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.back_at:
+            object.__setattr__(self, "back_at", (-math.inf,) * self.most)
+            object.__setattr__(self, "pauses", (_FIRST_PAUSE_SECS,) * self.most)
 
     @property
     def is_elastic(self) -> bool:
         """Whether the number of workers may change."""
         return self.least < self.most
 
+    @property
+    def allowed(self) -> list[int]:
+        """The numbers of workers that the run can have, in ascending order."""
+        return [n for n in range(self.least, self.most + 1) if not self.sizes or n in self.sizes]
 
-def run(settings: Settings, start: Start, signals: processes.Signals, there: There | None = None) -> int:
+    @property
+    def soon_secs(self) -> float:
+        """How long a place may still be empty that counts as there: in an elastic run, as long as workers start.
+
+        To take it in later would cost another start. After a second crash without a newer checkpoint it is 0, as what
+        broke may stay broken.
+        """
+        return self.start_secs if self.is_elastic and self.restarts <= 1 else 0.0
+
+    def there(self, now: float) -> list[int]:
+        """Returns the places that are there, or soon."""
+        return [place for place, back_at in enumerate(self.back_at) if back_at - self.soon_secs <= now]
+
+    def size(self, now: float) -> int:
+        """Returns the number of workers to start; 0 if there are too few places."""
+        return max((n for n in self.allowed if n <= len(self.there(now))), default=0)
+
+    def grows_at(self, size: int) -> float:
+        """Returns when there are places for more workers than `size`; inf: never."""
+        more = next((n for n in self.allowed if n > size), None)
+        return math.inf if more is None else sorted(self.back_at)[more - 1]
+
+    def starts_at(self) -> float:
+        """Returns when the next membership can start; inf: never."""
+        return self.grows_at(0) - self.soon_secs
+
+    def only(self, there: There | None) -> "MembershipPlan":
+        """Returns the plan in which places that are not there never come."""
+        if there is None:
+            return self
+        present = there()
+        back_at = tuple(at if place in present else math.inf for place, at in enumerate(self.back_at))
+        return dataclasses.replace(self, back_at=back_at)
+
+    def lose(self, places: Sequence[int], now: float) -> "MembershipPlan":
+        """Returns the plan after workers have fallen, whose places are empty for a time."""
+        back_at, pauses = list(self.back_at), list(self.pauses)
+        for place in places:
+            if now - back_at[place] > _LASTING_SECS:
+                pauses[place] = _FIRST_PAUSE_SECS
+            back_at[place] = now + pauses[place]
+            pauses[place] = min(2 * pauses[place], _LAST_PAUSE_SECS)
+        return dataclasses.replace(self, back_at=tuple(back_at), pauses=tuple(pauses))
+
+    def begin(self, step: int | None, start_secs: float = 0.0) -> "MembershipPlan":
+        """Returns the plan once a membership went on from a step; None: it did not come so far."""
+        if step is None:
+            return self
+        plan = dataclasses.replace(self, start_secs=start_secs or self.start_secs)
+        return dataclasses.replace(plan, step=step, restarts=0) if step > self.step else plan
+
+    def crash(self) -> "MembershipPlan":
+        """Returns the plan after a crash."""
+        return dataclasses.replace(self, restarts=self.restarts + 1)
+
+
+def run(plan: MembershipPlan, start: Start, signals: processes.Signals, there: There | None = None) -> int:
     """Runs memberships until the run ends, and returns its exit code.
 
     Args:
-        settings: how the run is started again.
-        start: starts a worker in each of these places after a change; they tell notes.
+        plan: how the run is started again.
+        start: starts a worker of a membership in each of these places; they tell notes.
         signals: to the launcher.
-        there: returns the places that there are now, of `settings.most`; None: all.
+        there: returns the places that there are now, of `plan.most`; None: all.
     """
-    plan, change = MembershipPlan(settings.least, settings.most), Change(1)
+    membership = Membership(1, secrets.token_hex(4), plan.least, plan.most, cause="", worker=0, pipe=(0, 0))
     while True:
-        code = _wait_for_places(plan, settings, signals, there)
+        code = _wait_for_places(plan, signals, there)
         if code is not None:
             return code
-        now, present = time.monotonic(), _without_missing(plan, there)
+        now, present = time.monotonic(), plan.only(there)
         places = present.there(now)[: present.size(now)]
         if not places:  # one has just gone
             continue
-        if change.cause and settings.is_elastic:
-            say_membership(plan, change.number, len(places), change.cause)
-        notes = Notes(functools.partial(say_phases, change.number) if settings.is_elastic else None)
-        workers = start(change._replace(started_at=time.time()), places, notes)
-        outcome = _run_membership(plan, settings, workers, signals, notes, there)
+        number, is_first = membership.number, not membership.cause
+        if plan.is_elastic and not is_first:
+            sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
+            processes.log(f"membership {number} has {len(places)} of {plan.most} workers{sizes}: {membership.cause}.")
+        notes = Notes(functools.partial(say_phases, number) if plan.is_elastic else None)
+        workers = start(membership._replace(started_at=time.time(), pipe=notes.pipe), places, notes)
+        outcome = _run_membership(plan, workers, signals, notes, there)
         notes.close()
         plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step, notes.start_secs)
-        plan, cause, code = conclude(settings, plan, outcome, name_workers(outcome.leavers))
+        plan, cause, code = conclude(plan, outcome)
         if code is not None:
             return code
         lost = sorted({*outcome.fallen, *outcome.leavers}) or range(len(places) if outcome.is_crash else 0)
         plan = plan.lose([places[i] for i in lost], time.monotonic())
-        if notes.step is None and change.cause:  # nobody has noted the change before
-            cause = f"{change.cause}; then {cause}"
-        change = Change(change.number + 1, cause, outcome.fell_at, time.time())
+        if notes.step is None and not is_first:  # nobody has noted the change before
+            cause = f"{membership.cause}; then {cause}"
+        membership = membership._replace(number=number + 1, cause=cause, fell_at=outcome.fell_at, ended_at=time.time())
 
 
-def conclude(
-    settings: Settings, plan: MembershipPlan, outcome: processes.GroupEnd, leavers: str
-) -> tuple[MembershipPlan, str, int | None]:
+def conclude(plan: MembershipPlan, outcome: processes.GroupEnd) -> tuple[MembershipPlan, str, int | None]:
     """Returns what follows from the end of a membership: the plan, the cause of the next one, an exit code or None.
 
     Args:
-        settings: how the run is started again.
         plan: of the membership, which knows from which step it went on.
         outcome: how it ended.
-        leavers: who was asked to leave; empty: nobody.
     """
     if outcome.code == 0 or outcome.is_last:
         return plan, "", outcome.code
     if outcome.is_crash:
         plan = plan.crash()
         # An error before any step, such as a wrong flag, would come again; one in the number of workers will not.
-        is_wrong = settings.is_elastic and plan.step < 0 and outcome.code < 128 and not plan.sizes
-        if is_wrong or not plan.allowed or plan.restarts > settings.max_restarts:
-            if settings.is_elastic:
+        is_wrong = plan.is_elastic and plan.step < 0 and outcome.code < 128 and not plan.sizes
+        if is_wrong or not plan.allowed or plan.restarts > plan.max_restarts:
+            if plan.is_elastic:
                 processes.log(_explain_end(plan))
             return plan, outcome.cause, outcome.code
         return plan, outcome.cause, None
     if outcome.has_left_for_more:
         return plan, "there are places for more", None
-    if settings.is_elastic and leavers:
-        return plan, f"{leavers} asked to leave", None
+    if plan.is_elastic and outcome.leavers:
+        names, are_several = ", ".join(map(str, sorted(outcome.leavers))), len(outcome.leavers) > 1
+        return plan, f"worker{'s' * are_several} {names} {'were' if are_several else 'was'} asked to leave", None
     return plan, "", outcome.code
 
 
 def _run_membership(
     plan: MembershipPlan,
-    settings: Settings,
     workers: Sequence[processes.Process],
     signals: processes.Signals,
     notes: Notes,
@@ -152,18 +212,12 @@ def _run_membership(
 
     def leaves_at() -> float:
         """Returns when the workers make room for more: once they have trained for as long as a start takes."""
-        if not settings.is_elastic or notes.began_at is None:
+        if not plan.is_elastic or notes.began_at is None:
             return math.inf
-        grows_at = _without_missing(dataclasses.replace(plan, sizes=notes.sizes), there).grows_at(len(workers))
+        grows_at = dataclasses.replace(plan, sizes=notes.sizes).only(there).grows_at(len(workers))
         return max(grows_at, notes.began_at + notes.start_secs)
 
-    return processes.Group(workers, signals, settings.grace_secs, notes, leaves_at).wait()
-
-
-def say_membership(plan: MembershipPlan, number: int, count: int, cause: str) -> None:
-    """Prints with how many workers a run goes on, and why."""
-    sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
-    processes.log(f"membership {number} has {count} of {plan.most} workers{sizes}: {cause}.")
+    return processes.Group(workers, signals, plan.grace_secs, notes, leaves_at).wait()
 
 
 def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
@@ -174,32 +228,23 @@ def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
     )
 
 
-def _without_missing(plan: MembershipPlan, there: There | None) -> MembershipPlan:
-    """Returns the plan in which places that are not there never come."""
-    if there is None:
-        return plan
-    present = there()
-    back_at = tuple(at if place in present else math.inf for place, at in enumerate(plan.back_at))
-    return dataclasses.replace(plan, back_at=back_at)
-
-
-def _wait_for_places(
-    plan: MembershipPlan, settings: Settings, signals: processes.Signals, there: There | None
-) -> int | None:
+def _wait_for_places(plan: MembershipPlan, signals: processes.Signals, there: There | None) -> int | None:
     """Waits until there are places for the least number of workers; returns an exit code if the run is to end."""
     now, said = time.monotonic(), ""
-    ends_at = now + settings.wait_secs if settings.is_elastic else math.inf
-    while (secs := (present := _without_missing(plan, there)).starts_at() - now) > 0:
-        left_secs, count = ends_at - now, _count_places(present, now)
+    ends_at = now + plan.wait_secs if plan.is_elastic else math.inf
+    while (secs := (present := plan.only(there)).starts_at() - now) > 0:
+        left_secs, count = ends_at - now, count_workers(len(present.there(now)))
+        count = f"there were places for {count}, and {plan.allowed[0]} are needed"
         if left_secs <= 0:
             processes.log(
-                f"for {settings.wait_secs:g} s {count}: the run ends, and the same command goes on from its newest "
+                f"for {plan.wait_secs:g} s {count}: the run ends, and the same command goes on from its newest "
                 "checkpoint."
             )
             return SAVED_EXIT_CODE
-        restart = f" (restart {plan.restarts} of {settings.max_restarts})" if plan.restarts else ""
-        coming = f"{_count(present.size(now + secs), settings)} in {secs:.2g} s{restart}"
-        line = f"{count}: waiting for more" if secs == math.inf else coming
+        size = count_workers(present.size(now + secs))
+        coming = f"there are places for {size}" if plan.is_elastic else "all workers start again"
+        restart = f" (restart {plan.restarts} of {plan.max_restarts})" if plan.restarts else ""
+        line = f"{count}: waiting for more" if secs == math.inf else f"{coming} in {secs:.2g} s{restart}"
         if line != said if secs == math.inf else not said:
             processes.log(f"{line}.")
         said = line
@@ -210,17 +255,9 @@ def _wait_for_places(
     return None
 
 
-def _count_places(plan: MembershipPlan, now: float) -> str:
-    return f"there were places for {count_workers(len(plan.there(now)))}, and {plan.allowed[0]} are needed"
-
-
 def count_workers(count: int) -> str:
     """Returns `1 worker` or `2 workers`."""
     return f"{count} worker{'' if count == 1 else 's'}"
-
-
-def _count(workers: int, settings: Settings) -> str:
-    return f"there are places for {count_workers(workers)}" if settings.is_elastic else "all workers start again"
 
 
 def _explain_end(plan: MembershipPlan) -> str:
@@ -230,9 +267,3 @@ def _explain_end(plan: MembershipPlan) -> str:
         f"the run ends, as {plan.restarts} crashes since step {plan.step} left no newer checkpoint: look at what the "
         "workers printed, or set a smaller checkpoint_every or a larger --max_restarts."
     )
-
-
-def name_workers(workers: Collection[int]) -> str:
-    """Returns `worker 1 was` or `workers 1, 2 were`; empty without any."""
-    names = ", ".join(map(str, sorted(workers)))
-    return f"worker{'s' * (len(workers) > 1)} {names} {'were' if len(workers) > 1 else 'was'}" if workers else ""

@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from distloop.distributed import output
+from distloop.distributed import environment, output
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import children, ports, processes
+from distloop.launcher import children, processes
 
 _LOOK_SECS = 0.5  # that an actor waits for something to tell
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
@@ -110,7 +110,7 @@ class Place:
 
         if not self._address:
             host = ray.util.get_node_ip_address()
-            self._address = f"{f'[{host}]' if ':' in host else host}:{ports.choose(1)[0]}"
+            self._address = f"{f'[{host}]' if ':' in host else host}:{environment.choose_ports(1)[0]}"
         if self._worker is None:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None

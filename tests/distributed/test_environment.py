@@ -1,7 +1,8 @@
-"""The cluster that TF_CONFIG or a Slurm step describes, and the cores of this machine."""
+"""The cluster that TF_CONFIG or a Slurm step describes; cores and free ports of this machine."""
 
 import json
 import os
+import socket
 import subprocess
 import textwrap
 
@@ -286,3 +287,15 @@ def test_without_a_topology_parts_go_by_number(monkeypatch):
 def test_parts_are_empty_if_the_system_cannot_bind(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity")
     assert environment.split_cores(2) == [[], []]
+
+
+def test_ports_are_free_each_once_and_below_those_that_the_system_picks():
+    chosen = environment.choose_ports(20)
+    assert len(set(chosen)) == 20 and all(10_000 <= port < 32_768 for port in chosen)
+    assert environment.choose_ports(20) != chosen and all(map(environment.is_free, chosen))
+
+
+def test_a_port_on_which_somebody_listens_is_not_free():
+    (port,) = environment.choose_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not environment.is_free(port)

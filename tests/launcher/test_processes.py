@@ -15,7 +15,7 @@ import pytest
 from distloop import launch as launcher
 from distloop.distributed import heartbeat, output
 from distloop.distributed.preemption import EXIT_CODE
-from distloop.launcher import membership, processes
+from distloop.launcher import elastic, processes
 
 pytestmark = pytest.mark.slow
 
@@ -177,9 +177,9 @@ def test_a_progress_bar_is_shown_every_few_seconds(launch, write):
 def patched(**constants):
     """Returns the launcher's command with other constants in its modules."""
     lines = ["import sys", "from distloop import launch", "from distloop.distributed import output"]
-    lines.append("from distloop.launcher import membership, processes")
+    lines.append("from distloop.launcher import elastic, processes")
     for name, value in constants.items():
-        module = next(module for module in (launcher, membership, output, processes) if hasattr(module, name))
+        module = next(module for module in (launcher, elastic, output, processes) if hasattr(module, name))
         lines.append(f"{module.__name__.rpartition('.')[2]}.{name} = {value}")
     return [sys.executable, "-c", "; ".join([*lines, "sys.exit(launch.main())"])]
 

@@ -14,7 +14,7 @@ import sys
 import types
 
 from distloop import launch
-from distloop.launcher import children, membership
+from distloop.launcher import children, elastic
 from tests import forked
 
 
@@ -54,6 +54,6 @@ def _popen(command, **settings):
 
 
 if __name__ == "__main__":
-    membership._FIRST_PAUSE_SECS = float(os.environ.get("NEMESIS_PAUSE_SECS", 1))
+    elastic._FIRST_PAUSE_SECS = float(os.environ.get("NEMESIS_PAUSE_SECS", 1))
     children.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": _popen})
     sys.exit(launch.main())
