@@ -128,7 +128,9 @@ class Fit:
     def delivering(self) -> Deliveries:
         """Returns a context in which the user's writers are open."""
         are_used = self._is_chief and not self.config.fast_dev_run
-        self._deliveries = Deliveries(self.writers if are_used else (), self.config.local_workdir, self.checkpoints.run)
+        writers, workdir = self.writers if are_used else (), self.config.local_workdir
+        files = functools.partial(left_files, self.config.workdir, self.actions)
+        self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, files)
         return self._deliveries.open(self._step, flags.run_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager
@@ -185,8 +187,7 @@ class Fit:
             self._finish()
 
     def _finish(self) -> None:
-        """Hands what the run has left to writers, and restores the best checkpoint if an action asks for it."""
-        self._deliveries.write_files(functools.partial(left_files, self.config.workdir, self.actions))
+        """Restores the best checkpoint if an action asks for it."""
         for metric in metrics_to_restore(self.actions):
             with may_lack_best():
                 self.checkpoints.restore_best(metric, run_goes_on_from_it=False)

@@ -36,7 +36,7 @@ class Write(Action):
         Args:
             writers: objects with `write(step, metrics, time)` and `close()`; writers to files also have `path`,
                 `flush()`, and `discard(step)`: the rows from `step` on, which could not be flushed, come again; those
-                with `show(step, media, time)` get media after the row.
+                with `show(step, media, time)` get media before the row.
             verify: called before rows go to files; raises if this process may no longer write.
         """
         self.writers = list(writers)
@@ -161,9 +161,9 @@ def _is_file_writer(writer: Any) -> bool:
 
 
 def _write_row(report: Report, writer: Any) -> None:
-    writer.write(report.step, report.metrics, report.time)
     if report.media and hasattr(writer, "show"):
         writer.show(report.step, report.media, report.time)
+    writer.write(report.step, report.metrics, report.time)
 
 
 def _close(has_succeeded: bool | None, writer: Any) -> None:

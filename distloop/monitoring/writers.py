@@ -39,11 +39,6 @@ class RunFile(NamedTuple):
     path: str
     step: int
 
-    @property
-    def key(self) -> str:
-        """What tells it from others of the run."""
-        return f"{self.name}/{self.step}"
-
 
 class Writer(Protocol):
     """Receives the rows of a run: `fit(..., writers=[writer])`; only `write` and `close` are required.

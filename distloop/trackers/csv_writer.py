@@ -2,12 +2,11 @@
 
     trainer.fit(train, writers=[distloop.CsvWriter("rows.csv")])
 
-A row is appended in one piece; a name that was not there before becomes the last column, and the file is replaced as a
-whole. Rows of several runs in one table come from `python -m distloop.report --csv`.
+A name that was not there before becomes the last column, and the file is replaced as a whole. Rows of several runs in
+one table come from `python -m distloop.report --csv`.
 """
 
 import csv
-import errno
 import io
 import itertools
 import os
@@ -15,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distloop.atomic_files import make_directory, replacing
-from distloop.monitoring.json_writer import lines_from_end
 from distloop.monitoring.run_files import Run
 
 
@@ -35,9 +33,10 @@ class CsvWriter:
             path: of the file; its directory is made if it is missing.
         """
         self.name = f"CsvWriter({os.fspath(path)})"
-        self.last_step: int | None = None
+        self.last_step: int | None = -1
         self._path = os.path.abspath(os.path.expanduser(os.fspath(path)))
         self._columns: list[str] = []
+        self._size = 0  # of the whole rows
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Opens the file of this run, or begins a new one; returns its path."""
@@ -45,57 +44,42 @@ class CsvWriter:
         if run_id != self._path and os.path.exists(self._path):
             renamed = next(path for i in itertools.count(1) if not os.path.exists(path := f"{self._path}.{i}"))
             os.replace(self._path, renamed)
-        self._columns, self.last_step = self._ends()
+        columns, rows = self._read()
+        self._columns, self.last_step = columns or ["step", "time"], int(rows[-1]["step"]) if rows else -1
         return self._path
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
         """Appends a row."""
         row = {"step": step, "time": time, **numbers}
         if self.last_step == -1 or not row.keys() <= set(self._columns):
-            rows: list[Mapping[str, Any]] = [*self._read(), row]
-            self._columns = list(dict.fromkeys(itertools.chain(self._columns, row)))
-            with replacing(self._path) as temporary:
-                write_table(temporary, self._columns, rows)
+            self._columns = list(dict.fromkeys([*self._columns, *row]))
+            content = _format([*self._read()[1], row], self._columns)
+            with replacing(self._path) as temporary, open(temporary, "wb") as file:
+                file.write(content)
+            self._size = len(content)
         else:
-            _append(self._path, _format(row, self._columns))
+            line = _format([row], self._columns, has_header=False)
+            with open(self._path, "r+b") as file:
+                file.truncate(self._size)  # half a row is there after a kill, or of a full disk
+                file.seek(self._size)
+                file.write(line)
+            self._size += len(line)
         self.last_step = step
 
     def close(self) -> None:
         """Does nothing: each row is in the file already."""
 
-    def _ends(self) -> tuple[list[str], int]:
-        """Returns the columns of the file and the step of its last row; half a row, of a full disk, is cut off."""
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Returns the columns and the whole rows of the file."""
         if not os.path.exists(self._path):
-            return ["step", "time"], -1
-        for last in lines_from_end(self._path):
-            if last.endswith(b"\n"):
-                break
-            os.truncate(self._path, os.path.getsize(self._path) - len(last))
-        else:
-            return ["step", "time"], -1
-        with open(self._path, newline="", encoding="utf-8") as file:
-            columns = next(csv.reader(file))
-        step = last.partition(b",")[0]
-        return columns, int(step) if step.isdigit() else -1
-
-    def _read(self) -> list[dict[str, str]]:
-        """Returns the rows of the file."""
-        if not os.path.exists(self._path):
-            return []
-        with open(self._path, newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-
-
-def write_table(path: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a CSV file with a header; a row that lacks a column is empty there.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+            return [], []
+        with open(self._path, "rb") as file:
+            whole = file.read().rpartition(b"\n")
+        content = b"".join(whole[:2])
+        self._size = len(content)
+        reader = csv.DictReader(io.StringIO(content.decode(), newline=""))
+        rows = list(reader)
+        return list(reader.fieldnames or []), rows
 
 
 def write_csv(runs: Sequence[Run], path: str) -> None:
@@ -105,25 +89,21 @@ def write_csv(runs: Sequence[Run], path: str) -> None:
         ValueError: if the file cannot be written.
     """
     names = dict.fromkeys(["run", "step", "time", *(name for run in runs for row in run.rows for name in row)])
+    rows = ({"run": run.name, **row} for run in runs for row in run.rows)
     try:
-        with replacing(path) as temporary:
-            write_table(temporary, list(names), ({"run": run.name, **row} for run in runs for row in run.rows))
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            file.write(_format(rows, list(names)))
     except OSError as error:
         raise ValueError(
             f"{path!r} cannot be written ({error.strerror}): give a file in a directory that is there."
         ) from error
 
 
-def _format(row: Mapping[str, Any], columns: Sequence[str]) -> bytes:
+def _format(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, has_header: bool = True) -> bytes:
+    """Returns rows as lines of CSV; a row that lacks a column is empty there."""
     text = io.StringIO(newline="")
-    csv.DictWriter(text, columns).writerow(row)
+    writer = csv.DictWriter(text, columns)
+    if has_header:
+        writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue().encode()
-
-
-def _append(path: str, line: bytes) -> None:
-    """Appends a line, or nothing if the disk is full."""
-    with open(path, "ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        if file.write(line) < len(line):
-            file.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)

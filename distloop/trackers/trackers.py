@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import os
+import pathlib
 import re
 import secrets
 import sys
@@ -24,8 +25,6 @@ from distloop import urls
 from distloop.monitoring.writers import MediaFile
 from distloop.settings.flags import shown_arguments
 
-_FLUSH, _FLUSH_SECS = "x_transaction_log_flush_interval", 1.0  # how old a row is at most when it is in wandb's file
-_WORKDIR = "distloop.workdir"  # a tag of a run in MLflow
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # MLflow refuses other characters in the name of a metric
 _NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of an image
 _NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
@@ -63,21 +62,20 @@ class WandbWriter:
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
-        workdir = str(settings.get("workdir") or "")
-        directory = urls.local_directory(workdir)
-        place = {"id": run_id, "resume": "allow", "dir": directory or None}
-        config = {"config": dict(settings), "allow_val_change": True}
-        if _FLUSH in getattr(self._wandb.Settings, "model_fields", ()):  # new in 0.31
-            config["settings"] = self._wandb.Settings(**{_FLUSH: _FLUSH_SECS})
+        directory = urls.local_directory(str(settings.get("workdir") or "")) or None
+        run_settings = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
         with _shown_command_line():
-            self._run = run = self._wandb.init(**{**place, **config, **self._settings})
+            self._run = run = self._wandb.init(**{**run_settings, "allow_val_change": True, **self._settings})
         self._exit_code = 0
         self.last_step = run.starting_step - 1 if not run.offline and run.resumed and run.starting_step else None
         return str(run.id)
 
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
         """Adds media to the row that comes next, of the same step."""
-        self._run.log({name: self._as_media(file) for name, file in media.items()}, step=step)
+        with tempfile.TemporaryDirectory() as directory:
+            paths = [pathlib.Path(directory, str(i)) for i in range(len(media))]
+            shown = {name: self._as_media(media[name], path) for name, path in zip(media, paths, strict=True)}
+            self._run.log(shown, step=step)
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
         """Sends a row, with the media of its step."""
@@ -102,16 +100,16 @@ class WandbWriter:
         """Waits until everything is sent, and ends the run."""
         self._run.finish(exit_code=self._exit_code)
 
-    def _as_media(self, file: MediaFile) -> Any:
-        """Returns media as W&B has them."""
+    def _as_media(self, file: MediaFile, path: pathlib.Path) -> Any:
+        """Returns media as W&B has them; sounds are read from a file beside `path` when they are sent."""
         if file.suffix == ".png":
             return self._wandb.Image(Image.open(io.BytesIO(file.data)))
         if file.suffix == ".json":
             histogram = json.loads(file.data)
             return self._wandb.Histogram(np_histogram=(histogram["counts"], histogram["edges"]))
         if file.suffix == ".wav":
-            with _as_path(file, "sound") as path:
-                return self._wandb.Audio(path)
+            (sound := path.with_suffix(".wav")).write_bytes(file.data)
+            return self._wandb.Audio(str(sound))
         return self._wandb.Html(f"<pre>{html.escape(file.data.decode())}</pre>")
 
 
@@ -152,17 +150,18 @@ class MLflowWriter:
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
-        self._client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
+        self._client = client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         self._status = "FINISHED"
-        run = self._client.get_run(run_id) if run_id is not None else self._begin(str(settings.get("workdir") or ""))
+        if run_id is None:
+            experiment = client.get_experiment_by_name(self._experiment)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+            run = client.create_run(experiment_id, run_name=self._run_name, tags=self._tags)
+        else:
+            run = client.get_run(run_id)
         self._run_id = str(run.info.run_id)
-        self._client.update_run(self._run_id, status="RUNNING")
-        params = [
-            self._entities.Param(name, str(value)[:500])
-            for name, value in settings.items()
-            if name not in run.data.params
-        ]
-        self._client.log_batch(self._run_id, params=params)
+        client.update_run(self._run_id, status="RUNNING")
+        new = {name: str(value)[:500] for name, value in settings.items() if name not in run.data.params}
+        client.log_batch(self._run_id, params=[self._entities.Param(*param) for param in new.items()])
         return self._run_id
 
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
@@ -173,8 +172,9 @@ class MLflowWriter:
                 image = Image.open(io.BytesIO(file.data))
                 self._client.log_image(self._run_id, image, key=key, step=step, timestamp=int(time * 1000))
             elif file.suffix in (".md", ".wav"):
-                with _as_path(file, str(step)) as path:
-                    self._client.log_artifact(self._run_id, path, f"media/{key}")
+                with tempfile.TemporaryDirectory() as directory:
+                    (path := pathlib.Path(directory, f"{step}{file.suffix}")).write_bytes(file.data)
+                    self._client.log_artifact(self._run_id, str(path), f"media/{key}")
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
         """Sends a row."""
@@ -199,21 +199,6 @@ class MLflowWriter:
         """Ends the run."""
         self._client.set_terminated(self._run_id, self._status)
 
-    def _begin(self, workdir: str) -> Any:
-        """Returns a new run, or the empty one of a process that was killed while it began this one."""
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        tags = {
-            **self._tags,
-            **({_WORKDIR: urls.whole(workdir)} if workdir else {}),
-        }
-        if workdir and '"' not in tags[_WORKDIR]:
-            begun = f'tags."{_WORKDIR}" = "{tags[_WORKDIR]}" and attributes.status = "RUNNING"'
-            for run in self._client.search_runs([experiment_id], begun, max_results=1):
-                if not run.data.metrics:
-                    return run
-        return self._client.create_run(experiment_id, run_name=self._run_name, tags=tags)
-
 
 @contextlib.contextmanager
 def _shown_command_line() -> Iterator[None]:
@@ -233,13 +218,3 @@ def _import(package: str, writer: str) -> Any:
         raise ValueError(
             f'{writer} needs {package}, which is not installed: pip install "distloop[{package}]".'
         ) from None
-
-
-@contextlib.contextmanager
-def _as_path(file: MediaFile, name: str) -> Any:
-    """Yields the path of a file with the content of media, which is removed at the end."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, name + file.suffix)
-        with open(path, "wb") as temporary:
-            temporary.write(file.data)
-        yield path

@@ -25,7 +25,7 @@ import numpy as np
 import distloop
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.json_writer import JsonWriter
-from distloop.monitoring.media import Histogram, Images, Text
+from distloop.monitoring.media import Audio, Histogram, Images, Text
 from distloop.monitoring.writers import RunFile
 
 def run(workdir, tracker, killed_at, start_secs):
@@ -40,8 +40,6 @@ def run(workdir, tracker, killed_at, start_secs):
     else:
         writer = distloop.MLflowWriter("digits", tracking_uri=tracker, run_name="mine", tags={"team": "a"})
         client = writer._mlflow.MlflowClient
-        if killed_at == "begin":
-            client.create_run = lambda self, *args, of=client.create_run, **more: (of(self, *args, **more), kill())
         if killed_at.startswith("in "):  # half of a row is there
             def log_batch(self, run_id, metrics=(), of=client.log_batch, **more):
                 for metric in metrics:
@@ -66,14 +64,17 @@ def run(workdir, tracker, killed_at, start_secs):
     files.append(RunFile("best/test/acc", str(best), 8))
     json_writer = JsonWriter(workdir + "/metrics.jsonl", start)
     settings = {"workdir": workdir, "steps": 12, "rate": 0.1, "token": "***"}
-    with Deliveries([writer], workdir).open(start, settings, is_over=start == 12) as opened:
+    if killed_at == "end":
+        writer.close = kill
+    with Deliveries([writer], workdir, left_files=lambda: files).open(start, settings, is_over=start == 12) as opened:
         for step in range(start + 1, 13):
             numbers = {"loss": step / 7, "acc@1": float("nan"), **({"test/acc": step / 12} if step % 4 == 0 else {})}
-            for file in (json_writer, opened):
-                file.write(step, numbers, start_secs + step)
             if step % 4 == 0:
                 image = Images(np.full([1, 4, 4, 1], step / 12))
-                opened.show(step, {"test/picture": image, "note": Text("<b>"), "w": Histogram([1.0, 2.0])}, 0.0)
+                media = {"test/picture": image, "note": Text("<b>"), "w": Histogram([1.0, 2.0])}
+                opened.show(step, {**media, "tone": Audio(np.zeros(80), 8000)}, 0.0)
+            for file in (json_writer, opened):
+                file.write(step, numbers, start_secs + step)
             for file in (json_writer, opened):
                 file.flush()
             if killed_at == str(step):
@@ -83,10 +84,6 @@ def run(workdir, tracker, killed_at, start_secs):
                 time.sleep(0.002)
             if step % 4 == 0:
                 checkpoint.write_text(str(step))
-        opened.write_files(lambda: files)
-        if killed_at == "end":
-            opened._do(kill)
-            time.sleep(30)
 
 workdir, tracker, *kills = sys.argv[1:]
 importlib.import_module("wandb" if tracker == "wandb" else "mlflow.store.tracking.sqlalchemy_store")  # once for all
@@ -169,8 +166,8 @@ def test_wandb_has_media_of_a_run_that_is_not_killed(tmp_path):
     run_killed(tmp_path, "wandb")
     rows = [row for row in history(tmp_path) if "test/picture/path" in row]
     assert [row["_step"] for row in rows] == [4, 8, 12]
-    kinds = {(row["test/picture/_type"], row["note/_type"], row["w/_type"]) for row in rows}
-    assert kinds == {("image-file", "html-file", "histogram")}
+    kinds = {tuple(row[f"{name}/_type"] for name in ("test/picture", "note", "w", "tone")) for row in rows}
+    assert kinds == {("image-file", "html-file", "histogram", "audio-file")}
     assert len(glob.glob(f"{tmp_path}/wandb/offline-run-*/files/media/images/test/*.png")) == 3
 
 
@@ -210,7 +207,7 @@ def test_wandb_sees_a_command_line_without_secrets(monkeypatch):
 def test_mlflow_has_each_number_image_and_file_over_kills(tmp_path):
     client = mlflow_client(uri := f"sqlite:///{tmp_path}/mlflow.db")
     client.create_experiment("digits", artifact_location=str(tmp_path / "artifacts"))
-    run_killed(tmp_path, uri, "begin", "in 8", "in 12", "end")
+    run_killed(tmp_path, uri, "in 8", "in 12", "end")
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "mine" and run.data.tags["team"] == "a"
     assert {"steps": "12", "rate": "0.1", "token": "***"}.items() <= run.data.params.items()
