@@ -6,7 +6,10 @@
 What a step needs besides variables is estimated by the part `audit`.
 """
 
+import os
+import pathlib
 import resource
+import subprocess
 import sys
 from typing import Any
 
@@ -97,6 +100,35 @@ def describe_use(device: str) -> str:
     return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
 
 
+def gpu_memory_gb() -> float | None:
+    """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in output.splitlines()) * 2**20 / 1e9  # it counts in MiB
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def available_gb() -> float:
+    """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
+
+    On Linux this is the kernel's estimate, or the rest of a container's limit (cgroup 2) if that is smaller; on other
+    systems half of the physical memory.
+    """
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        limit, used = (int(pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - used)
+    except (OSError, ValueError):  # no limit
+        pass
+    return max(0, available) / 1e9
+
+
 class MemoryUse(Action):
     """Writes `memory.json` before the first step, and once more when `fit` ends; it is called at no boundary.
 
@@ -126,7 +158,6 @@ class MemoryUse(Action):
         self._write(report, has_ended=True)
 
     def _write(self, report: Report, has_ended: bool) -> None:
-        """Writes the bytes that are held, estimated ones included, and the most that calls of `fit` took."""
         held = held_by_device(report.state)
         earlier = memory_file.read(self._workdir) or memory_file.Memory({}, {})
         for device, parts in held.items():
@@ -135,10 +166,7 @@ class MemoryUse(Action):
         taken = memory_file.taken_on(earlier, held)
         if has_ended:
             for device in memory_file.measured(held):
-                taken[device] = max(int(1e9 * self._gb_taken(device)), taken.get(device, 0))
+                is_host = device == memory_file.HOST
+                used_gb = peaks()["host_memory_gb"] - self._gb_before if is_host else device_peak_gb(device)
+                taken[device] = max(int(1e9 * used_gb), taken.get(device, 0))
         memory_file.write(self._workdir, memory_file.Memory(held, taken))
-
-    def _gb_taken(self, device: str) -> float:
-        if device == memory_file.HOST:
-            return peaks()["host_memory_gb"] - self._gb_before
-        return device_peak_gb(device)

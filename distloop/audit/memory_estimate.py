@@ -8,14 +8,13 @@ work space of libraries such as cuDNN, memory that the allocator cannot use, and
 """
 
 import math
-import os
 import re
-import subprocess
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from distloop.actions import memory
 from distloop.actions.memory import embedding_tables, held_by_device, variable_bytes
 from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
@@ -166,13 +165,14 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     batch_size = settings.global_batch_size(state.strategy)
     source = Source(data.train, state.strategy, repeat=False, **data.source_settings(batch_size))
     rows = _rows_of_replica(source, state.strategy)
-    count, held = int(shards.batch_size(rows)), held_by_device(state)
+    count, batch, held = int(shards.batch_size(rows)), _bytes_of(rows), held_by_device(state)
     available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
     first = microbatches = min(settings.first_microbatches, count)
     while True:
-        batch, peak = _bytes_of(rows), _peak(state, rows, microbatches)
+        peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
+        peak = max(peaks, key=lambda peak: peak.total)
         needed = dict(zip(memory_file.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
         devices = {device: parts | needed for device, parts in held.items()}
         most = max(devices.values(), key=lambda parts: sum(parts.values()))
@@ -194,12 +194,6 @@ def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
     replicas = workers.num_local_replicas(strategy) if source.layout.is_sharded else strategy.num_replicas_in_sync
     count = math.ceil(int(shards.batch_size(rows)) / replicas)
     return tf.nest.map_structure(lambda t: t[:count], rows)
-
-
-def _peak(state: TrainState, rows: Any, microbatches: int) -> Peak:
-    """Returns the largest peak of the updates on a replica."""
-    peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
-    return max(peaks, key=lambda peak: peak.total)
 
 
 def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: int) -> Peak:
@@ -242,44 +236,9 @@ def _bytes_of_gradient(gradient: Any, parts: int) -> int:
 def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:
     """Returns the bytes for each replica, with those that its variables hold already; None: unknown."""
     if strategies.has_gpus(strategy):
-        size = gpu_memory_gb()
+        size = memory.gpu_memory_gb()
         return None if size is None else int(1e9 * size)
-    return int(1e9 * available_gb()) // workers.num_local_replicas(strategy) + held
-
-
-def gpu_memory_gb() -> float | None:
-    """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return min(int(line) for line in output.splitlines()) * 2**20 / 1e9  # it counts in MiB
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-
-
-def available_gb() -> float:
-    """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
-
-    On Linux this is the kernel's estimate, or the rest of a container's limit (cgroup 2) if that is smaller; on other
-    systems half of the physical memory.
-    """
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
-        available = sizes["MemAvailable"]
-    except (OSError, KeyError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:
-        limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-        available = min(available, limit - used)
-    except (OSError, ValueError):  # no limit
-        pass
-    return max(0, available) / 1e9
-
-
-def _read_number(path: str) -> int:
-    with open(path, encoding="ascii") as file:
-        return int(file.read())
+    return int(1e9 * memory.available_gb()) // workers.num_local_replicas(strategy) + held
 
 
 def _bytes_of(rows: Any) -> int:
@@ -309,21 +268,18 @@ def peak_of(graph: Any) -> Peak:
         is_backward = has_turned and (BACKWARD_SCOPE in op.name or not _RECOMPUTED.search(op.name))
         for most in [peak_of(called) for called in called_graphs(op)]:
             num_unknown += most.num_unknown
-            peaks.append(_with(live, Peak(0, most.total) if is_backward else most))
+            more = (0, most.total) if is_backward else (most.activations, most.gradients)
+            peaks.append(Peak(live[False] + more[0], live[True] + more[1]))
         for tensor in op.outputs:
             size = _bytes(tensor)
             num_unknown += size is None
             if size and _memory_of(tensor) is tensor:
                 live[is_backward] += size
                 freed.setdefault(last_use.get(id(tensor), i), []).append((is_backward, size))
-        peaks.append(_with(live, Peak()))
+        peaks.append(Peak(live[False], live[True]))
         for is_of_backward, size in freed.pop(i, []):
             live[is_of_backward] -= size
     return max(peaks, key=lambda peak: peak.total)._replace(num_unknown=num_unknown)
-
-
-def _with(live: dict[bool, int], more: Peak) -> Peak:
-    return Peak(live[False] + more.activations, live[True] + more.gradients)
 
 
 def _needed(graph: Any) -> list[tf.Operation]:

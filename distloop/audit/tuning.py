@@ -8,7 +8,7 @@ The trainer's own model trains, with its settings, on a pass of its own over the
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from distloop.actions import memory
 from distloop.actions.action import Action, Report
-from distloop.audit import memory_estimate
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
@@ -111,9 +110,9 @@ def find_learning_rate(
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
     dataset = as_dataset(dataset, settings.global_batch_size(state.strategy), settings.seed)
     source = _source(dataset, state, settings, may_go_back=True)
-    with unchanged(state), _rate_of(state, update, _Sweep(state.step, first, lowest, factor)):
+    with _restored(state, {update: _Sweep(state.step, first, lowest, factor)}):
         with contextlib.suppress(_Exploded, Diverged):
-            make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
+            _make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
     finite = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
     rates = (lowest * factor ** np.arange(len(watch.losses)))[finite]
     losses = np.array(watch.losses)[finite]
@@ -186,14 +185,15 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
     rows, is_split = source.first_rows(), source.layout.is_split
     batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     max_rows = source.info.num_certain_rows
-    measure = _Meter(state, settings, rows)
-    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory_estimate.available_gb()
+    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
     trials: list[BatchTrial] = []
     reason = ""
-    with unchanged(state), _rates_of_zero(state):
+    # Rates of 0: steps on the same batch again and again change no weight.
+    standing = {update: _Sweep(state.step, 0, 0.0, 1.0) for update in state.plain_optimizers}
+    with _restored(state, standing):
         while not reason:
             try:
-                trials.append(measure(batch_size))
+                trials.append(_measure(state, settings, rows, batch_size))
             except tf.errors.ResourceExhaustedError:
                 reason = f"a batch of {batch_size} does not fit"
                 break
@@ -216,17 +216,25 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
 
 
 @contextlib.contextmanager
-def unchanged(state: TrainState) -> Iterator[None]:
-    """Restores on exit everything that training changes."""
+def _restored(state: TrainState, rates: Mapping[str, "_Sweep"]) -> Iterator[None]:
+    """Sets learning rates, by the names of updates, until exit, which also restores everything that training changes.
+
+    Keras's setter would drop the variable that holds the old rate.
+    """
     saved_state = SavedState(state)
     before = saved_state.snapshot()
+    rates_before = {update: state.plain_optimizers[update]._learning_rate for update in rates}
     try:
+        for update, rate in rates.items():
+            state.plain_optimizers[update]._learning_rate = rate
         yield
     finally:
+        for update, rate in rates_before.items():
+            state.plain_optimizers[update]._learning_rate = rate
         saved_state.restore(before)
 
 
-def make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainLoop:
+def _make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainLoop:
     """Returns a new loop, so that the run's loop keeps its traces."""
     step = TrainStep(
         state,
@@ -295,53 +303,26 @@ class _Sweep(keras.optimizers.schedules.LearningRateSchedule):
         return self._lowest * self._factor ** tf.cast(self._step - self._first, tf.float32)
 
 
-@contextlib.contextmanager
-def _rate_of(state: TrainState, update: str, schedule: _Sweep) -> Iterator[None]:
-    """Sets an optimizer's learning rate until exit; Keras's setter would drop the variable that holds the old one."""
-    optimizer = state.plain_optimizers[update]
-    before, optimizer._learning_rate = optimizer._learning_rate, schedule
-    try:
-        yield
-    finally:
-        optimizer._learning_rate = before
-
-
 def _source(dataset: Any, state: TrainState, settings: Config, **options: Any) -> Source:
     options |= {"microbatches": settings.first_microbatches, "virtual_replicas": state.virtual_replicas}
     return Source(dataset, state.strategy, **options)
 
 
-class _Meter:
-    """Measures how fast a model trains with a batch size."""
+def _measure(state: TrainState, settings: Config, rows: Any, batch_size: int) -> BatchTrial:
+    """Measures how fast a model trains on rows; raises ResourceExhaustedError if a device runs out of memory."""
+    positions = tf.range(batch_size) % shards.batch_size(rows)
+    with tf.device(HOST):
+        batch = tf.nest.map_structure(lambda t: tf.gather(t, positions), rows)
+    source, loop = _source(tf.data.Dataset.from_tensors(batch), state, settings), _make_loop(state, settings)
+    executor = strategies.choose_executor(state.strategy, settings.executor, None)
 
-    def __init__(self, state: TrainState, settings: Config, rows: Any):
-        self._state, self._rows, self._settings = state, rows, settings
+    def train(steps: int) -> dict[str, float]:
+        return loop.train(source, int(state.step) + steps, [], Host(executor=executor))
 
-    def __call__(self, batch_size: int) -> BatchTrial:
-        """Measures a batch size; raises ResourceExhaustedError if a device runs out of memory."""
-        places = tf.range(batch_size) % shards.batch_size(self._rows)
-        with tf.device(HOST):
-            batch = tf.nest.map_structure(lambda t: tf.gather(t, places), self._rows)
-        source = _source(tf.data.Dataset.from_tensors(batch), self._state, self._settings)
-        loop = make_loop(self._state, self._settings)
-
-        def train(steps: int) -> dict[str, float]:
-            executor = strategies.choose_executor(self._state.strategy, self._settings.executor, None)
-            return loop.train(source, int(self._state.step) + steps, [], Host(executor=executor))
-
-        steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
-        speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
-        levels = memory.peaks()
-        return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
-
-
-@contextlib.contextmanager
-def _rates_of_zero(state: TrainState) -> Iterator[None]:
-    """Sets every learning rate to 0 until exit, so that steps on the same batch again and again change no weight."""
-    with contextlib.ExitStack() as stack:
-        for update in state.plain_optimizers:
-            stack.enter_context(_rate_of(state, update, _Sweep(state.step, 0, 0.0, 1.0)))
-        yield
+    steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
+    speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
+    levels = memory.peaks()
+    return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
 
 
 def _is_getting_faster(trials: Sequence[BatchTrial]) -> bool:

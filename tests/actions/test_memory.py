@@ -1,6 +1,7 @@
 """The memory that variables hold and a process takes, and the action that notes it."""
 
 import os
+import types
 
 import keras
 import pytest
@@ -98,3 +99,19 @@ def test_on_cpus_the_growth_of_the_process_counts_and_a_second_fit_keeps_what_th
         note.on_start(report)
         note.on_end(report)
         assert memory_file.read(str(tmp_path)).taken == {"host": 5 * 10**8}
+
+
+def test_available_memory_is_positive_and_at_most_all():
+    total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    assert 0 < memory.available_gb() <= total_gb
+
+
+@pytest.mark.parametrize(("printed", "expected"), [("81559\n40960\n", 40960 * 2**20 / 1e9), ("No devices\n", None)])
+def test_the_memory_of_the_smallest_gpu_is_read_from_its_tool(monkeypatch, printed, expected):
+    monkeypatch.setattr(memory.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=printed))
+    assert memory.gpu_memory_gb() == expected
+
+
+def test_without_the_tool_the_memory_of_gpus_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert memory.gpu_memory_gb() is None

@@ -1,15 +1,12 @@
 """The estimate of a step's memory: its parts, what fits, what to do; the bytes of tensors, counted by hand."""
 
-import os
-import types
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.audit import memory_estimate
+from distloop.actions import memory
 from distloop.audit.memory_estimate import Peak, peak_of
 from distloop.monitoring import memory_file, run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
@@ -40,7 +37,7 @@ def estimate(**settings):
 
 
 def available(monkeypatch, gigabytes):
-    monkeypatch.setattr(memory_estimate, "available_gb", lambda: gigabytes)
+    monkeypatch.setattr(memory, "available_gb", lambda: gigabytes)
 
 
 @pytest.mark.slow
@@ -190,21 +187,3 @@ def test_a_recurrent_layer_keeps_its_states_of_all_time_steps():
 
 def test_unknown_sizes_are_told():
     assert peak(lambda x: tf.boolean_mask(x, x > 0)).num_unknown > 0
-
-
-def test_available_memory_is_positive_and_at_most_all():
-    total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    assert 0 < memory_estimate.available_gb() <= total_gb
-
-
-@pytest.mark.parametrize(("printed", "expected"), [("81559\n40960\n", 40960 * 2**20 / 1e9), ("No devices\n", None)])
-def test_the_memory_of_the_smallest_gpu_is_read_from_its_tool(monkeypatch, printed, expected):
-    monkeypatch.setattr(
-        memory_estimate.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=printed)
-    )
-    assert memory_estimate.gpu_memory_gb() == expected
-
-
-def test_without_the_tool_the_memory_of_gpus_is_unknown(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert memory_estimate.gpu_memory_gb() is None

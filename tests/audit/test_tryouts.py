@@ -35,11 +35,11 @@ def weighted():
 def test_the_search_begins_with_the_batch_size_of_fit(monkeypatch):
     sizes = []
 
-    def measure(meter, batch_size):
+    def measure(state, settings, rows, batch_size):
         sizes.append(batch_size)
         return BatchTrial(batch_size, 100.0 * batch_size, 1.0)
 
-    monkeypatch.setattr(tryouts.tuning._Meter, "__call__", measure)
+    monkeypatch.setattr(tryouts.tuning, "_measure", measure)
     trainer = distloop.Trainer(classifier(), on(1, autotune_batch=True, console="quiet"))
     with pytest.raises(SystemExit):
         trainer.fit(classification(16), batch_size=4, steps=1)

@@ -165,13 +165,13 @@ def test_smoothing_has_no_bias():
 def speeds(monkeypatch, result):
     """Makes each batch size as fast as given, in examples a second; or an error."""
 
-    def measure(meter, batch_size):
+    def measure(state, settings, rows, batch_size):
         value = result[batch_size]
         if isinstance(value, Exception):
             raise value
         return tuning.BatchTrial(batch_size, value, 1.0)
 
-    monkeypatch.setattr(tuning._Meter, "__call__", measure)
+    monkeypatch.setattr(tuning, "_measure", measure)
 
 
 def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatch, capsys):
@@ -215,7 +215,7 @@ def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch, argumen
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
     levels = iter([1.0, 1.6, 1.8])
     monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
-    monkeypatch.setattr(tuning.memory_estimate, "available_gb", lambda: 2.0)
+    monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
     assert distloop.autotune_batch(trainer_of(), batches(), **arguments).reason == reason
 
 
@@ -235,7 +235,7 @@ def test_batches_are_not_measured_on_several_workers(monkeypatch):
 @pytest.mark.slow
 def test_measuring_batches_changes_no_bit(monkeypatch):
     monkeypatch.setattr(tuning, "_MEASURED_SECS", 0.01)
-    monkeypatch.setattr(tuning.memory_estimate, "available_gb", lambda: -1.0)  # for no second one
+    monkeypatch.setattr(tuning.memory, "available_gb", lambda: -1.0)  # for no second one
     model_fn = classifier(dropout=0.2, batch_norm="local")
     trainer = distloop.Trainer(model_fn, on(2, console="quiet", average_decay=0.9))
     data = batches()
