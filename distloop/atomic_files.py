@@ -184,6 +184,26 @@ def is_private(path: str) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
+def identify_directory(path: str) -> str:
+    """Returns a text that differs between a directory and its copy: its inode, which a move keeps and a copy does not.
+
+    Where inodes do not last, it is the path.
+    """
+    return f"inode {os.stat(path).st_ino}" if _has_lasting_inodes(path) else os.path.realpath(path)
+
+
+def _has_lasting_inodes(path: str) -> bool:
+    """Returns whether files keep their inodes while a file system is mounted again, which FUSE does not promise."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return True
+    return not any(line[2] == number and line[line.index("-") + 1].startswith("fuse") for line in lines)
+
+
 def sync(path: str) -> None:
     """Waits until a file, or the names in a directory, are on the disk, if its file system can do that.
 

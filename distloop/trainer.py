@@ -28,8 +28,8 @@ from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.model.state import TrainState
-from distloop.monitoring import dated_workdir
 from distloop.monitoring.console import speaker
+from distloop.monitoring.directory import resolve_workdir
 from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
@@ -76,7 +76,7 @@ class Trainer:
         self.workers = workers.Workers(self.strategy)
         config = loss_scale.with_policy_of_keras(config)
         settings = _tryouts("fast_dev_run").dry_settings(config, owner=self) if config.fast_dev_run else config
-        self.config = config = dated_workdir.resolve(settings, self.workers)
+        self.config = config = resolve_workdir(settings, self.workers)
         self._say = speaker(self.workers.is_chief, config.console)
         self.state = _make_state(model_fn, self.strategy, config)
         self._checkpoints = RunCheckpoints(self.state, config)

@@ -9,7 +9,7 @@ from typing import Any
 from distloop.actions.action import Action, Report, Saves, member, name_of
 from distloop.actions.evaluate import Evaluate
 from distloop.log import log
-from distloop.monitoring import tags
+from distloop.monitoring import records
 from distloop.monitoring.run_files import better, word_like
 from distloop.settings.durations import Plan, shown, whole_number
 
@@ -230,7 +230,7 @@ def _is_among(metric: str, names: Collection[str], action: Action) -> bool:
     if getattr(action, "takes_keras_names", False) and any(metric == name.replace("/", "_") for name in names):
         return True
     first, _, rest = metric.partition("/")
-    about_the_run = {name for group, named in tags.GROUPS.items() if group != tags.METRICS for name in named}
+    about_the_run = {name for group, named in records.GROUPS.items() if group != records.METRICS for name in named}
     if metric in names or metric == "regularization" or about_the_run & {metric, first, metric.rpartition("/")[2]}:
         return True
     return bool(rest) and any(metric.startswith(f"{name}/") for name in names if name != "loss")  # as of F1Score

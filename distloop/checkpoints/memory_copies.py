@@ -61,7 +61,7 @@ class MemoryCopies:
         """Finds the copies of the run. All workers call it.
 
         Args:
-            run: the name of the run, from `run_identity`, as the chief knows it.
+            run: the name of the run, from `claim_run`, as the chief knows it.
             is_wanted: whether to make copies from now on, where there are none.
             is_resuming: whether to put the newest one among the checkpoints, if it is newer than those.
 

@@ -40,9 +40,8 @@ from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
-from distloop.monitoring import run_identity
 from distloop.monitoring.console import say, speaker
-from distloop.monitoring.directory import directory_of
+from distloop.monitoring.directory import claim_run, directory_of
 from distloop.monitoring.records import append_row
 from distloop.settings import flags
 from distloop.settings.config import Config
@@ -58,7 +57,7 @@ class RunCheckpoints:
         is_new: whether the run has neither trained nor restored a checkpoint.
         costs: the seconds of the last save and restore, by name.
         disk_watch: ends the process when the disk no longer answers.
-        run: the name of the run, from `run_identity`; known to the chief, once it was resumed.
+        run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
         lock: of the workdir; held until the last save has ended.
     """
 
@@ -100,7 +99,7 @@ class RunCheckpoints:
             return
         began_at = time.monotonic()
         if self._is_chief:
-            self.run = run_identity.claim(self._config, self.lock.verify)
+            self.run = claim_run(self._config, self.lock.verify)
         self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new, run=self.run)
         if not (self.is_new or self._shows_best):
             return

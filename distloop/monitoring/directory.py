@@ -1,21 +1,42 @@
-"""Run directory: a workdir on a disk; the part `bucket` has the class for a workdir at a URL.
+"""Run directory: the workdir of a run: its path, the name of the run in it, and the seam to a workdir at a URL.
 
-    directory = directory_of(config, Workers(strategy))
-    with directory:                                     # on every worker
-        train()                                         # in config.local_workdir, as in any directory
-    with local_copy("s3://bucket/run") as path:         # a local path stays as it is
+    config = resolve_workdir(config, workers)       # "runs/a-{time}" becomes "/home/me/runs/a-20261123-184500"
+    directory = directory_of(config, workers)
+    with directory:                                 # on every worker
+        run = claim_run(config, directory.verify)   # "9f2c51d0a4b7": made by the first `fit`, and anew in a copy
+        train()                                     # in config.local_workdir, as in any directory
+    with local_copy("s3://bucket/run") as path:     # a local path stays as it is
         load_newest(path)
 
-No other module of the loop knows that the part is there.
+With `{time}` in its workdir, a command goes on with its unfinished run: one whose `config.json` holds the same settings
+and flags. No other module of the loop knows that the part `bucket` is there.
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import glob
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from distloop import urls
+from distloop.atomic_files import identify_directory, replacing
 from distloop.installed import import_part
+from distloop.log import log
+from distloop.monitoring import records, run_files, run_lock
+from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.urls import is_url, without_credentials
+
+RUN_FILE = "run_id.json"
+_TIME = "{time}"
+_FORMAT = "%Y%m%d-%H%M%S"
+_DIGITS = "[0-9]" * 8 + "-" + "[0-9]" * 6  # what the format writes; for glob
+
+_chosen: set[str] = set()  # by this process, whose `fit` makes the directory later
 
 
 class Directory:
@@ -104,3 +125,67 @@ def fetch_reports(path: str, root: str) -> str:
 
 def _bucket(module: str, url: str) -> Any:
     return import_part(f"bucket.{module}", f"the URL {without_credentials(url)!r}")
+
+
+def resolve_workdir(config: Config, workers: Any) -> Config:
+    """Returns the settings with the date and time in place of `{time}` in the workdir, the same on all workers.
+
+    The workdir and `init_from` are absolute: a program that changes its directory goes on in the same one.
+    """
+    workdir = config.workdir
+    if _TIME in workdir:
+        workdir = workers.broadcast(_choose(config) if workers.is_chief else None)
+    return dataclasses.replace(config, workdir=urls.absolute(workdir), init_from=urls.absolute(config.init_from))
+
+
+def _choose(config: Config) -> str:
+    """Returns the workdir of this command's newest run that has not ended and that no process trains, or a new one."""
+    pattern = _DIGITS.join(map(glob.escape, config.workdir.split(_TIME)))
+    settings = _without_workdir(json.loads(flags.as_json(config)))
+    for path in sorted(glob.glob(pattern), reverse=True):
+        if _settings_of(path) == settings and not run_files.has_ended(path) and not run_lock.is_held(path):
+            return path
+    while os.path.exists(path := config.workdir.replace(_TIME, time.strftime(_FORMAT))) or path in _chosen:
+        time.sleep(0.1)  # another run began within this second
+    _chosen.add(path)
+    return path
+
+
+def _settings_of(path: str) -> dict[str, object] | None:
+    file = os.path.join(path, "config.json")
+    return records.read_json(file, _without_workdir, instead="its run is not taken for this command's")
+
+
+def _without_workdir(settings: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if name != "workdir"}
+
+
+def claim_run(config: Config, verify: Callable[[], None] = lambda: None) -> str:
+    """Returns the random name of the run in a workdir; makes one if there is none, or the directory is a copy.
+
+    What lies outside a workdir (copies in memory, runs at W&B) is known by this name.
+
+    Args:
+        config: whose workdir exists, and is not empty.
+        verify: called before the file is written; raises if this process may not write.
+
+    Returns:
+        The name; empty where it cannot be written: the first save will say so.
+    """
+    path = os.path.join(config.local_workdir, RUN_FILE)
+    with contextlib.suppress(OSError):
+        is_local = config.workdir == config.local_workdir
+        place = identify_directory(config.workdir) if is_local else config.workdir
+        if (before := records.read_json(path, _run_and_place, instead="a new one is made")) is not None:
+            if before[1] == place:
+                return before[0]
+            log.warning("workdir=%r is a copy of another run's: from here on it is a run of its own.", config.workdir)
+        run = secrets.token_hex(6)
+        with replacing(path, verify=verify) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"run": run, "place": place}, file)
+        return run
+    return ""
+
+
+def _run_and_place(value: Any) -> tuple[str, str]:
+    return str(value["run"]), str(value["place"])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distloop.log import log
-from distloop.monitoring import ledger, memory_file, records, tags
+from distloop.monitoring import ledger, memory_file, records
 from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.memory_file import Memory
 
@@ -196,7 +196,7 @@ class Run:
     def seen(self) -> dict[str, float]:
         """What the last row tells of the data: `examples_seen`, `epochs_seen`, `<source>/examples_seen`."""
         last = self.rows[-1] if self.rows else {}
-        return {name: value for name, value in last.items() if name.rpartition("/")[2] in tags.GROUPS["data"]}
+        return {name: value for name, value in last.items() if name.rpartition("/")[2] in records.GROUPS["data"]}
 
     @property
     def _times(self) -> list[float]:

@@ -27,9 +27,8 @@ import time
 import uuid
 from typing import Any, NamedTuple
 
-from distloop.atomic_files import open_at_once, start_ticks
+from distloop.atomic_files import identify_directory, open_at_once, start_ticks
 from distloop.distributed.notes import find_membership
-from distloop.monitoring import run_identity
 from distloop.monitoring.console import say
 from distloop.monitoring.records import parse_json
 
@@ -57,7 +56,7 @@ class Holder(NamedTuple):
     since: float  # when it took the lock; Unix, seconds
     launch: str = ""  # the name of its launcher; empty: there is none
     membership: int = 0  # the number of the launcher's start
-    place: str = ""  # where the locked directory is, by `run_identity.place`; empty: unknown
+    place: str = ""  # where the locked directory is, by `identify_directory`; empty: unknown
 
     def __str__(self) -> str:
         is_here = self.token in held and self.process == os.getpid()
@@ -242,7 +241,7 @@ def this_process(workdir: str = "") -> Holder:
     holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, start_ticks(number) or "", time.time())
     with contextlib.suppress(OSError):
         os.makedirs(workdir, exist_ok=True)
-        holder = holder._replace(place=run_identity.place(workdir))
+        holder = holder._replace(place=identify_directory(workdir))
     if membership is None:
         return holder
     return holder._replace(launch=membership.launch, membership=membership.number)

@@ -24,7 +24,7 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetad
 from tensorboard.plugins.scalar import metadata as scalars
 
 from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, HParams, Layout, Media, RunEnd
-from distloop.monitoring.tags import describe, describe_media, group_tag
+from distloop.monitoring.records import GROUPS, METRICS
 
 # The end of the name of the file for the HParams page. TensorBoard keeps the first status that it reads, so there is
 # only the file of the last start. It is read last, because files are read in the order of their names.
@@ -45,6 +45,21 @@ _TAKEN = frozenset(
         "writers.json",
     ]
 )
+
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+
+_VALUE = (
+    "A value of `loss_fn`, or a number of an action. Values of `loss_fn` are weighted means over the examples since "
+    "the last log; in an evaluation, over all its examples."
+)
+_MEDIA = "Returned by an action, such as a `distloop.Summary`."
+_MEDIA_GROUPS = {
+    "keras": "The layers of the model.",
+    "run": "Written when the run starts.",
+    "weights": "The values of a variable.",
+    "activations": "At most 131,072 outputs of a layer, for the examples of `distloop.ActivationHistograms`.",
+    "gradients": "The gradient of a variable in one step, after clipping.",
+}
 
 
 class SummaryWriter:
@@ -266,3 +281,19 @@ class _os_errors:  # noqa: N801 - a generator-based context manager would take a
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, tf.errors.OpError):
             raise OSError(None, error.message.rpartition("; ")[2] or error.message, self._path) from error
+
+
+def group_tag(name: str) -> str:
+    """Returns the tag of a number: its name under the group of its last part, `Metrics` for the user's values."""
+    return f"{_GROUP_OF.get(name.rpartition('/')[2], METRICS)}/{name}"
+
+
+def describe(tag: str) -> str:
+    """Returns the description of a number, in Markdown, by its tag."""
+    name = tag.rpartition("/")[2]
+    return GROUPS[_GROUP_OF[name]][name] if name in _GROUP_OF else _VALUE
+
+
+def describe_media(tag: str) -> str:
+    """Returns the description of media, in Markdown, by their tag."""
+    return _MEDIA_GROUPS.get(tag.partition("/")[0], _MEDIA)

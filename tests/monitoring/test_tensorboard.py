@@ -16,17 +16,32 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
-import distloop.monitoring.tensorboard
 from distloop.actions.action import Report
 from distloop.actions.write import Write
 from distloop.checkpoints.store import Checkpoints
+from distloop.monitoring import tensorboard
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.media import Layout
+from distloop.monitoring.records import GROUPS
 from distloop.monitoring.tensorboard import SummaryWriter
 from tests import problems
 from tests.event_files import read_scalars, steps_in_tensorboard, train_with_media
 
 # Numbers.
+
+
+def test_loss_and_metrics_are_in_the_first_group_and_others_in_that_of_their_last_part():
+    groups = [*GROUPS, "confusion", "gradients", "weights"]
+    assert min(groups) == "Metrics"  # TensorBoard sorts by the code of the characters
+    for tag in ("Metrics/loss", "optimizer/discriminator/learning_rate", "system/stage_0/device_memory_gb"):
+        assert tensorboard.group_tag(tag.partition("/")[2]) == tag
+
+
+def test_every_tag_has_a_description():
+    assert tensorboard.describe("optimizer/discriminator/update_ratio") == "`update_norm` divided by `weight_norm`."
+    assert "weighted means" in tensorboard.describe("Metrics/accuracy")
+    assert "after clipping" in tensorboard.describe_media("gradients/dense/kernel")
+    assert "distloop.Summary" in tensorboard.describe_media("samples")
 
 
 def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
@@ -40,7 +55,7 @@ def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
 
 def test_a_run_that_goes_on_after_its_clock_was_set_back_is_read_after_what_it_has_written(tmp_path, monkeypatch):
     now = time.time()
-    monkeypatch.setattr(distloop.monitoring.tensorboard.time, "time", lambda: now)
+    monkeypatch.setattr(tensorboard.time, "time", lambda: now)
     for start, end in ((0, 11), (5, 9), (6, 12)):
         summaries = SummaryWriter(str(tmp_path), [], start)
         summaries.begin({}, {}, Layout({}))
