@@ -1,4 +1,4 @@
-"""Recomputation: chooses the layers to recompute, and replaces their calls by recomputed calls.
+"""Chooses the layers to recompute, and replaces their calls by recomputed calls.
 
     spec = with_recomputation(model_fn, "block_")()           # acts where loss_fn is under a tape, in a graph
 
@@ -21,8 +21,7 @@ from distloop.distributed import gathering
 from distloop.distributed.placement import make_placement
 from distloop.layer_calls import ReplacedCalls
 from distloop.model.spec import ModelSpec
-from distloop.recompute.recomputation_limits import FirstCalls, refusal
-from distloop.recompute.recomputed_call import RecomputedCall
+from distloop.recompute.recomputed_call import RecomputedCall, refusal, refuse_leaks
 from distloop.variables import layers_by_path, top_layers
 
 _MAX_PATHS = 8  # in an error message
@@ -94,32 +93,27 @@ def recomputing(fn: Callable[..., Any], *, model: Any, pattern: str) -> Callable
         is_training = bool(arguments) and bool(arguments[0])
         if not is_training or tf.executing_eagerly() or not record.could_possibly_record():
             return fn(batch, *arguments)
-        first_calls = FirstCalls(tf.compat.v1.get_default_graph())
-        with _collected_in(first_calls), replaced():
+        calls: list[RecomputedCall] = []
+        with _collecting(tf.compat.v1.get_default_graph(), calls), replaced():
             outputs = fn(batch, *arguments)
-        first_calls.refuse_leaks(outputs)
+        refuse_leaks(calls, outputs)
         return outputs
 
     return call
 
 
-class _Thread(threading.local):
-    """What a thread, such as that of a replica, does at the moment."""
-
-    first_calls: FirstCalls | None = None  # of the function that is traced; None: layers compute as ever
-
-
-_thread = _Thread()
+_NOWHERE: tuple[Any, list[RecomputedCall]] = None, []
+_thread = threading.local()  # `collecting`: the graph in which its calls of layers are recomputed, and these calls
 
 
 @contextlib.contextmanager
-def _collected_in(first_calls: FirstCalls | None) -> Iterator[None]:
-    """Enters a scope in which this thread's calls of layers are recomputed, and collected; None: they are not."""
-    before, _thread.first_calls = _thread.first_calls, first_calls
+def _collecting(graph: Any, calls: list[RecomputedCall]) -> Iterator[None]:
+    """Enters a scope in which this thread's calls of layers in a graph are recomputed; with None, none are."""
+    before, _thread.collecting = getattr(_thread, "collecting", _NOWHERE), (graph, calls)
     try:
         yield
     finally:
-        _thread.first_calls = before
+        _thread.collecting = before
 
 
 def _replacement(path: str, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,14 +121,15 @@ def _replacement(path: str, layer: Any, call: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(call)
     def plain(*arguments: Any, **options: Any) -> Any:
-        with _collected_in(None), gathering.refused(refusal(path, "calls gather_rows")):
+        with _collecting(None, []), gathering.refused(refusal(path, "calls gather_rows")):
             return call(*arguments, **options)
 
     @functools.wraps(call)
     def replacement(*arguments: Any, **options: Any) -> Any:
-        first_calls = _thread.first_calls
-        if first_calls is None or first_calls.graph is not tf.compat.v1.get_default_graph():
+        graph, calls = getattr(_thread, "collecting", _NOWHERE)
+        if graph is not tf.compat.v1.get_default_graph():
             return call(*arguments, **options)  # within a recomputed layer, or in a loop, whose gradient has no tape
-        return RecomputedCall(layer, path, plain, (arguments, options), first_calls)()
+        calls.append(RecomputedCall(layer, path, plain, (arguments, options)))
+        return calls[-1]()
 
     return replacement

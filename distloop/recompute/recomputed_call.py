@@ -1,12 +1,16 @@
-"""One call of a layer that the backward pass computes again.
+"""One call of a layer that the backward pass computes again, and what such a layer must not do.
 
-    outputs = RecomputedCall(layer, "net/block_0", layer.call, (arguments, options), first_calls)()
+    call = RecomputedCall(layer, "net/block_0", layer.call, (arguments, options))
+    outputs = call()
+    refuse_leaks([call], loss)                # after the function that called the layer
 
 What the call computes is on no tape; in its place stands one operation, whose derivative calls the layer again under a
 tape of its own. The second call sees the values that variables had before the first one, so it draws the same random
-numbers, and it writes nothing. Recording an operation on a tape is a private part of TensorFlow.
+numbers, and it writes nothing. Recording an operation on a tape is a private part of TensorFlow, and
+`tf.recompute_grad`, which does it, has no second derivatives, no sparse ones, and none by tensors of the closure.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,17 +23,21 @@ from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
 from distloop.layer_calls import call_context, in_call_context
-from distloop.operations import RECOMPUTED_SCOPE, outermost
-from distloop.recompute.recomputation_limits import FirstCall, FirstCalls, is_continuous, refusal
+from distloop.operations import RECOMPUTED_SCOPE, outermost, written_resources
 from distloop.variables import tensorflow_variable
+
+_LOOKUPS = re.compile(r"LookupTable(Find|Size|Export)(V2)?")  # types of operations that do not write to a table
 
 
 class RecomputedCall:
-    """One call of a layer that is recomputed in the backward pass."""
+    """One call of a layer that is recomputed in the backward pass.
 
-    def __init__(
-        self, layer: Any, path: str, call: Callable[..., Any], arguments: tuple[Any, Any], first_calls: FirstCalls
-    ):
+    Attributes:
+        path: of the layer.
+        graph: in which it is called.
+    """
+
+    def __init__(self, layer: Any, path: str, call: Callable[..., Any], arguments: tuple[Any, Any]):
         """Prepares; nothing is computed yet.
 
         Args:
@@ -37,11 +45,10 @@ class RecomputedCall:
             path: its path, for messages.
             call: its function.
             arguments: of the call, by position and by name.
-            first_calls: gets this call.
         """
-        self._layer, self._path, self._call, self._first_calls = layer, path, call, first_calls
-        self._arguments = arguments
-        self._flat = tf.nest.flatten(arguments, expand_composites=True)
+        self.path, self.graph = path, tf.compat.v1.get_default_graph()
+        self._layer, self._call, self._arguments = layer, call, arguments
+        self._flat = _flatten(arguments)
         self._masks = _masks(self._flat)
         self._watched = [i for i, value in enumerate(self._flat) if _has_gradient(value) and _is_watched(value)]
         self._context = call_context()
@@ -52,45 +59,48 @@ class RecomputedCall:
             self._before |= outer.state_mapping
         self._changed: set[int] = set()  # the variables that the layer writes, by `id`
         self._reads: list[tf.Tensor] = []  # tensors that it is not given, and handles of variables; watched by a tape
-        self._has_gradient: list[bool] = []  # of each output
+        self._operations: list[tf.Operation] = []  # of the first call, without those of other replicas
+        self._end = 0  # of the operations that pass its results on, in the graph
 
     def __call__(self) -> Any:
-        """Computes the layer and records how it is differentiated; returns its outputs."""
-        graph = self._first_calls.graph
-        scope_name, first = graph.get_name_scope(), len(graph.get_operations())
+        """Computes the layer and records how it is differentiated; returns its outputs.
+
+        Raises:
+            ValueError: if the layer writes what a second call would write again.
+        """
+        first = len(self.graph.get_operations())
         for variable in self._layer.trainable_weights:
             tapes.variable_accessed(tensorflow_variable(variable))  # for tapes that watch what is read
         with record.stop_recording(), _Scope(self._before) as scope:
             outputs = self._call(*self._arguments[0], **self._arguments[1])
-        operations = graph.get_operations()[first:]  # those of other replicas too, where it waits for them
+        operations = self.graph.get_operations()[first:]  # those of other replicas too, where it waits for them
+        self._operations = [op for op in operations if op.name.startswith(f"{self.graph.get_name_scope()}/")]
         self._reads = self._find_reads(operations)
-        flat = tf.nest.flatten(outputs, expand_composites=True)
-        self._has_gradient = [_has_gradient(value) for value in flat]
-        losses = [(loss, self._owners(loss)) for loss in scope.losses]
+        flat = _flatten(outputs)
+        owners = [self._take_back(loss) for loss in scope.losses]
         with record.stop_recording():
-            results = [tf.identity(v) for v in (*self._differentiable(flat), *(loss for loss, _ in losses))]
+            results = [tf.identity(value) for value in (*filter(_has_gradient, flat), *scope.losses)]
         self._write(scope)
-        own = [op for op in operations if op.name.startswith(f"{scope_name}/")]
-        first_call = FirstCall(self._path, scope_name, own, len(graph.get_operations()))
-        first_call.refuse_writes()
-        self._first_calls.add(first_call)
-        self._record(results, first_call)
+        self._end = len(self.graph.get_operations())
+        self._refuse_writes()
+        sources = self._sources(self._flat)
+        if sources and results:
+            record.record_operation(RECOMPUTED_SCOPE, results, sources, self._differentiate)
         remaining = iter(results)
-        given = [next(remaining) if is_one else v for v, is_one in zip(flat, self._has_gradient, strict=True)]
-        _attach_masks(given, _masks(flat))
-        for loss, (_, owners) in zip(remaining, losses, strict=True):
-            for owner in owners:
-                owner.add_loss(loss)
-        return tf.nest.pack_sequence_as(outputs, given, expand_composites=True)
+        passed = [next(remaining) if _has_gradient(value) else value for value in flat]
+        _attach_masks(passed, _masks(flat))
+        for loss, layers in zip(remaining, owners, strict=True):
+            for layer in layers:
+                layer.add_loss(loss)
+        return tf.nest.pack_sequence_as(outputs, passed, expand_composites=True)
 
-    def _differentiable(self, flat: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns those of the flat outputs that have gradients."""
-        return [value for value, is_one in zip(flat, self._has_gradient, strict=True) if is_one]
+    def _sources(self, flat: Sequence[Any]) -> list[tf.Tensor]:
+        return [*(flat[i] for i in self._watched), *self._reads]
 
     def _find_reads(self, operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
         """Returns what operations of the first call read of what a tape watches, besides the call's arguments."""
-        given, made = {id(value) for value in self._flat}, {id(op) for op in operations}
-        inputs = {id(tensor): tensor for op in operations for tensor in op.inputs if id(tensor) not in given}
+        arguments, made = {id(value) for value in self._flat}, {id(op) for op in operations}
+        inputs = {id(tensor): tensor for op in operations for tensor in op.inputs if id(tensor) not in arguments}
         tensors = [t for t in inputs.values() if id(t.op) not in made and _has_gradient(t)]
         handles = {id(handle): handle for t in inputs.values() if t.dtype == tf.resource for handle in [outermost(t)]}
         return [tensor for tensor in (*tensors, *handles.values()) if _is_watched(tensor)]
@@ -101,60 +111,39 @@ class RecomputedCall:
         written = [(variable, scope.state_mapping[key]) for key, variable in scope.changed.items()]
         for variable, value in written:
             plain = tensorflow_variable(variable)
-            if getattr(value, "graph", self._first_calls.graph) is not self._first_calls.graph:
-                raise refusal(self._path, f"writes {variable.path!r} in a loop or a branch of TensorFlow")
+            if getattr(value, "graph", self.graph) is not self.graph:
+                raise refusal(self.path, f"writes {variable.path!r} in a loop or a branch of TensorFlow")
             if _is_watched(plain.handle):
-                raise refusal(self._path, f"writes {variable.path!r}, which is trained")
+                raise refusal(self.path, f"writes {variable.path!r}, which is trained")
             if id(variable) not in self._before:
                 self._before[id(variable)] = tf.identity(plain)
         for variable, value in written:
             variable.assign(value)
 
-    def _record(self, results: Sequence[tf.Tensor], first_call: FirstCall) -> None:
-        """Records, on the tapes that watch an input, how to differentiate the results."""
-        sources = [*(self._flat[i] for i in self._watched), *self._reads]
-        if not sources or not results:
-            return
-
-        def differentiate(*slopes: Any) -> list[Any]:
-            sources, tape, again = self._recompute(slopes, first_call)
-            gradients: list[Any] = tape.gradient(again, sources, output_gradients=list(slopes))
-            # All together: else the next layer is computed again while the activations of this one are still kept.
-            known = tf.nest.flatten([g for g in gradients if g is not None], expand_composites=True)
-            with tf.control_dependencies(known):
-                together: list[Any] = tf.nest.map_structure(_identity, gradients, expand_composites=True)
-            return together
-
-        record.record_operation(RECOMPUTED_SCOPE, list(results), sources, differentiate)
-
-    def _recompute(
-        self, slopes: Sequence[Any], first_call: FirstCall
-    ) -> tuple[list[tf.Tensor], tf.GradientTape, list[tf.Tensor]]:
-        """Calls the layer again, not before the slopes are there.
-
-        Args:
-            slopes: the derivatives of the objective by the results.
-            first_call: of the layer.
-
-        Returns:
-            What to differentiate by, the tape, and the results.
-        """
-        slopes = [slope.values if isinstance(slope, tf.IndexedSlices) else slope for slope in slopes]
+    def _differentiate(self, *slopes: Any) -> list[Any]:
+        """Calls the layer again, not before the derivatives by its results are there; returns those by its sources."""
+        values = [slope.values if isinstance(slope, tf.IndexedSlices) else slope for slope in slopes]
         graph = tf.compat.v1.get_default_graph()
-        with tf.name_scope(RECOMPUTED_SCOPE), tf.control_dependencies(slopes):
-            flat, before = self._barrier(slopes)
+        with tf.name_scope(RECOMPUTED_SCOPE), tf.control_dependencies(values):
+            flat, before = self._barrier(values)
             arguments, options = tf.nest.pack_sequence_as(self._arguments, flat, expand_composites=True)
-            sources, first = [*(flat[i] for i in self._watched), *self._reads], len(graph.get_operations())
+            sources, first = self._sources(flat), len(graph.get_operations())
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 for source in sources:
                     tape.watch(source)
                 with _Scope(before) as scope, in_call_context(self._context):
                     outputs = self._call(*arguments, **options)
             for loss in scope.losses:
-                self._owners(loss)
-        first_call.refuse_reads(graph.get_operations()[first:])
-        again = self._differentiable(tf.nest.flatten(outputs, expand_composites=True))
-        return sources, tape, [*again, *scope.losses]
+                self._take_back(loss)
+        self._refuse_reads(graph.get_operations()[first:])
+        again = [*filter(_has_gradient, _flatten(outputs)), *scope.losses]
+        gradients: list[Any] = tape.gradient(again, sources, output_gradients=list(slopes))
+        # All together: else the next layer is computed again while the activations of this one are still kept.
+        with tf.control_dependencies(_flatten([g for g in gradients if g is not None])):
+            together: list[Any] = tf.nest.map_structure(
+                lambda g: None if g is None else tf.identity(g), gradients, expand_composites=True
+            )
+        return together
 
     def _barrier(self, slopes: Sequence[tf.Tensor]) -> tuple[list[Any], dict[int, tf.Tensor]]:
         """Returns the arguments and the variables' values as tensors that are there after the slopes.
@@ -173,12 +162,68 @@ class RecomputedCall:
         _attach_masks(flat, self._masks)
         return flat, self._before | dict(zip(changed, remaining, strict=True))
 
-    def _owners(self, loss: Any) -> list[Any]:
-        """Returns the layers that added a loss, and has Keras forget it."""
+    def _take_back(self, loss: Any) -> list[Any]:
+        """Has Keras forget a loss; returns the layers that added it."""
         owners = [part for part in self._layer._flatten_layers() if id(loss) in part._loss_ids]
         for owner in owners:
             owner._loss_ids.discard(id(loss))
         return owners
+
+    def _refuse_writes(self) -> None:
+        """Refuses writes to variables that are no variables of Keras: the second call would write again."""
+        writing = [op for op in self._operations if not _LOOKUPS.fullmatch(op.type) and written_resources([op])]
+        if writing:
+            what = f"writes to a variable or a generator by TensorFlow's operation {writing[0].type}"
+            raise refusal(self.path, what)
+
+    def _refuse_reads(self, operations: Sequence[tf.Operation]) -> None:
+        """Refuses a second call, of these operations, that reads what the first one computed and the layer kept."""
+        made, replica = {id(op) for op in self._operations}, self._replica
+        for tensor in (tensor for op in operations if _replica_of(op) == replica for tensor in op.inputs):
+            if id(tensor.op) in made:
+                self._refuse_leak(tensor)
+
+    def _refuse_leak(self, tensor: tf.Tensor) -> None:
+        """Refuses a tensor of the first call that is used elsewhere, unless no gradient can flow through it."""
+        if _has_gradient(tensor) and tensor.op.type not in ("Const", "Placeholder", "StopGradient"):
+            raise refusal(
+                self.path, f"keeps the tensor {tensor.name!r} of its call for later, by other ways than its outputs"
+            )
+
+    @property
+    def _replica(self) -> str:
+        return _replica_of(self._operations[0]) if self._operations else ""
+
+
+def refuse_leaks(calls: Sequence[RecomputedCall], outputs: Any) -> None:
+    """Refuses tensors that leave recomputed layers by other ways than their outputs: their gradients would be lost.
+
+    Args:
+        calls: of layers in one graph.
+        outputs: of the function that made them, which has been traced.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    owners = {id(op): (call, call._replica) for call in calls for op in call._operations}
+    for i, op in enumerate(calls[0].graph.get_operations() if owners else ()):
+        for tensor in op.inputs:
+            call, replica = owners.get(id(tensor.op), (None, ""))
+            if call and i >= call._end and replica == _replica_of(op):
+                call._refuse_leak(tensor)
+    for tensor in _flatten(outputs):
+        if isinstance(tensor, tf.Tensor) and id(tensor.op) in owners:
+            owners[id(tensor.op)][0]._refuse_leak(tensor)
+
+
+def refusal(path: str, what: str) -> ValueError:
+    """Returns an error about a layer that cannot be recomputed, for what it does."""
+    error = ValueError(
+        f"recompute was given, and the layer {path!r}, which it matches, {what}; the backward pass cannot call it "
+        "again: give a regular expression that leaves this layer out."
+    )
+    vars(error)["_keras_call_info_injected"] = True  # else Keras adds the arguments of all calls around it
+    return error
 
 
 class _Scope(keras.StatelessScope):
@@ -201,22 +246,22 @@ class _Scope(keras.StatelessScope):
         super().add_update((variable, tf.stop_gradient(value) if value.dtype.is_floating else value))
 
 
+def _flatten(structure: Any) -> list[Any]:
+    return list(tf.nest.flatten(structure, expand_composites=True))
+
+
 def _is_value(value: Any) -> bool:
     """Returns whether a flat argument is a tensor with a value, and no handle of a variable."""
     return isinstance(value, tf.Tensor) and value.dtype != tf.resource
 
 
 def _has_gradient(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and is_continuous(value)
+    return isinstance(value, tf.Tensor) and bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
 def _is_watched(tensor: tf.Tensor) -> bool:
     """Returns whether a tape needs the gradient of a tensor or of a variable's handle."""
     return bool(record.should_record_backprop([tensor]))
-
-
-def _identity(tensor: tf.Tensor | None) -> tf.Tensor | None:
-    return None if tensor is None else tf.identity(tensor)
 
 
 def _masks(values: Sequence[Any]) -> list[Any]:
@@ -229,3 +274,9 @@ def _attach_masks(values: Sequence[Any], masks: Sequence[Any]) -> None:
     for value, mask in zip(values, masks, strict=True):
         if mask is not None:
             value._keras_mask = mask
+
+
+def _replica_of(op: tf.Operation) -> str:
+    """Returns the scope in an operation's name in which TensorFlow traces a replica; empty for the first one."""
+    match = re.search(r"(?:^|/)(replica_\d+)(?:/|$)", op.name)
+    return match[1] if match else ""
