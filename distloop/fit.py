@@ -25,7 +25,7 @@ from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import Write
-from distloop.checkpoints.best import left_files, may_lack_best
+from distloop.checkpoints.loading import left_files, may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
@@ -48,7 +48,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed, unix_time
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import learning_rates
-from distloop.optimizers.clipping import Clipping
+from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Plan, Units

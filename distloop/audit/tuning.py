@@ -27,7 +27,7 @@ from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
-from distloop.optimizers.clipping import Clipping
+from distloop.optimizers.gradients import Clipping
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.training.loop import Diverged, Host, TrainLoop

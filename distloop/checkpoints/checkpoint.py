@@ -73,14 +73,7 @@ def plain_path(path: str) -> Iterator[str]:
 
 
 def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
-    """Writes the files of a checkpoint.
-
-    Args:
-        directory: is created.
-        step: of the values.
-        values: tensors that will not change.
-        notes: a dict that JSON can represent.
-    """
+    """Creates a directory with the files of a checkpoint: tensors that will not change, and notes as JSON has them."""
     os.mkdir(directory)
     with plain_path(directory) as plain, tf.device(HOST):
         tf.raw_ops.SaveV2(
@@ -102,10 +95,7 @@ def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], note
 
 
 def load(path: str) -> Saved:
-    """Loads a checkpoint and verifies every byte of it.
-
-    Args:
-        path: its directory.
+    """Loads the checkpoint in a directory and verifies every byte of it.
 
     Raises:
         DamagedError: if it differs from what was written.
@@ -134,9 +124,6 @@ def load(path: str) -> Saved:
 
 def read_manifest(path: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint after comparing the sizes of its files and its index with it.
-
-    Args:
-        path: the checkpoint's directory.
 
     Raises:
         DamagedError: if they differ, or a file is missing.
@@ -170,10 +157,6 @@ def patiently(read: Callable[[], _T], path: str) -> _T:
 
     Files that are missing and damage in the manifest are raised at once. What TensorFlow takes for damage is tried
     again too: it may have been unable to read.
-
-    Args:
-        read: reads files below the path.
-        path: a file or directory, for the message.
 
     Raises:
         OSError: if it still cannot read.

@@ -1,20 +1,34 @@
-"""Loading: every worker loads the checkpoint that the chief chooses, or refuses to go on from it.
+"""Loading: which checkpoint every worker loads: the newest, the best one, or the one before a divergence.
 
     saved = load_newest(strategy, checkpoints)                      # None: there is none
     saved = require_same_virtual_replicas(saved, state)
+    saved = load_best(checkpoints, "test/accuracy", gather)         # of `SaveBest`
 
-This module does not know what is restored from a checkpoint, or when.
+The chief chooses. This module does not know what is restored from a checkpoint, or when.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 import tensorflow as tf
 
+from distloop.actions.action import Action, member
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.store import Checkpoints, in_workdir, set_aside
 from distloop.distributed import workers
+from distloop.log import log
 from distloop.model.state import TrainState
+from distloop.monitoring.writers import RunFile
+from distloop.training.loop import Diverged
+
+BEST = "best"  # stands for the best checkpoint where `restore` takes a path
+_NAMES = "best/"  # of the files that writers get; the metric follows
+
+
+class NoBestError(ValueError):
+    """No checkpoint is the best one of a metric."""
 
 
 def load_from(strategy: tf.distribute.Strategy, path: str) -> Saved | None:
@@ -36,6 +50,134 @@ def load_newest(
     step = int(workers.gather(strategy, -1 if saved is None else saved.step)[0])
     share(step)
     return saved if workers.is_chief(strategy) or step < 0 else checkpoints.load(step)
+
+
+def load_best(checkpoints: Checkpoints | None, metric: str, gather: Callable[[float], Any]) -> Saved:
+    """Loads the checkpoint where a metric was best; `gather` returns a number of every worker, the chief's first.
+
+    Raises:
+        NoBestError: as for `best_step`.
+        ValueError: if there is no workdir, the checkpoint is damaged, or as for `best_step`.
+    """
+    if checkpoints is None:
+        raise ValueError(
+            'restore("best") was called without a workdir, where best checkpoints are kept: give Config(workdir=...), '
+            "and SaveBest(metric) to fit."
+        )
+    step, failure = -1, None
+    try:
+        step = best_step(checkpoints, metric)
+    except ValueError as error:  # raised when all workers have looked
+        failure = error
+    chosen = int(gather(step)[0])  # by the chief: others may have looked before its last checkpoint was whole
+    if chosen < 0:
+        raise failure or _no_best(checkpoints, metric)
+    return checkpoints.load(chosen)
+
+
+def best_step(checkpoints: Checkpoints, metric: str = "") -> int:
+    """Returns the step at which a metric was best; without a name, the only one, or several best at the same step.
+
+    Raises:
+        NoBestError: if there is no such checkpoint.
+        ValueError: if metrics were best at different steps and none is named.
+    """
+    steps = {file.name.removeprefix(_NAMES): file.step for file in _best_files(checkpoints)}
+    steps = {name: step for name, step in steps.items() if metric in ("", name)}
+    if not steps:
+        raise _no_best(checkpoints, metric)
+    if len(set(steps.values())) > 1:
+        paths = (f"{os.path.join(checkpoints.directory, str(step))!r} for {name!r}" for name, step in steps.items())
+        raise ValueError(f"Metrics were best at different steps: give restore the path, {', '.join(paths)}.")
+    return next(iter(steps.values()))
+
+
+def _no_best(checkpoints: Checkpoints, metric: str) -> NoBestError:
+    return NoBestError(
+        f"No best checkpoint{f' of {metric!r}' if metric else ''} is kept in {checkpoints.directory!r}: give fit "
+        "SaveBest(metric), with a metric that is measured before the run ends, or its checkpoint could not be written: "
+        "see the log."
+    )
+
+
+@contextlib.contextmanager
+def may_lack_best() -> Iterator[None]:
+    """Enters a scope at the end of a run, in which a warning tells of a metric without a best checkpoint."""
+    try:
+        yield
+    except NoBestError as error:
+        log.warning("%s The weights stay those of the end of the run.", error)
+
+
+def left_files(workdir: str, actions: Sequence[Action]) -> list[RunFile]:
+    """Returns the best checkpoints of a run, and what its actions have left, for writers.
+
+    Raises:
+        OSError: if the checkpoints cannot be read.
+    """
+    best = _best_files(in_workdir(workdir)) if workdir else []
+    return best + [RunFile(*file) for action in actions for file in member(action, "run_files")()]
+
+
+def _best_files(checkpoints: Checkpoints) -> list[RunFile]:
+    """Returns the whole checkpoint where each metric was best."""
+    whole = set(checkpoints.steps)
+    best = {metric: [step for step in steps if step in whole][:1] for metric, steps in checkpoints.best_steps.items()}
+    return [
+        RunFile(f"{_NAMES}{metric}", os.path.join(checkpoints.directory, str(step)), step)
+        for metric, steps in best.items()
+        for step in steps
+    ]
+
+
+class Rollback:
+    """The batches that were left out since a diverging run last made progress.
+
+    Attributes:
+        num_tries: how often the run went back before the last failure.
+    """
+
+    def __init__(self, max_tries: int):
+        """Begins without any; the run may go back `max_tries` times before it comes further than ever."""
+        self._max_tries = max_tries
+        self._furthest_step = 0  # the last step that diverged
+        self._blamed: list[int] = []
+        self.num_tries = 0
+
+    def choose(self, step: int, batch: int, skipped: Set[int]) -> tuple[int, Set[int]] | None:
+        """Chooses the batch to leave out after a failure, which is the one that failed.
+
+        If one batch after another fails, the weights may be at fault: the last try leaves out the batch that they
+        learned from last, and takes the others back.
+
+        Args:
+            step: that failed.
+            batch: that it failed on, counted from 0.
+            skipped: the batches that are left out already.
+
+        Returns:
+            The batch, and all batches to leave out; None after the last try.
+        """
+        if step > self._furthest_step:
+            self._furthest_step, self._blamed = step, []
+        self.num_tries = len(self._blamed)
+        if self.num_tries >= self._max_tries:
+            return None
+        if 0 < self.num_tries == self._max_tries - 1:
+            batch = next((earlier for earlier in reversed(range(batch)) if earlier not in skipped), 0)
+            skipped = skipped - set(self._blamed)
+        self._blamed.append(batch)
+        return batch, skipped | {batch}
+
+
+def gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
+    """Returns the error of a run that goes back no more."""
+    times = f"{tries} times" if tries else "not once"
+    return Diverged(
+        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl tells what was tried.",
+        diverged.step,
+        diverged.batch,
+    )
 
 
 def names(checkpoints: Checkpoints) -> list[str]:

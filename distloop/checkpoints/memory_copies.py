@@ -43,13 +43,7 @@ class MemoryCopies:
     """The copies of one run; those of this host, and what workers agree on about those of others."""
 
     def __init__(self, checkpoints: Checkpoints, strategy: tf.distribute.Strategy, verify: Callable[[], None]):
-        """Touches no disk.
-
-        Args:
-            checkpoints: of the run.
-            strategy: of the run.
-            verify: called before a copy is put among the checkpoints; raises if this process may not write.
-        """
+        """Touches no disk; `verify` raises if this process may not put a copy among the checkpoints."""
         self._checkpoints, self._strategy, self._verify = checkpoints, strategy, verify
         self._copies: Checkpoints | None = None  # None: the run has none
         self._writes = False  # whether this worker is the first one on its host
@@ -135,10 +129,6 @@ class MemoryCopies:
         if _is_ours(self._copies.directory):
             remove(self._copies.directory)
 
-    @property
-    def _workdir(self) -> str:
-        return os.path.dirname(self._checkpoints.directory)
-
     def _in_memory(self, number: int) -> Checkpoints:
         path = os.path.join(MEMORY, f"distloop-{os.getuid()}-{number:012x}")
         return Checkpoints(path, keep=1, kind="copy in memory")
@@ -162,7 +152,7 @@ class MemoryCopies:
             os.close(self._lock)
         self._lock = os.open(os.path.join(directory, _OWNER), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        path = os.path.realpath(self._workdir)
+        path = os.path.realpath(os.path.dirname(self._checkpoints.directory))
         parent = os.path.dirname(path)  # which another host than the chief's may lack
         device = os.stat(parent).st_dev if os.path.isdir(parent) else None
         owner = {"path": path, "device": device, "mounts": _mounts(), "run": self._run}
@@ -181,9 +171,6 @@ class MemoryCopies:
     def _draw(self) -> int:
         """Returns a new number, which is noted in the workdir; 0: it cannot be noted."""
         number = 1 + secrets.randbelow(_MOST_IDS - 1)
-        return number if self._note(number) else 0
-
-    def _note(self, number: int) -> bool:
         path = os.path.join(self._checkpoints.directory, _NAME)
         try:
             make_directory(self._checkpoints.directory)
@@ -191,8 +178,8 @@ class MemoryCopies:
                 json.dump({"number": number, "run": self._run}, file)
         except OSError as error:
             log.error("%s cannot be written (%s): no new copies in memory are begun.", path, first_line(error))
-            return False
-        return True
+            return 0
+        return number
 
     def _put_back(self, copies: Checkpoints) -> None:
         """Puts the newest copy of any host among the checkpoints, if these are older."""

@@ -37,7 +37,7 @@ def find(workdir: str, keep: int = 1, *, with_memory: bool = False) -> list[Supe
 
     Args:
         workdir: of the run.
-        keep: how many of the newest checkpoints, and of the last exports of a directory, to keep, 1 or more.
+        keep: how many of the newest checkpoints, and of the last exports of a directory, to keep.
         with_memory: whether to return also what runs that are gone have left in this machine's memory.
 
     Raises:
@@ -56,11 +56,7 @@ def find(workdir: str, keep: int = 1, *, with_memory: bool = False) -> list[Supe
 
 
 def remove(found: Iterable[Superfluous], verify: Callable[[], None]) -> None:
-    """Removes what was found, each in one step as seen by others.
-
-    Args:
-        found: from `find`.
-        verify: called before each removal; raises if this process may no longer write.
+    """Removes what was found, each in one step as seen by others; `verify` is called before each.
 
     Raises:
         OSError: if something cannot be removed.

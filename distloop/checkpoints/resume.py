@@ -20,11 +20,14 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.actions.action_state import RunStates
-from distloop.checkpoints.best import BEST, load_best
 from distloop.checkpoints.checkpoint import Saved
 from distloop.checkpoints.loading import (
+    BEST,
+    Rollback,
+    gave_up,
     has_later,
     is_of_another_model,
+    load_best,
     load_from,
     load_newest,
     names,
@@ -32,7 +35,6 @@ from distloop.checkpoints.loading import (
     would_be_replaced,
 )
 from distloop.checkpoints.memory_copies import MemoryCopies
-from distloop.checkpoints.rollback import Rollback, gave_up
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.checkpoints.writing import DiskWatch, WorkersLock
@@ -62,12 +64,7 @@ class RunCheckpoints:
     """
 
     def __init__(self, state: TrainState, config: Config):
-        """Touches no disk.
-
-        Args:
-            state: what training changes.
-            config: `workdir` and the settings about checkpoints are read.
-        """
+        """Touches no disk."""
         self._state, self._saved_state, self._config = state, SavedState(state), config
         self._is_chief = workers.is_chief(state.strategy)
         self._say = speaker(self._is_chief, config.console)
@@ -163,12 +160,6 @@ class RunCheckpoints:
     def attach(self, source: Source, loop: TrainLoop, actions: Sequence[Action], run: Period) -> dict[str, Any] | None:
         """Sets the parts that are saved, and restores them if a checkpoint was restored.
 
-        Args:
-            source: the data to train on.
-            loop: the training loop.
-            actions: the user's; their `get_state` is saved.
-            run: the length of the run.
-
         Returns:
             The log window to continue, from `TrainLoop.save_window`; None: no checkpoint was restored.
 
@@ -261,9 +252,6 @@ class RunCheckpoints:
         """Restores the last checkpoint before the batch that a step failed on, and leaves the batch out.
 
         The incident is written to `incidents.jsonl`. Call `attach` next.
-
-        Args:
-            diverged: the failure.
 
         Raises:
             Diverged: if the run has gone back often enough without progress, or there is no checkpoint to go back to.

@@ -22,12 +22,7 @@ from distloop.settings.durations import finite_number, shown
 
 
 def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:
-    """Checks that this process can follow another one's run.
-
-    Raises:
-        ValueError: if there are several workers, or there is no workdir, or it is a dry run's or a URL, or the name of
-            the evaluation is no file's.
-    """
+    """Raises ValueError if this process cannot follow another one's run, or the evaluation's name is no file's."""
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise ValueError(
             f"name={name!r} was given to evaluate_checkpoints, which writes evaluations/<name>.jsonl: give a name that "
@@ -61,18 +56,10 @@ def evaluate_checkpoints(
     poll_secs: float,
     timeout_secs: float,
 ) -> dict[int, dict[str, float]]:
-    """Evaluates each checkpoint once, until the run is complete.
-
-    Args:
-        checkpoints: of the run.
-        evaluate: returns the metrics of the weights that were restored.
-        workdir: of the run.
-        name: of the evaluation; checkpoints that have a row in its file are left out.
-        poll_secs: how often to look for a new checkpoint.
-        timeout_secs: how long to wait for one; 0: for ever.
+    """Evaluates each checkpoint without a row in the evaluation's file, until the run is complete.
 
     Returns:
-        Step -> name -> number, of the checkpoints that were evaluated now.
+        Step -> name -> number.
 
     Raises:
         ValueError: if another process evaluates under this name, or a time is no number of seconds.

@@ -60,7 +60,7 @@ class Checkpoints:
 
         Args:
             directory: created at the first save.
-            keep: number of the newest checkpoints to keep, at least 1.
+            keep: number of the newest checkpoints to keep.
             watch: called with what is done to the disk; its context is entered meanwhile.
             verify: called before each rename; raises if this process may no longer write.
             costs: gets `write_secs`, how long the last checkpoint took in the background until it was whole.
@@ -173,13 +173,7 @@ class Checkpoints:
             ) from failure
 
     def load_newest(self, is_wanted: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
-        """Loads the newest checkpoint that is whole; logs the damaged ones that it passes, and deletes none.
-
-        Args:
-            is_wanted: whether to load a checkpoint.
-
-        Returns:
-            The checkpoint; None if there is none, or none is wanted.
+        """Loads the newest checkpoint that is whole and wanted, if any; logs the damaged ones on its way.
 
         Raises:
             DamagedError: if there are checkpoints, but none is whole.
@@ -221,10 +215,7 @@ class Checkpoints:
         return self._load(step)
 
     def drop_later(self, step: int) -> None:
-        """Renames the checkpoints of a run that diverged to `<step>.diverged`; the next save deletes them.
-
-        Args:
-            step: of the checkpoint that the run goes back to.
+        """Renames the checkpoints after a step, from which a run diverged, to `<step>.diverged`; a save deletes them.
 
         Raises:
             OSError: if one cannot be renamed.
@@ -246,13 +237,7 @@ class Checkpoints:
             raise DamagedError(f"The checkpoint {saved.path!r} is damaged (it holds step {saved.step}).")
         return saved
 
-    def _write(
-        self,
-        step: int,
-        values: Mapping[str, tf.Tensor],
-        notes: Mapping[str, Any],
-        best_steps: Mapping[str, list[int]],
-    ) -> None:
+    def _write(self, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any], best_steps: _Best) -> None:
         """Writes a checkpoint whole or not at all, and the steps of the best ones that are there."""
         self._verify()
         make_directory(self.directory)
@@ -291,22 +276,12 @@ def _best_there(wanted: _Best, listed: _Best, steps: Collection[int]) -> dict[st
 
 
 def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
-    """Returns the checkpoints of a run.
-
-    Args:
-        workdir: of the run.
-        keep: as for `Checkpoints`.
-        settings: as for `Checkpoints`.
-    """
+    """Returns the checkpoints of a run; the settings are those of `Checkpoints`."""
     return Checkpoints(os.path.join(workdir, "checkpoints"), keep, **settings)
 
 
 def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
-    """Yields the paths of all checkpoints but the newest whole ones, damaged later ones, and the best.
-
-    Args:
-        checkpoints: of a run.
-        keep: the number of newest ones.
+    """Yields the paths of all checkpoints but the `keep` newest whole ones, damaged later ones, and the best.
 
     Raises:
         OSError: if the directory or a manifest cannot be read.
@@ -325,11 +300,7 @@ def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
 
 
 def set_aside(directory: str, *ends: str) -> list[str]:
-    """Returns the paths of checkpoints that were renamed, as the run has gone back to an earlier one.
-
-    Args:
-        directory: of the checkpoints; may be missing.
-        ends: of their names; none given: all of them.
+    """Returns the paths of checkpoints that were renamed, to one of some ends or any, as the run has gone back.
 
     Raises:
         OSError: if the directory cannot be read.
@@ -350,13 +321,8 @@ def _is_whole(path: str, step: int) -> bool:
 def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
     """Yields each checkpoint that another process writes, until the last one of its run.
 
-    Checkpoints that are deleted before they are read are skipped: the run keeps its newest only.
-
-    Args:
-        checkpoints: of the run.
-        done: steps to skip.
-        poll_secs: time between two looks.
-        timeout_secs: the longest time to wait for a checkpoint; 0: without limit.
+    Checkpoints that are deleted before they are read are skipped: the run keeps its newest only. So are steps that are
+    done. With `timeout_secs=0` there is no limit to the time between two checkpoints.
 
     Raises:
         TimeoutError: if no checkpoint came in that time.

@@ -4,7 +4,7 @@ r"""Warm start: restores weights from another run, a Keras file, or any TensorFl
     summary = warm_start(state, "bert.keras", r"^encoder/(.*)=>backbone/encoder/\1")  # a part, under other names
 
 Only the model's weights are set; the optimizer and all counters start anew. Nothing changes unless the shapes of all
-variables fit. This module does not know how a run resumes.
+variables fit.
 """
 
 import os

@@ -1,9 +1,7 @@
 """Keras's arguments of `fit`: reads `class_weight` and the like, and explains those that distloop does not take.
 
-    data = read_arguments(train, evals, {"validation_split": 0.1, "class_weight": {0: 1.0, 1: 5.0}})
-    data.train, data.evals, data.map_batch
-
-It does not know how data is read.
+data = read_arguments(train, evals, {"validation_split": 0.1, "class_weight": {0: 1.0, 1: 5.0}})
+data.train, data.evals, data.map_batch
 """
 
 import dataclasses
@@ -106,13 +104,7 @@ class FitData:
 def read_arguments(
     train: Data, evals: Mapping[str, Any] | None, arguments: Mapping[str, Any], y: Any = None
 ) -> FitData:
-    """Returns the data that `fit` was asked to train and evaluate on.
-
-    Args:
-        train: the data.
-        evals: by name, as `fit` takes them.
-        arguments: the others, by name: `KerasArguments`.
-        y: the labels, if `train` is features alone.
+    """Returns the data that `fit` was asked to train and evaluate on; `arguments` are `KerasArguments`.
 
     Raises:
         ValueError: if an argument is unknown or not possible with this data.

@@ -1,10 +1,8 @@
 """Keras losses: values per example before any reduction, and the mask that Keras puts on them.
 
-    loss = resolve_loss("crossentropy", target, output)            # a keras.losses.Loss
-    values, mask = loss_values(loss, target, output)               # [B, ...], float32; [B, ...], bool, or None
-    weigh(values, mask, sample_weight)                             # for loss_fn: values with weights
-
-It does not know which losses a model has or how they add up.
+loss = resolve_loss("crossentropy", target, output)            # a keras.losses.Loss
+values, mask = loss_values(loss, target, output)               # [B, ...], float32; [B, ...], bool, or None
+weigh(values, mask, sample_weight)                             # for loss_fn: values with weights
 """
 
 import functools
@@ -55,12 +53,7 @@ class _FunctionLoss(keras.losses.Loss):
 
 
 def resolve_loss(identifier: Any, target: tf.Tensor, output: tf.Tensor) -> keras.losses.Loss:
-    """Returns the loss that Keras would use.
-
-    Args:
-        identifier: a loss, its class, name or config, or a function of `(y_true, y_pred)`.
-        target: `[B, ...]`.
-        output: `[B, ...]`; "crossentropy" depends on the shapes of both.
+    """Returns the loss that Keras would use; "crossentropy" depends on the shapes of target and output.
 
     Raises:
         ValueError: if the loss sums over the batch.
@@ -81,15 +74,7 @@ def resolve_loss(identifier: Any, target: tf.Tensor, output: tf.Tensor) -> keras
 
 
 def loss_values(loss: keras.losses.Loss, target: tf.Tensor, output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Computes a loss per example.
-
-    Args:
-        loss: stays as it is.
-        target: `[B, ...]`.
-        output: `[B, ...]`.
-
-    Returns:
-        The values, `[B, ...]`, float32; and which of them count, `[B, ...]`, bool, or None if all do.
+    """Returns a loss per example, `[B, ...]`, float32, and which values count, `[B, ...]`, bool; None: all do.
 
     Raises:
         ValueError: if the loss returns no value per example.
@@ -128,12 +113,7 @@ def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, ou
 
 
 def per_example(owner: str, values: Any, rows: int | None) -> tf.Tensor:
-    """Returns what a loss or metric has computed, in float32.
-
-    Args:
-        owner: for the message, such as "loss 'dice'".
-        values: `[B, ...]`.
-        rows: B; None: not known while tracing.
+    """Returns what a loss or metric, the owner, has computed, `[rows, ...]`, in float32.
 
     Raises:
         ValueError: if there is not one value per example.

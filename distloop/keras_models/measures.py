@@ -1,9 +1,7 @@
 """Keras metrics as means of values per example where possible, else as metrics with state.
 
-    measures = make_measures(["accuracy", keras.metrics.AUC()], None, names=[])        # inside model_fn
-    measures[0](target, output, weight)                                               # for loss_fn
-
-It does not know which outputs a model has.
+measures = make_measures(["accuracy", keras.metrics.AUC()], None, names=[])        # inside model_fn
+measures[0](target, output, weight)                                               # for loss_fn
 """
 
 import contextlib
@@ -19,7 +17,6 @@ import keras
 import tensorflow as tf
 
 from distloop.keras_models.losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
-from distloop.keras_models.outputs import spread
 from distloop.model.metrics import IS_OF_LAYER, RESERVED_NAMES
 from distloop.variables import tensorflow_variable
 
@@ -37,18 +34,12 @@ class Measure:
     """
 
     def __init__(self, identifier: Any, output: Place, is_weighted: bool):
-        """Makes a metric; call it inside `model_fn`.
-
-        Args:
-            identifier: a metric, its class or name, a loss, or a function of `(y_true, y_pred)`.
-            output: which output.
-            is_weighted: whether sample weights count.
+        """Makes a metric from another, its class or name, a loss, or a function of `(y_true, y_pred)`.
 
         Raises:
             ValueError: if the metric cannot be made again from its config.
         """
-        self.output = output
-        self.is_weighted = is_weighted
+        self.output, self.is_weighted = output, is_weighted
         self.metric: keras.metrics.Metric | None = None
         self._function = identifier
         # The function for "accuracy" depends on the shapes of target and output, known when the step is traced.
@@ -62,13 +53,7 @@ class Measure:
                 self.metric = self._function if isinstance(identifier, (str, type)) else _made_again(self._function)
 
     def __call__(self, target: tf.Tensor, output: tf.Tensor, weight: Any) -> Any:
-        """Returns the value for `loss_fn` under the metric's name.
-
-        Args:
-            target: `[B, ...]`.
-            output: `[B, ...]`; its mask counts where it does in Keras.
-            weight: of the samples, or None.
-        """
+        """Returns the value for `loss_fn`; `weight` is that of the samples, or None. An output's mask counts, too."""
         if self.metric is not None:
             if isinstance(self.metric, keras.metrics.MeanMetricWrapper) and mask_of(output) is not None:
                 return target, output, weigh(self._owner, output, mask_of(output), weight).weights
@@ -196,6 +181,21 @@ def _by_output(given: Any, names: Sequence[str]) -> list[tuple[Place, Any]]:
         return list(spread(given, names or list(given)).items())
     given = given if isinstance(given, (list, tuple)) else [given]
     return list(spread(given, names).items()) if names else [((i, len(given)), g) for i, g in enumerate(given)]
+
+
+def spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Returns an argument by output: from a dict by name, a list in order, or one value for all outputs."""
+    if isinstance(given, Mapping) and not set(given) - set(names):
+        return dict(given)
+    if isinstance(given, Mapping):
+        raise ValueError(f"{sorted(given)} were given by name; the outputs are {list(names)}: use those names.")
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(names):
+            raise ValueError(
+                f"A list of {len(given)} was given for the {len(names)} outputs {list(names)}: give one for each."
+            )
+        return dict(zip(names, given, strict=True))
+    return dict.fromkeys(names, given)
 
 
 def _object_name(metric: Any) -> str:

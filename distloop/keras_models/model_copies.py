@@ -3,7 +3,7 @@
     model = copy_model(original)
     optimizer = copy_optimizer(original.optimizer, original, model)
 
-The originals stay as they are. This module does not know what trains the copies.
+The originals stay as they are.
 """
 
 import contextlib
@@ -21,9 +21,6 @@ from distloop.variables import portable_names, slot_names, tensorflow_variable
 
 def copy_model(model: keras.Model) -> keras.Model:
     """Returns a copy of a built Keras model: its layers, weights, vocabularies and statistics, and what is trained.
-
-    Args:
-        model: its random streams are not copied.
 
     Raises:
         ValueError: if the model cannot be made again from its config.
@@ -50,12 +47,9 @@ def copy_model(model: keras.Model) -> keras.Model:
 def copy_optimizer(
     optimizer: keras.optimizers.Optimizer, model: keras.Model, copy: keras.Model
 ) -> keras.optimizers.Optimizer:
-    """Returns a copy of an optimizer: its settings, schedule and slots, and the variables that have no weight decay.
+    """Returns a copy of a model's optimizer: its settings and slots, and the variables that have no weight decay.
 
-    Args:
-        optimizer: what trains `model`; a schedule as learning rate is shared, as it has no state.
-        model: the original model.
-        copy: the result of `copy_model`.
+    A schedule as learning rate is shared, as it has no state.
 
     Raises:
         ValueError: if the optimizer cannot be made again from its config.
@@ -86,13 +80,7 @@ def copy_optimizer(
 
 
 def return_weights(copy: keras.Model, model: keras.Model, averages: Mapping[int, Any]) -> None:
-    """Assigns the weights and statistics of a copy to the original model.
-
-    Args:
-        copy: the result of `copy_model`, whose variables may be on several replicas.
-        model: the original.
-        averages: by `id` of a variable of the copy, what is assigned in its place.
-    """
+    """Assigns weights and statistics of a copy to the original model; `averages` has what to assign, by `id`."""
     for old, new in _weight_pairs(model, copy):
         old.assign(_value(averages.get(id(new), new)))
 
@@ -100,10 +88,7 @@ def return_weights(copy: keras.Model, model: keras.Model, averages: Mapping[int,
 def return_slots(copy: keras.Model, model: keras.Model, values: Mapping[str, Any]) -> None:
     """Assigns slots, iterations, learning rate and loss scale of a copy's optimizer to the original's; builds it first.
 
-    Args:
-        copy: the result of `copy_model`.
-        model: the original, compiled.
-        values: variables by the names of checkpoints, such as `optimizer/momentum/dense/kernel`.
+    The values have the names of checkpoints, such as `optimizer/momentum/dense/kernel`.
     """
     names = {id(variable): name for name, variable in portable_names(copy).items()}
     names = {id(old): names[id(new)] for old, new in _weight_pairs(model, copy)}

@@ -1,11 +1,9 @@
 """Supervised learning: specs of Keras models with Keras losses, for `(x, y)` and `(x, y, sample_weight)`.
 
-    spec = supervised(model, "mse", keras.optimizers.Adam(), metrics=["mae"])                # inside model_fn
-
-It does not know how a loss or metric is computed, or how a step goes.
+spec = supervised(model, "mse", keras.optimizers.Adam(), metrics=["mae"])                # inside model_fn
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -14,14 +12,7 @@ import tensorflow as tf
 
 from distloop.data.shards import batch_size
 from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
-from distloop.keras_models.measures import LayerMetrics, Measure, make_measures
-from distloop.keras_models.outputs import (
-    names_before_call,
-    outputs_by_name,
-    spread,
-    targets_by_output,
-    weights_by_output,
-)
+from distloop.keras_models.measures import LayerMetrics, Measure, make_measures, spread
 from distloop.log import log
 from distloop.model.metrics import Weighted
 from distloop.model.spec import ModelSpec
@@ -66,7 +57,7 @@ def supervised(
             f"supervised was given a {type(model).__name__}; it takes a keras.Model: return ModelSpec(model, "
             "optimizer, loss_fn), whose loss_fn calls it."
         )
-    measures = make_measures(metrics, weighted_metrics, names_before_call(model))
+    measures = make_measures(metrics, weighted_metrics, _names_before_call(model))
     call = _caller(model)
     of_layers = LayerMetrics(model, [measure.name for measure in measures])
     has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)
@@ -81,11 +72,11 @@ def supervised(
         elif not has_losses:
             reported["loss"] = _added_losses(model, batch_size(x))
         if has_losses or measures:
-            outputs = outputs_by_name(y_pred, getattr(model, "output_names", None) or [])
+            outputs = _outputs_by_name(y_pred, getattr(model, "output_names", None) or [])
             losses = spread(loss if has_losses else None, list(outputs))
             losses = {name: losses[name] for name in outputs if losses.get(name) is not None}
-            targets = targets_by_output(y, list(outputs), list(losses))
-            weights = weights_by_output(sample_weight, list(outputs))
+            targets = _targets_by_output(y, list(outputs), list(losses))
+            weights = _weights_by_output(sample_weight, list(outputs))
             if losses:
                 reported |= _compiled_losses(losses, loss_weights, outputs, targets, weights)
             reported |= {measure.name: _measured(measure, outputs, targets, weights) for measure in measures}
@@ -138,6 +129,54 @@ def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
             )
     x, y, sample_weight = [*batch, None, None][:3]
     return x, y, sample_weight
+
+
+def _names_before_call(model: Any) -> list[str]:
+    """Returns the names of a model's outputs; none if it does not know them before it is called."""
+    names = getattr(model, "output_names", None)
+    if not names:
+        return []
+    return list(_outputs_by_name(model.output, names))
+
+
+def _outputs_by_name(outputs: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Returns a model's outputs (one tensor, a list or a dict) by name, in Keras's order; it may have no names."""
+    if isinstance(outputs, Mapping):
+        by_name = {path[0]: outputs[path[0]] for path, _ in keras.tree.flatten_with_path(outputs)}
+    elif isinstance(outputs, (list, tuple)):
+        names = names if len(names) == len(outputs) else [f"output_{i}" for i in range(len(outputs))]
+        by_name = dict(zip(names, outputs, strict=True))
+    else:
+        by_name = {(names or ["output"])[0]: outputs}
+    if nested := [name for name, output in by_name.items() if isinstance(output, (Mapping, list, tuple))]:
+        raise ValueError(
+            f"The model's outputs {nested} are dicts or lists themselves; losses and metrics take one dict or list of "
+            "tensors: return such, or write a ModelSpec with a loss_fn of your own."
+        )
+    return by_name
+
+
+def _targets_by_output(targets: Any, names: Sequence[str], with_loss: Sequence[str]) -> dict[str, Any]:
+    """Returns targets (one tensor, a list or a dict) by output; a list may hold targets of those with a loss alone."""
+    if isinstance(targets, Mapping):
+        return dict(targets)
+    if not isinstance(targets, (list, tuple)):
+        targets = [targets]
+    if len(targets) != len(names):
+        names = with_loss
+    if len(targets) != len(names):
+        raise ValueError(f"{len(targets)} targets were given for {len(names)} outputs: give one for each.")
+    return dict(zip(names, targets, strict=True))
+
+
+def _weights_by_output(sample_weight: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Returns sample weights by output."""
+    if len(names) > 1 and isinstance(sample_weight, (Mapping, list, tuple)):
+        raise ValueError(
+            "A model with several outputs was given sample weights for each of them; their losses have no common "
+            "weights: write a ModelSpec with a loss_fn of your own, and distloop.weighted."
+        )
+    return spread(sample_weight, names)
 
 
 def _own_loss(model: keras.Model, arguments: tuple[Any, Any, Any, Any], training: bool) -> tf.Tensor:

@@ -25,8 +25,7 @@ from distloop.model.loss_spikes import LossWatch
 from distloop.model.spec import ModelSpec, Update, plain_optimizer
 from distloop.optimizers import keras_hooks, loss_scale
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.optimizers.moving_average import MovingAverage
-from distloop.optimizers.slot_placement import SlotPlacement, make_slot_placement
+from distloop.optimizers.slot_placement import MovingAverage, SlotPlacement, make_slot_placement
 from distloop.variables import (
     ComposedVariable,
     is_seed,

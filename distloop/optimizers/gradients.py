@@ -1,10 +1,11 @@
-"""Gradients: packs gradients into few vectors, reduces them once, and applies them.
+"""Gradients: packs gradients into few vectors, reduces them once, clips the sums, and applies them.
 
-All functions run in replica context. They do not know how gradients are computed, or clipped.
+All functions run in replica context.
 
     segments = packing.pack(gradients)                               # few vectors instead of many small tensors
     segments, sums = packing.all_reduce(segments, {"tallies": t})    # the one reduction of the step
     _, norm, scale = norm_and_scale(segments, weight)                # norm is finite only if every gradient is
+    segments, scale, is_clipped = Clipping(norm=1.0).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
     apply(optimizer, packing.unpack(segments, scale), variables)
 
 A segment is a flat vector, or the rows of a large table that a sparse gradient consists of: `tables/`.
@@ -13,6 +14,7 @@ A segment is a flat vector, or the rows of a large table that a sparse gradient 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -53,8 +55,7 @@ class Packing:
 
         Args:
             variables: with static shapes and dtypes.
-            devices: the device of each variable's gradient, on which it is packed and unpacked; None: no device is
-                prescribed.
+            devices: on which each variable's gradient is packed and unpacked; None: no device is prescribed.
             workers: the worker of this device; None: all have the same.
             why_dense: why a sparse gradient is made dense, if that is to be reported.
         """
@@ -123,10 +124,7 @@ class Packing:
     ) -> list[Any]:
         """Returns the gradients in segments, one a variable, multiplied by `scale` as in `scaled`.
 
-        Args:
-            segments: packed gradients.
-            scale: a scalar; None: 1.
-            keeps_sparse: whether sparse gradients are returned as `tf.IndexedSlices`.
+        With `keeps_sparse`, sparse gradients are returned as `tf.IndexedSlices`.
         """
         gradients: list[Any] = []
         for flat, shape, device in zip(self.unpack_flat(segments, scale), self._shapes, self._places, strict=True):
@@ -178,16 +176,9 @@ class Packing:
         return tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], self.dtypes[segment])
 
     def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns a vector from which the host can tell the variables whose gradients are not finite.
+        """Returns a vector, `[diagnosis_size]`, from which `find_nonfinite` tells what gradients are not finite.
 
         The step evaluates nothing for it: it is a copy of small gradients, and of the squared norms of large ones.
-
-        Args:
-            segments: the packed gradients.
-            squares: the squared norm of each segment.
-
-        Returns:
-            `[diagnosis_size]`, float32, for `find_nonfinite`.
         """
         pairs = zip(self._groups, segments, squares, strict=True)
         parts = [square[tf.newaxis] if len(group) == 1 else segment for group, segment, square in pairs]
@@ -290,6 +281,70 @@ def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
         return tf.math.multiply_no_nan(values, tf.cast(scale, values.dtype))
 
     return [map_values(scale_values, segment) for segment in segments]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The limit of an update's gradients; one of the three at most is not 0.
+
+    Attributes:
+        norm: the largest norm over all variables (Pascanu et al. 2013, arXiv:1211.5063).
+        variable_norm: the largest norm of each variable's gradient.
+        value: the largest absolute value of each element.
+    """
+
+    norm: float = 0.0
+    variable_norm: float = 0.0
+    value: float = 0.0
+
+    @classmethod
+    def from_settings(cls, settings: Any) -> "Clipping":
+        """Returns the limit that the settings of a run give."""
+        return cls(settings.clip_norm, settings.clip_variable_norm, settings.clip_value)
+
+    def __bool__(self) -> bool:
+        """Returns whether there is a limit."""
+        return bool(self.norm or self.variable_norm or self.value)
+
+    def clip(
+        self, packing: Packing, segments: Sequence[Segment], norm: tf.Tensor, scale: tf.Tensor, finite: tf.Tensor
+    ) -> tuple[list[Segment], tf.Tensor, tf.Tensor]:
+        """Clips summed gradients, given their layout, the results of `norm_and_scale` and whether all are finite.
+
+        Returns:
+            Segments, unchanged if not finite, so that those gradients can be found; the factor that is left to multiply
+            them by; and whether any gradient was clipped.
+        """
+        if self.norm:
+            return list(segments), scale * (self.norm / tf.maximum(norm, self.norm)), norm > self.norm
+        if self.value:
+            pairs = [self._clip_values(segment, scale, finite) for segment in segments]
+            are_clipped = [size > self.value for _, size in pairs]
+            return [segment for segment, _ in pairs], tf.ones_like(scale), tf.reduce_any(are_clipped)
+        if self.variable_norm:
+            parts = packing.unpack(segments, scale, keeps_sparse=True)
+            norms = [tf.norm(tf.cast(values_of(part), tf.float32)) for part in parts]
+            factors = [self.variable_norm / tf.maximum(size, self.variable_norm) for size in norms]
+            scaled_parts = zip(parts, factors, strict=True)
+            clipped = packing.pack([map_values(lambda v, f: v * tf.cast(f, v.dtype), *pair) for pair in scaled_parts])
+            kept = [
+                map_values(lambda new, old: tf.where(finite, new, old), *pair)
+                for pair in zip(clipped, segments, strict=True)
+            ]
+            return kept, tf.ones_like(scale), tf.reduce_any([size > self.variable_norm for size in norms])
+        return list(segments), scale, tf.constant(False)
+
+    def _clip_values(self, segment: Segment, scale: tf.Tensor, finite: tf.Tensor) -> tuple[Segment, tf.Tensor]:
+        """Returns a segment, scaled and clipped where it is, if it is finite; and its largest absolute value before."""
+        with tf.device(values_of(segment).device):
+            (whole,) = scaled([segment], scale)
+
+            def clip(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+                limits = tf.unstack(tf.cast([-self.value, self.value], new.dtype))
+                return tf.where(finite, tf.clip_by_value(new, *limits), old)
+
+            largest = tf.reduce_max(tf.abs(values_of(whole)))
+            return map_values(clip, whole, segment), tf.cast(largest, tf.float32)
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

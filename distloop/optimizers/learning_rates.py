@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+from keras.optimizers import schedules
 
 from distloop.settings.durations import Units, finite_number, parse, shown, whole_number
-
-_Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
 def scale_learning_rate(
@@ -39,11 +38,8 @@ def scale_learning_rate(
     Raises:
         ValueError: for another rule, or a number that is not positive.
     """
-    for name, value in (
-        ("base_learning_rate", base_learning_rate),
-        ("batch_size", batch_size),
-        ("base_batch_size", base_batch_size),
-    ):
+    numbers = {"base_learning_rate": base_learning_rate, "batch_size": batch_size, "base_batch_size": base_batch_size}
+    for name, value in numbers.items():
         if (finite_number(value) or 0) <= 0:
             raise ValueError(f"{name}={shown(value)} was given to scale_learning_rate; give a number above 0.")
     if rule not in ("linear", "sqrt"):
@@ -53,16 +49,14 @@ def scale_learning_rate(
 
 
 @keras.saving.register_keras_serializable(package="distloop")
-class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+class WarmUp(schedules.LearningRateSchedule):
     """Rises linearly to the start of another schedule, then follows that schedule from its step 0.
 
     With `w = warmup_steps`: `start` at step 0, `start + (schedule(0) - start) * step / w` before step w, and
     `schedule(step - w)` from step w on (Goyal et al. 2017, arXiv:1706.02677, section 2.2).
     """
 
-    def __init__(
-        self, schedule: keras.optimizers.schedules.LearningRateSchedule, warmup_steps: int, start: float = 0.0
-    ):
+    def __init__(self, schedule: schedules.LearningRateSchedule, warmup_steps: int, start: float = 0.0):
         """Creates the schedule.
 
         Args:
@@ -74,7 +68,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
             ValueError: if `schedule` is not a schedule, `warmup_steps` is below 1 or `start` is negative.
         """
         super().__init__()
-        if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        if not isinstance(schedule, schedules.LearningRateSchedule):
             raise ValueError(f"schedule={schedule!r} was given to WarmUp; give a Keras LearningRateSchedule.")
         if (whole_number(warmup_steps) or 0) < 1:
             raise ValueError(
@@ -100,17 +94,17 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` creates an equal schedule."""
-        schedule = keras.optimizers.schedules.serialize(self.schedule)
+        schedule = schedules.serialize(self.schedule)
         return {"schedule": schedule, "warmup_steps": self.warmup_steps, "start": self.start}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "WarmUp":
         """Returns a schedule from a result of `get_config`."""
-        return cls(**{**config, "schedule": keras.optimizers.schedules.deserialize(config["schedule"])})
+        return cls(**{**config, "schedule": schedules.deserialize(config["schedule"])})
 
 
 @keras.saving.register_keras_serializable(package="distloop")
-class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
+class RunSchedule(schedules.LearningRateSchedule):
     """A schedule of `make_schedule` whose lengths depend on the run: `fit` puts steps in their place.
 
     Before the first `fit` it is constant, at its peak. Each optimizer gets a copy of its own, as its run does.
@@ -121,7 +115,7 @@ class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
         self._arguments = arguments
         self._known: dict[str, Any] = {}  # the arguments in steps
-        self._schedule: keras.optimizers.schedules.LearningRateSchedule | None = None
+        self._schedule: schedules.LearningRateSchedule | None = None
         self._given: RunSchedule | None = None  # of which it is an optimizer's copy
         self._optimizer = 0  # the identity of that optimizer
 
@@ -161,17 +155,14 @@ class RunSchedule(keras.optimizers.schedules.LearningRateSchedule):
 def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_change: Callable[[], None]) -> None:
     """Puts steps in the place of durations in the schedules of optimizers, which may be in other optimizers, too.
 
-    Args:
-        optimizers: of which some may have a `RunSchedule`, or a schedule that has one.
-        units: of the run.
-        on_change: called if what a step reads once, when it is traced, is another than at the call before.
+    Calls `on_change` if what a step reads once, when it is traced, is another than at the call before.
 
     Raises:
         ValueError: as for `RunSchedule.resolve`.
     """
     changes = []
     for optimizer in optimizers:
-        if isinstance(optimizer._learning_rate, _Schedule):
+        if isinstance(optimizer._learning_rate, schedules.LearningRateSchedule):
             optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer)
         changes += [schedule.resolve(units) for schedule in _run_schedules(optimizer._learning_rate)]
         traced = [optimizer._learning_rate, _settings(optimizer)]
@@ -199,7 +190,7 @@ def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns a schedule in which each `RunSchedule` is the optimizer's own copy; itself, if there is nothing to do."""
     if isinstance(schedule, RunSchedule):
         return schedule.copy_for(optimizer)
-    parts = {name: part for name, part in vars(schedule).items() if isinstance(part, _Schedule)}
+    parts = {name: part for name, part in vars(schedule).items() if isinstance(part, schedules.LearningRateSchedule)}
     copies = {name: _with_copies(part, optimizer) for name, part in parts.items()}
     if all(copies[name] is part for name, part in parts.items()):
         return schedule
@@ -212,7 +203,7 @@ def _run_schedules(schedule: Any) -> Iterator[RunSchedule]:
     """Yields a schedule and its parts, as far as their lengths depend on the run."""
     if isinstance(schedule, RunSchedule):
         yield schedule
-    elif isinstance(schedule, _Schedule):
+    elif isinstance(schedule, schedules.LearningRateSchedule):
         for part in vars(schedule).values():
             yield from _run_schedules(part)
 
@@ -226,7 +217,7 @@ def make_schedule(
     final: float = 0.0,
     drop_at: Sequence[int | str] = (),
     drop_factor: float = 0.1,
-) -> keras.optimizers.schedules.LearningRateSchedule:
+) -> schedules.LearningRateSchedule:
     """Returns a schedule that rises linearly from 0 to `peak` and then falls.
 
     With `w = warmup`: 0 at step 0, `peak * (w - 1) / w` at step `w - 1`, `peak` at step w (step 0 without a
@@ -265,9 +256,8 @@ def make_schedule(
             return RunSchedule(**{**arguments, "drop_at": list(drop_at)})
         return make_schedule(**_in_steps(arguments, Units()))
     assert not isinstance(steps, str) and not isinstance(warmup, str)
-    _check(**arguments)
+    _check(arguments)
     decay_steps = int(steps) - int(warmup)
-    schedules = keras.optimizers.schedules
     if decay == "cosine":
         schedule = schedules.CosineDecay(float(peak), decay_steps, alpha=final / peak)
     elif decay == "step":
@@ -302,28 +292,15 @@ def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
     return {**arguments, **lengths, "drop_at": [parts.period(length).steps for length in arguments["drop_at"]]}
 
 
-def _check(
-    *,
-    peak: float,
-    steps: int,
-    warmup: int,
-    decay: str,
-    final: float,
-    drop_at: Sequence[int],
-    drop_factor: float,
-) -> None:
-    """Checks the arguments of `make_schedule`.
-
-    Raises:
-        ValueError: for the first wrong one.
-    """
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first wrong argument of `make_schedule`."""
+    peak, steps, warmup, decay, final, drop_at, drop_factor = arguments.values()
     given = "was given to make_schedule;"
     if decay not in ("cosine", "linear", "step", "constant"):
         raise ValueError(f"decay={decay!r} {given} give 'cosine', 'linear', 'step' or 'constant'.")
-    numbers = {"peak": peak, "warmup": warmup, "final": final, "drop_factor": drop_factor}
-    for name, value in numbers.items():
-        if finite_number(value) is None:
-            raise ValueError(f"{name}={shown(value)} {given} give a finite number.")
+    for name in ("peak", "warmup", "final", "drop_factor"):
+        if finite_number(arguments[name]) is None:
+            raise ValueError(f"{name}={shown(arguments[name])} {given} give a finite number.")
     if not 0 < peak:
         raise ValueError(f"peak={peak!r} {given} give a learning rate above 0.")
     if (whole_number(steps) or 0) < 1:

@@ -1,24 +1,105 @@
-"""Slot placement: optimizer slots and averages on every replica, which updates all weights.
+"""Slot placement: optimizer slots and moving averages on every replica, which updates all weights.
 
     placement = make_slot_placement(strategy, shard_optimizer=False)
     placement.build(optimizer, variables)
     packing = placement.make_packing(state, update, variables, needs_all=False)
-    average = placement.make_average(variables, 0.99, trained)
+    average = placement.make_average(variables, 0.99, trained)      # `update()` after a step, `applied()` to evaluate
 
 `sharding/` has a placement with the same methods, under which each replica has some of the slots. `tables/` keeps the
 sparse gradients of large tables sparse; without it they are dense, and train to the same weights.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from distloop.graph_functions import graph_function
 from distloop.installed import import_part
 from distloop.optimizers.gradients import Packing
-from distloop.optimizers.moving_average import MovingAverage
 from distloop.variables import slot_names, tensorflow_variable
+
+
+class MovingAverage(tf.Module):
+    """The moving averages of some variables; the variables keep the weights that train.
+
+        a += (1 - min(d, (1 + t) / (10 + t))) * (w - a)      after applied step t, from the first weights
+
+    The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`.
+    """
+
+    def __init__(self, variables: Sequence[Any], decay: float):
+        """Creates the averages with the variables' values; to be called in the strategy's scope."""
+        super().__init__(name="average")
+        self.decay = decay
+        self._averaged: dict[int, Any] = {}
+        for variable in variables:
+            with tf.distribute.get_strategy().extended.colocate_vars_with(tensorflow_variable(variable)):
+                self._averaged[id(variable)] = self._make(variable)
+        self._variables = list(variables)
+
+        @graph_function
+        def swap() -> None:
+            for variable, average in self._swapped():
+                weight = tf.identity(variable)
+                variable.assign(tf.identity(average))
+                average.assign(weight)
+
+        self._swap = swap
+
+    def _make(self, variable: Any) -> Any:
+        return tf.Variable(tf.convert_to_tensor(variable), trainable=False)
+
+    def _swapped(self) -> list[tuple[Any, Any]]:
+        return self.pairs
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The averages, in the order of their variables."""
+        return tuple(self._averaged[id(v)] for v in self._variables)
+
+    @property
+    def stored(self) -> Sequence[tf.Variable]:
+        """The variables that hold the averages."""
+        return self.variables
+
+    def start(self) -> None:
+        """Sets the averages to the variables' values; in cross-replica context."""
+        for variable, average in self.pairs:
+            average.assign(tf.convert_to_tensor(variable))
+
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Each variable with its average."""
+        return list(zip(self._variables, self.variables, strict=True))
+
+    def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Prepares for an update that applies gradients, one a variable, or None; in replica context."""
+
+    def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
+        """Moves the averages of variables that were updated in `applied_steps` steps; in replica context."""
+        rate = self._rate(applied_steps)
+        for variable in variables:
+            self._move(variable, self._averaged[id(variable)], rate)
+
+    def _move(self, variable: Any, average: Any, rate: tf.Tensor) -> None:
+        with tf.device(average.device):
+            average.assign_add(tf.cast(rate, average.dtype) * (tf.convert_to_tensor(variable) - average))
+
+    def _rate(self, applied_steps: tf.Tensor) -> tf.Tensor:
+        t = tf.cast(applied_steps, tf.float32)
+        return 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Enters a scope in which the variables have the averaged values; restores every bit on exit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
 
 
 class SlotPlacement:
@@ -42,13 +123,7 @@ class SlotPlacement:
         """Prepares to build optimizers, each with the variables that it trains."""
 
     def build(self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        """Makes an optimizer's slots, if it has none yet; in the strategy's scope.
-
-        Args:
-            optimizer: the optimizer, or the `LossScaleOptimizer` around it.
-            plain: the optimizer itself.
-            variables: the variables that it trains.
-        """
+        """Makes the slots of an optimizer, which may be within a `LossScaleOptimizer`; in the strategy's scope."""
         if not optimizer.built:
             optimizer.build(variables)
         if (row_updates := _part("row_updates", variables)) is not None:
@@ -77,14 +152,7 @@ class SlotPlacement:
         return MovingAverage(variables, decay)
 
     def make_packing(self, state: Any, update: Any, variables: Sequence[Any], *, needs_all: bool) -> Packing:
-        """Returns the layout of an update's gradients.
-
-        Args:
-            state: the `TrainState`.
-            update: the `Update`.
-            variables: the variables to differentiate by.
-            needs_all: whether each worker needs all gradients.
-        """
+        """Returns the layout of the gradients of an `Update`; `needs_all`: whether each worker needs all of them."""
         if (devices := state.placement.gradient_devices(variables)) is not None:
             return Packing(variables, devices)
         if (tables := _part("sparse_packing", variables)) is not None:

@@ -46,7 +46,7 @@ def setting(
     below: float = math.inf,
     is_none: bool = False,
 ) -> T:
-    """Creates a field of `Config`.
+    """Returns a `dataclasses.Field` of `Config`, typed as its default because that is how dataclasses read it.
 
     Args:
         group: the heading that `--help` shows it under.
@@ -56,9 +56,6 @@ def setting(
         minimum: the smallest allowed number.
         below: the upper bound of allowed numbers, exclusive.
         is_none: whether the field is None until `Config` knows whether a setting that excludes it was given.
-
-    Returns:
-        A `dataclasses.Field`, typed as its default because that is how dataclasses read it.
     """
     metadata = dict(group=group, default=default, help=help, choices=choices, minimum=minimum, below=below)
     field: Any = dataclasses.field(default=None if is_none else default, metadata=metadata)
@@ -351,11 +348,7 @@ def _merged(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Returns `value` as the field's type.
-
-    Raises:
-        ValueError: if the value is not allowed.
-    """
+    """Returns a value as the field's type; raises ValueError if it is not allowed."""
     if field.type == int | str and isinstance(value, str) and value == field.default:
         return value  # "auto", or empty
     converted = durations.converted(field.type, value)

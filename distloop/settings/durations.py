@@ -76,14 +76,7 @@ class Units:
         run: Period = Period(),  # noqa: B008 - immutable
         run_unit: str = "steps",
     ):
-        """Stores the sizes; asks for one when a duration has its unit.
-
-        Args:
-            steps_per_epoch: returns the batches of a pass over the data; None: it is not known.
-            examples_per_step: returns the examples of a whole batch, over all replicas; None: it is not known.
-            run: the length of the whole run; 0: it is not known.
-            run_unit: the unit that it was given in.
-        """
+        """Stores functions that return sizes, each called when a duration has its unit; None: it is not known."""
         sizes = {"epochs": steps_per_epoch, "examples": examples_per_step}
         self._sizes = {unit: functools.cache(size) for unit, size in sizes.items() if size is not None}
         self.run, self.run_unit = run, run_unit

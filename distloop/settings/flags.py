@@ -5,7 +5,7 @@
     flags.write(config, config.workdir)                # config.json for --config, and flags.txt for --flagfile
     TOKEN = flags.secret_flag(absl.flags.DEFINE_string("token", None, "..."))       # shown nowhere
 
-It does not know what a setting does; `config` has the help texts.
+The help texts are in `config`.
 """
 
 import dataclasses
@@ -39,20 +39,12 @@ flags.disclaim_key_flags()
 
 
 class Setting(NamedTuple):
-    """A field of `Config` as `--help` and the settings page show it.
-
-    Attributes:
-        name: its name.
-        type: str, int, float, bool, or int | str for a duration.
-        default: its default.
-        choices: the allowed values; empty: any.
-        help: what it does.
-    """
+    """A field of `Config` as `--help` and the settings page show it."""
 
     name: str
-    type: type
+    type: type  # int | str for a duration
     default: Any
-    choices: tuple[Any, ...]
+    choices: tuple[Any, ...]  # empty: any value
     help: str
 
 
@@ -80,19 +72,19 @@ def define_flags(**new_defaults: Any) -> None:
             has defined a flag with the same name and another type.
     """
     check_names(new_defaults)
-    defaults = Config(**new_defaults)
-    clashes = [name for name, field in fields().items() if not _may_define(field)]
+    made = _make_flags(Config(**new_defaults))
+    clashes = [name for name in made if name in flags.FLAGS and _kind(flags.FLAGS[name]) != _kind(made[name])]
     if clashes:
         owner = flags.FLAGS.find_module_defining_flag(clashes[0])
         raise ValueError(
             f"The flag --{clashes[0]} is already defined by {owner}, with another type; distloop defines a flag of "
             "that name: rename the other one."
         )
-    for name, field in fields().items():
+    for name in made:
         if name in flags.FLAGS:
-            flags.FLAGS.set_default(name, _default(field, defaults))
+            flags.FLAGS.set_default(name, made[name].default)
         else:
-            _define_flag(field, _default(field, defaults))
+            flags.DEFINE_flag(made[name], flags.FLAGS)
     config_file.define(HIDDEN)
     # absl sorts flags by name and has no setting for it; an attribute of the instance takes precedence over the method.
     flags.FLAGS.__dict__["main_module_help"] = help_text
@@ -124,7 +116,8 @@ def shown_settings(config: Config) -> dict[str, Any]:
 
 def run_settings(config: Config) -> dict[str, Any]:
     """Returns all settings and the program's own flags by name, as JSON holds them: `***` for secret ones."""
-    return shown_settings(config) | _own_values(config)
+    values = {flag.name: HIDDEN if _is_secret(flag.name) else _shown(flag.value) for flag in _own_flags(config)}
+    return shown_settings(config) | json.loads(json.dumps(values, default=str))
 
 
 def secret_names() -> set[str]:
@@ -198,11 +191,7 @@ def as_json(config: Config) -> str:
 def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
     """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`.
 
-    The values of a flag that was repeated are in one text.
-
-    Args:
-        config: the settings of the run.
-        with_secrets: whether secret values are in it; else they are `***`.
+    The values of a flag that was repeated are in one text. Secret values are `***`, unless they are asked for.
     """
     lines = [line.partition("=") for line in _flag_lines(config, with_secrets=True) if line.startswith("--")]
     values = {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()}
@@ -253,46 +242,32 @@ def _default_of(flag: flags.Flag[Any]) -> Any:
     return HIDDEN if _is_secret(flag.name) and flag.default else flag.default
 
 
-def _flag_type(field: dataclasses.Field[Any]) -> str:
-    """Returns absl's name for the type of the field's flag."""
-    if field.metadata["choices"]:
-        return "string enum"
-    types: dict[Any, str] = {int: "int", float: "float", bool: "bool"}
-    return types.get(field.type, "string")
-
-
 def _type_of(flag: flags.Flag[Any]) -> type:
     """Returns the Python type of a flag's value, `str` for lists and others."""
     return {"int": int, "float": float, "bool": bool}.get(flag.flag_type(), str)
 
 
-def _may_define(field: dataclasses.Field[Any]) -> bool:
-    """Returns True if the field's flag is not defined, or defined with the field's type and choices."""
-    if field.name not in flags.FLAGS:
-        return True
-    flag = flags.FLAGS[field.name]
-    choices = tuple(getattr(flag.parser, "enum_values", ()))
-    return flag.flag_type() == _flag_type(field) and choices == field.metadata["choices"]
+def _kind(flag: flags.Flag[Any]) -> tuple[str, tuple[str, ...]]:
+    """Returns the type and the choices of a flag."""
+    return flag.flag_type(), tuple(getattr(flag.parser, "enum_values", ()))
 
 
-def _default(field: dataclasses.Field[Any], defaults: Config) -> Any:
-    """Returns the default of a field's flag, of the flag's type."""
-    value = getattr(defaults, field.name)
-    return str(value) if _flag_type(field) == "string" else value
-
-
-def _define_flag(field: dataclasses.Field[Any], default: Any) -> None:
-    name, help, minimum = field.name, field.metadata["help"], field.metadata["minimum"]
-    if field.metadata["choices"]:
-        flags.DEFINE_enum(name, default, field.metadata["choices"], help)
-    elif field.type is bool:
-        flags.DEFINE_bool(name, default, help)
-    elif field.type is int:
-        flags.DEFINE_integer(name, default, help, lower_bound=minimum)
-    elif field.type is float:
-        flags.DEFINE_float(name, default, help, lower_bound=minimum)
-    else:
-        flags.DEFINE_string(name, default, help)
+def _make_flags(defaults: Config) -> flags.FlagValues:
+    """Returns a flag for each field of `Config`; the program has none of them yet."""
+    made = flags.FlagValues()
+    for name, field in fields().items():
+        default, help = getattr(defaults, name), field.metadata["help"]
+        if field.metadata["choices"]:
+            flags.DEFINE_enum(name, default, field.metadata["choices"], help, flag_values=made)
+        elif field.type is bool:
+            flags.DEFINE_bool(name, default, help, flag_values=made)
+        elif field.type is int:
+            flags.DEFINE_integer(name, default, help, field.metadata["minimum"], flag_values=made)
+        elif field.type is float:
+            flags.DEFINE_float(name, default, help, field.metadata["minimum"], flag_values=made)
+        else:
+            flags.DEFINE_string(name, str(default), help, flag_values=made)
+    return made
 
 
 def _describe(setting: Setting) -> str:
@@ -316,8 +291,6 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
     hidden = set() if with_secrets else {name for name in flags.FLAGS if _is_secret(name)}
     shown = without_credentials if with_secrets else _without_secrets
     lines = [line for name, value in values.items() for line in _lines(name, shown(f"--{name}={value}"), hidden)]
-    if not is_parsed:
-        return lines
     for flag in _own_flags(config):
         text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
         lines += _lines(flag.name, shown(text), hidden)
@@ -326,6 +299,8 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
 
 def _own_flags(config: Config) -> list[flags.Flag[Any]]:
     """Returns the flags with a value that are no setting: those of the program's modules, and of the command line."""
+    if not flags.FLAGS.is_parsed():
+        return []
     # Flags of other modules count only if the command line or --config has them: a module that is imported later in the
     # run would make its flags unknown to the command that reads the files.
     ours = {*dataclasses.asdict(config), config_file.NAME}
@@ -341,14 +316,6 @@ def _own_flags(config: Config) -> list[flags.Flag[Any]]:
         for flag in module_flags
         if flag.name not in ours and flag.value is not None and is_own(flag, module)
     ]
-
-
-def _own_values(config: Config) -> dict[str, Any]:
-    """Returns the values of the program's flags by name, as JSON holds them; texts for types that it does not know."""
-    if not flags.FLAGS.is_parsed():
-        return {}
-    values = {flag.name: HIDDEN if _is_secret(flag.name) else _shown(flag.value) for flag in _own_flags(config)}
-    return json.loads(json.dumps(values, default=str))
 
 
 def _shown(value: Any) -> Any:

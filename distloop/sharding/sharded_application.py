@@ -22,9 +22,8 @@ from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Packing, Reduce
-from distloop.optimizers.moving_average import MovingAverage
 from distloop.optimizers.rows import Segment
-from distloop.optimizers.slot_placement import SlotPlacement
+from distloop.optimizers.slot_placement import MovingAverage, SlotPlacement
 from distloop.sharding.sharding import Sharding
 from distloop.sharding.variable_parts import VariablePart
 from distloop.training.application import Application, reached

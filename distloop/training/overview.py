@@ -32,7 +32,7 @@ from distloop.monitoring.console import say, show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Layout, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.operations import TRAINING_PASSES, count_flops, peak_of
-from distloop.optimizers.clipping import Clipping
+from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.training import run_length

@@ -26,8 +26,7 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
-from distloop.optimizers.clipping import Clipping
-from distloop.optimizers.gradients import Packing, norm_and_scale
+from distloop.optimizers.gradients import Clipping, Packing, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.optimizers.rows import Segment
 from distloop.training.application import make_application

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.checkpoints.rollback import Rollback
+from distloop.checkpoints.loading import Rollback
 from distloop.monitoring.records import OF_THE_MACHINE
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.distributed.strategies import make_strategy
-from distloop.optimizers.moving_average import MovingAverage
+from distloop.optimizers.slot_placement import MovingAverage
 from distloop.settings.config import Config
 
 DECAY = 0.9

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distloop.checkpoints.best import NoBestError, best_step, load_best
+from distloop.checkpoints.loading import NoBestError, best_step, load_best
 
 
 def checkpoints(**best_steps):
