@@ -26,7 +26,7 @@ _MODULES = {
     "Export": "exports.action",
     "GradientStep": "training.gradient_step",
     "Histogram": "monitoring.media",
-    "History": "monitoring.history",
+    "History": "monitoring.curves",
     "Images": "monitoring.media",
     "LazyAdam": "tables.lazy",
     "LazyAdamW": "tables.lazy",
@@ -114,7 +114,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.model.metrics import weighted as weighted
     from distloop.model.spec import ModelSpec as ModelSpec
     from distloop.model.spec import Update as Update
-    from distloop.monitoring.history import History as History
+    from distloop.monitoring.curves import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
     from distloop.monitoring.media import Histogram as Histogram

@@ -40,8 +40,8 @@ from distloop.model import user_functions
 from distloop.model.state import TrainState
 from distloop.monitoring import ledger, notebook
 from distloop.monitoring.console import Console, say, speaker
+from distloop.monitoring.curves import History, Recorder
 from distloop.monitoring.deliveries import Deliveries
-from distloop.monitoring.history import History, Recorder
 from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter

@@ -77,6 +77,13 @@ _STYLES = {
 }
 
 
+# What `--json` has of each run as it is.
+_JSON_NAMES = (
+    *("name", "status", "step", "until", "stop_reason", "training_secs", "elapsed_secs", "silent_secs"),
+    *("steps_per_sec", "examples_per_sec", "device_hours", "seen", "starts", "time_spent", "incidents", "settings"),
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
@@ -108,37 +115,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _as_json(runs: Sequence[Run]) -> Any:
     """Returns the content of the tables as JSON can hold it; nan becomes null."""
 
-    def known(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
     def of_metric(series: Series) -> dict[str, Any]:
         value, step = series.best or (None, None)
         numbers = {"last": series.last, "least": series.least, "largest": series.largest}
-        rest = {"better": run_files.better(series.name), "best": value, "best_step": step}
-        return {name: known(number) for name, number in numbers.items()} | rest
+        return numbers | {"better": run_files.better(series.name), "best": value, "best_step": step}
 
     listed = [
-        {
-            "name": run.name,
+        {name: getattr(run, name) for name in _JSON_NAMES}
+        | {
             "workdir": whole(run.path),
-            "status": run.status,
-            "step": run.step,
-            "until": run.until,
-            "stop_reason": run.stop_reason,
-            "training_secs": known(run.training_secs),
-            "elapsed_secs": known(run.elapsed_secs),
-            "silent_secs": run.silent_secs,
-            "steps_per_sec": known(run.steps_per_sec),
-            "examples_per_sec": known(run.examples_per_sec),
-            "device_hours": known(run.device_hours),
-            "seen": {name: known(value) for name, value in run.seen.items()},
-            "starts": run.starts,
-            "time_spent": run.time_spent,
-            "goodput": known(ledger.goodput(run.time_spent)),
+            "goodput": ledger.goodput(run.time_spent),
             "memory": None if run.memory is None else run.memory._asdict(),
             "metrics": {name: of_metric(series) for name, series in run.series.items()},
-            "incidents": run.incidents,
-            "settings": run.settings,
         }
         for run in runs
     ]

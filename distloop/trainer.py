@@ -29,8 +29,8 @@ from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.model.state import TrainState
 from distloop.monitoring.console import speaker
+from distloop.monitoring.curves import History
 from distloop.monitoring.directory import resolve_workdir
-from distloop.monitoring.history import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer
 from distloop.optimizers import loss_scale

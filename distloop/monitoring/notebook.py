@@ -12,7 +12,7 @@ from typing import Any
 
 from distloop.monitoring import timing
 from distloop.monitoring.console import Console, say
-from distloop.monitoring.history import History, draw_charts, is_of_the_model
+from distloop.monitoring.curves import History, draw_charts, is_of_the_model
 from distloop.monitoring.records import show_number
 
 _DRAW_SECS = 0.5  # the least time between two drawings
