@@ -128,9 +128,8 @@ class Export(Action):
             self.best = float(report.metrics[self.metric])
         if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
             self.written = [*(step for step in self.written if step < report.step), report.step]
-            for step in self.written[: -self.keep]:
-                _remove(self._path(step))
-            self.written = self.written[-self.keep :]
+            while len(self.written) > self.keep:
+                _remove(self._path(self.written.pop(0)))
 
     def on_end(self, report: Report) -> None:
         """Raises the error of the last export, if that failed, when the run has been saved.
@@ -165,11 +164,9 @@ class Export(Action):
         """Returns the steps of the exports in the directory, in order."""
         names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
         matches = [re.fullmatch(rf"(0|[1-9]\d*){re.escape(self._suffix)}", name) for name in names]
-        return sorted(int(match[1]) for match in matches if match and self._is_export(match[0]))
-
-    def _is_export(self, name: str) -> bool:
-        path = os.path.join(self.directory, name)
-        return os.path.isfile(path) if self._suffix else os.path.isfile(os.path.join(path, "saved_model.pb"))
+        steps = sorted(int(match[1]) for match in matches if match)
+        file = "" if self._suffix else "/saved_model.pb"
+        return [step for step in steps if os.path.isfile(self._path(step) + file)]
 
     def get_state(self) -> dict[str, Any]:
         """Returns the best value, and the steps of the exports that are kept."""

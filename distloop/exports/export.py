@@ -1,4 +1,4 @@
-"""Export: replaces an older export, merges adapters, and compares the new export with the model.
+"""Replaces an older export, merges adapters, and compares the new export with the model.
 
     path = prepare_path("model", strategy)                       # after exports that were killed
     with writing(path, strategy) as temporary:                   # `path` is replaced at the end, unless an error comes
@@ -35,20 +35,28 @@ from distloop.variables import tensorflow_variable, top_layers
 _FREE_SIZES = (1, 32, 256)
 
 
-def prepare_path(path: str, strategy: tf.distribute.Strategy) -> str:
+def prepare_path(path: str, strategy: tf.distribute.Strategy, must_be_a_file: str = "") -> str:
     """Restores or removes, on the chief, the leftovers of exports to a path whose processes were killed.
+
+    Args:
+        path: of the export.
+        strategy: of the model.
+        must_be_a_file: why a directory is refused, a part of a sentence; empty: it is not.
 
     Returns:
         The path with symbolic links resolved, so that an export replaces what a link points to and not the link; a URL
         as it is.
+
+    Raises:
+        ValueError: if a directory is in the way.
     """
     if is_url(path):
         return path
     path = os.path.realpath(path)
-    if not workers.is_chief(strategy):
-        return path
-    if remove_leftovers(os.path.dirname(path), os.path.basename(path)):
+    if workers.is_chief(strategy) and remove_leftovers(os.path.dirname(path), os.path.basename(path)):
         log.warning("Restored the export %s: a process was killed while it replaced it.", path)
+    if must_be_a_file and os.path.isdir(path):
+        raise ValueError(f"{path!r} is a directory; {must_be_a_file}: remove it, or give another path.")
     return path
 
 

@@ -1,4 +1,4 @@
-"""SavedModels: writes `predict_fn` as signatures of a directory that loads without distloop.
+"""Writes `predict_fn` as signatures of a directory that loads without distloop.
 
     write_saved_model(state, {"serving_default": predict_fn}, element_spec, "model")
 
@@ -8,10 +8,11 @@ returns the outputs by name; the batch dimension is free.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 from distloop.checkpoints.checkpoint import plain_path
 from distloop.data import shards
@@ -54,14 +55,8 @@ def write_saved_model(
     is_free = not os.path.exists(path) or (os.path.isdir(path) and not os.listdir(path))
     if not is_free and not os.path.exists(os.path.join(path, "saved_model.pb")):
         raise ValueError(f"{path!r} holds something that is no SavedModel; give a path that is free, or remove it.")
-    specs = entry_specs(element_spec)
-    functions, specs_read = {}, {}
-    for name, fn in predict_fns.items():
-        specs_read[name] = read_specs(name, fn, element_spec, specs)
-        functions[name] = make_signature(fn, element_spec, specs, specs_read[name], keep_dtypes)
-    first = next(iter(predict_fns))
-    functions.setdefault(DEFAULT_SIGNATURE, functions[first])
-    specs_read.setdefault(DEFAULT_SIGNATURE, specs_read[first])
+    signatures = {name: make_signature(name, fn, element_spec, keep_dtypes) for name, fn in predict_fns.items()}
+    signatures.setdefault(DEFAULT_SIGNATURE, next(iter(signatures.values())))
     module = tf.Module()
     module.tables_served = lookup_tables(state.model)
     with (
@@ -72,12 +67,14 @@ def write_saved_model(
         quiet_logging(),
     ):
         module.variables_served = [v for v in state.model_variables() if id(v) not in left_out]
-        tf.saved_model.save(module, temporary, signatures=functions)
+        tf.saved_model.save(
+            module, temporary, signatures={name: function for name, (function, _) in signatures.items()}
+        )
         with plain_path(temporary) as plain:
             served = tf.saved_model.load(plain).signatures
-        for name, function in functions.items():
+        for name, (function, specs) in signatures.items():
             with state.random_streams.preserved():
-                _compare(name, served[name], function, list(specs_read[name].values()))
+                _compare(name, served[name], function, specs)
     if not is_url(path) and set(path) & set("[\\"):
         log.warning(
             "TensorFlow takes %r for a pattern, and loads no SavedModel from there: move it to be served.", path
@@ -105,24 +102,25 @@ def _compare(name: str, served: Any, function: Any, specs: Sequence[Any]) -> Non
 
 
 def make_signature(
-    predict_fn: Callable[[Any], Any],
-    element_spec: Any,
-    specs: Mapping[str, Any],
-    read: Mapping[str, Any],
-    keep_dtypes: bool = False,
-) -> Any:
-    """Returns a `tf.function` of the tensors that `predict_fn` reads; its input specs have the entries' names.
+    name: str, predict_fn: Callable[[Any], Any], element_spec: Any, keep_dtypes: bool = False
+) -> tuple[Any, list[Any]]:
+    """Returns a `tf.function` of the tensors that `predict_fn` reads, with the entries' names, and the entries' specs.
 
     Args:
+        name: of the signature, for messages.
         predict_fn: `batch -> outputs`, `[B, ...]`.
         element_spec: of a batch.
-        specs: `entry_specs(element_spec)`.
-        read: the specs of the entries that `predict_fn` reads.
         keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
 
     Raises:
-        ValueError: if two tensors would get the same name.
+        ValueError: if it reads nothing, or two tensors would get the same name.
     """
+    specs = entry_specs(element_spec)
+    read = _read_specs(predict_fn, element_spec, specs)
+    if not read:
+        raise ValueError(
+            f"{title(name)} reads nothing from its batch, so there is nothing to serve: compute from the batch."
+        )
 
     def serve(*tensors: tf.Tensor) -> dict[str, tf.Tensor]:
         values = tf.nest.pack_sequence_as(list(read.values()), tensors, expand_composites=True)
@@ -136,12 +134,12 @@ def make_signature(
     flat_specs: dict[str, tf.TensorSpec] = {}
     for entry, spec in read.items():
         for i, part in enumerate(tf.nest.flatten(spec, expand_composites=True)):  # a ragged entry has several
-            name = f"{entry}_{i}" if i else entry
-            if name in flat_specs:
-                raise ValueError(_same_name(name))
-            flat_specs[name] = tf.TensorSpec(part.shape, part.dtype, name=name)
+            part_name = f"{entry}_{i}" if i else entry
+            if part_name in flat_specs:
+                raise ValueError(_same_name(part_name))
+            flat_specs[part_name] = tf.TensorSpec(part.shape, part.dtype, name=part_name)
     # Not a concrete function: TensorFlow traces it again while saving, where several replicas' variables are one.
-    return graph_function(serve, input_signature=list(flat_specs.values()))
+    return graph_function(serve, input_signature=list(flat_specs.values())), list(read.values())
 
 
 def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
@@ -153,7 +151,7 @@ def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
         ValueError: if two entries would get the same name.
     """
     specs: dict[str, tf.TensorSpec] = {}
-    for name, spec in _walk(element_spec, ""):
+    for name, spec in nest.flatten_with_joined_string_paths(element_spec, separator="_"):
         name = f"x{name}" if name[:1].isdigit() or not name else name
         if name in specs:
             raise ValueError(_same_name(name))
@@ -161,30 +159,18 @@ def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
     return specs
 
 
-def read_specs(
-    name: str, predict_fn: Callable[[Any], Any], element_spec: Any, specs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the specs of the entries that `predict_fn` reads; traces it to see which.
-
-    Raises:
-        ValueError: if it reads none.
-    """
+def _read_specs(predict_fn: Callable[[Any], Any], element_spec: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the specs of the entries that `predict_fn` reads; traces it to see which."""
 
     def trace(*flat: Any) -> Any:
         return predict_fn(tf.nest.pack_sequence_as(element_spec, flat))
 
-    graph = graph_function(trace).get_concrete_function(*specs.values()).graph
-    graph_inputs = iter(graph.inputs)
-    read = {}
-    for entry, spec in specs.items():
-        parts = [next(graph_inputs) for _ in tf.nest.flatten(spec, expand_composites=True)]
-        if any(part.consumers() for part in parts):
-            read[entry] = spec
-    if not read:
-        raise ValueError(
-            f"{title(name)} reads nothing from its batch, so there is nothing to serve: compute from the batch."
-        )
-    return read
+    graph_inputs = iter(graph_function(trace).get_concrete_function(*specs.values()).graph.inputs)
+    parts = {
+        name: [next(graph_inputs) for _ in tf.nest.flatten(spec, expand_composites=True)]
+        for name, spec in specs.items()
+    }
+    return {name: spec for name, spec in specs.items() if any(part.consumers() for part in parts[name])}
 
 
 def title(name: str) -> str:
@@ -194,21 +180,6 @@ def title(name: str) -> str:
 
 def _same_name(name: str) -> str:
     return f"Two entries of a batch would both be named {name!r} in the signature: rename one."
-
-
-def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a structure with their paths, in the order of `tf.nest.flatten`."""
-    if isinstance(node, Mapping):
-        children = [(key, node[key]) for key in sorted(node)]
-    elif isinstance(node, tuple) and hasattr(node, "_fields"):
-        children = list(zip(node._fields, node, strict=True))
-    elif isinstance(node, (list, tuple)):
-        children = list(enumerate(node))
-    else:
-        yield prefix, node
-        return
-    for key, child in children:
-        yield from _walk(child, f"{prefix}_{key}" if prefix else str(key))
 
 
 def _with_free_batch_axis(spec: Any, name: str) -> Any:

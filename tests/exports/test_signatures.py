@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.exports.saved_model import entry_specs, make_signature, read_specs, title
+from distloop.exports.saved_model import entry_specs, make_signature, title
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 Z = np.ones((4, 2), np.float32)
@@ -13,9 +13,7 @@ Z = np.ones((4, 2), np.float32)
 def signature_of(predict_fn, batch, **settings):
     """Returns the signature for batches like the given one."""
     element_spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
-    specs = entry_specs(element_spec)
-    read = read_specs("serving_default", predict_fn, element_spec, specs)
-    return make_signature(predict_fn, element_spec, specs, read, **settings)
+    return make_signature("serving_default", predict_fn, element_spec, **settings)[0]
 
 
 def input_names(signature):
@@ -104,7 +102,6 @@ def test_entries_that_would_share_a_name_are_refused():
 @pytest.mark.parametrize("name", ["serving_default", "embed"])
 def test_a_function_that_reads_nothing_is_refused_by_its_name(name):
     assert title("serving_default") == "predict_fn" and title("embed") == "predict_fn['embed']"
-    specs = entry_specs({"x": tf.TensorSpec([4, 3])})
     with pytest.raises(ValueError) as caught:
-        read_specs(name, lambda batch: tf.zeros([4, 1]), {"x": tf.TensorSpec([4, 3])}, specs)
+        make_signature(name, lambda batch: tf.zeros([4, 1]), {"x": tf.TensorSpec([4, 3])})
     assert str(caught.value).startswith(f"{title(name)} reads nothing from its batch, so there is nothing to serve:")
