@@ -20,6 +20,7 @@ import pytest
 import distloop
 from distloop.checkpoints import store
 from distloop.distributed import heartbeat, preemption
+from distloop.distributed.environment import choose_ports
 from tests import problems
 from tests.forked import Program
 
@@ -143,26 +144,13 @@ def program(tmp_path_factory):
     return str(path)
 
 
-def free_ports(count):
-    ports = []
-    for port in range(33_000 - os.getpid() % 1000 * 11 - time.monotonic_ns() % 97, 10_000, -1):
-        with socket.socket() as tcp:
-            try:
-                tcp.bind(("", port))
-            except OSError:
-                continue
-        ports.append(port)
-        if len(ports) == count:
-            return ports
-
-
 @pytest.fixture(scope="module")
 def start(program, tmp_path_factory):
     """Returns a function that starts workers; kills all of them at the end."""
     started = []
 
     def start(workdir, failure="", *flags, addresses=None, worker_flags=((), ()), hosts=("", ""), late_secs=0):
-        addresses = addresses or [f"127.0.0.1:{port}" for port in free_ports(len(worker_flags))]
+        addresses = addresses or [f"127.0.0.1:{port}" for port in choose_ports(len(worker_flags))]
         logs = tmp_path_factory.mktemp("logs")
         workers = []
         for index, (extra, host) in enumerate(zip(worker_flags, [*hosts, ""], strict=False)):
@@ -330,7 +318,7 @@ def test_sigterm_to_one_worker_saves_and_stops_all(start, workdir):
 
 @pytest.mark.wide
 def test_a_port_that_is_taken_ends_all_workers(start, workdir):
-    ports = free_ports(2)
+    ports = choose_ports(2)
     with socket.socket() as taken:
         taken.bind(("", ports[1]))
         taken.listen()

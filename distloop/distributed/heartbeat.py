@@ -170,10 +170,8 @@ class Heartbeat:
     def _has_to_stay(self) -> bool:
         """Returns whether a worker runs that can be heard: the chief looks, the others wait for its word."""
         table, now = self._table, time.monotonic()
-        audible = [table.beats[i] for i in table.heard if not table.is_silent(i, now)]
-        if table.worker:
-            return not self._is_over and any(beat.state in ("alive", "left") for beat in audible)
-        return any(beat.state == "alive" for beat in audible)
+        states = [table.beats[i].state for i in table.heard if not table.is_silent(i, now)]
+        return "alive" in states or (table.worker > 0 and "left" in states and not self._is_over)
 
     def _watch(self) -> None:
         """Ends the process when `liveness` says so."""

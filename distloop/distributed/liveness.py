@@ -21,7 +21,7 @@ SILENT_SECS = 3.0  # six heartbeats are missing: worth a mention if something is
 LEFT_SECS = 10.0  # the last operations of a worker that left may end this much later here
 
 _STATES = ("alive", "failed", "ended", "left")
-_MOST_TOLD = 8  # workers
+_MOST_SENT = 8  # workers
 HIDDEN = "***"  # in place of a secret value
 
 
@@ -69,9 +69,9 @@ class Liveness(NamedTuple):
         return self._replace(beats={**self.beats, i: beat})
 
     def learn(self, others: Mapping[str, Any], now: float) -> "Liveness":
-        """Returns the table after the chief told of other workers, as `tell` returns them."""
-        told = {int(i): read_beat(fields, now - float(fields["silent_secs"])) for i, fields in others.items()}
-        known = {i: beat for i, beat in told.items() if 0 < i < len(self.addresses) and i != self.worker}
+        """Returns the table after the chief sent what it knows of other workers, as `tell` returns it."""
+        beats = {int(i): read_beat(fields, now - float(fields["silent_secs"])) for i, fields in others.items()}
+        known = {i: beat for i, beat in beats.items() if 0 < i < len(self.addresses) and i != self.worker}
         return self._replace(beats={i: beat for i, beat in self.beats.items() if i == 0} | known)
 
     def tell(self, now: float) -> dict[int, dict[str, Any]]:
@@ -85,7 +85,7 @@ class Liveness(NamedTuple):
             beat = self.beats[i]
             return beat.state == "alive", beat.phase == GATHERING, beat.step, i
 
-        return sorted(sorted(self.beats, key=progress)[:_MOST_TOLD])
+        return sorted(sorted(self.beats, key=progress)[:_MOST_SENT])
 
     def lose(self, i: int) -> "Liveness":
         """Returns the table after worker `i` closed its connection; before all have met it may come back."""

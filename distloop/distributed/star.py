@@ -41,6 +41,7 @@ class Connection:
 
     Attributes:
         heard_at: when a message came last, on the monotonic clock.
+        socket: of this side.
     """
 
     def __init__(self, connected: socket.socket, secret: str, is_chief: bool):
@@ -50,7 +51,7 @@ class Connection:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREACHABLE_MS)
         self.heard_at = -1e9
-        self._socket, self._file, self._is_chief = connected, connected.makefile("rb"), is_chief
+        self.socket, self._file, self._is_chief = connected, connected.makefile("rb"), is_chief
         own = f"distloop {os.urandom(16).hex()}\n".encode()
         connected.sendall(own)
         other = self._file.readline(len(own))
@@ -67,7 +68,7 @@ class Connection:
             if not self._waiting:
                 text = json.dumps(message, separators=(",", ":")).encode()
                 self._waiting = self._sign(text, self._is_chief) + text + b"\n"
-            self._waiting = self._waiting[self._socket.send(self._waiting, socket.MSG_DONTWAIT) :]
+            self._waiting = self._waiting[self.socket.send(self._waiting, socket.MSG_DONTWAIT) :]
 
     def receive(self) -> dict[str, Any]:
         """Waits for the next message.
@@ -86,16 +87,12 @@ class Connection:
         message: dict[str, Any] = json.loads(text)
         return message
 
-    def fileno(self) -> int:
-        """Returns the number of its file."""
-        return self._socket.fileno()
-
     def close(self) -> None:
         """Ends the connection."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a message
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a message
         self._file.close()
-        self._socket.close()
+        self.socket.close()
 
     def _sign(self, text: bytes, is_of_chief: bool) -> bytes:
         """Returns the signature of the next message in a direction."""
@@ -234,7 +231,7 @@ class Star:
         They would hide that the worker has died, and keep its port taken. /dev/null takes the place of each, so that
         TensorFlow's copy in the fork does not close another file.
         """
-        connected, port = {c.fileno() for c in self._connections.values()}, self._hosts[self._index][1]
+        connected, port = {c.socket.fileno() for c in self._connections.values()}, self._hosts[self._index][1]
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind

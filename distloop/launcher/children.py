@@ -1,8 +1,7 @@
 """Child processes of the launcher, from their start until they are reaped; without TensorFlow.
 
-    child = start(command, environment, cores, guard_pipe, {1: stdout, 2: stderr})
-    register(child)
-    wait([file], secs=1.0)
+    child = start(command, environment, cores, guard_pipe, descriptors=[])
+    wait([child.stdout, child.stderr], secs=1.0)
     reap()                  # after SIGCHLD; child.returncode stays
     end_with(parent)        # it ends when that process does
 
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from distloop.atomic_files import start_ticks
@@ -91,7 +90,7 @@ def start(
     environment: dict[str, str],
     cores: Sequence[int],
     guard_pipe: int,
-    descriptors: Mapping[int, int],
+    descriptors: Sequence[int],
 ) -> "subprocess.Popen[bytes]":
     """Starts a process in a session of its own, which the system kills when this one ends, on Linux.
 
@@ -100,7 +99,10 @@ def start(
         environment: all its environment variables.
         cores: cores on which it may run; empty: any.
         guard_pipe: of `processes.Guard`, where it writes its process group.
-        descriptors: that it has, by their number there; 1 and 2 are its output.
+        descriptors: that it inherits, besides its output.
+
+    Returns:
+        The process, whose `stdout` and `stderr` are pipes without a buffer.
     """
 
     def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
@@ -110,13 +112,16 @@ def start(
         if cores:
             os.sched_setaffinity(0, cores)
 
-    return subprocess.Popen(
+    child = subprocess.Popen(
         command,
+        bufsize=0,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=descriptors[1],
-        stderr=descriptors[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-        pass_fds=[number for number in descriptors if number > 2],
+        pass_fds=descriptors,
         preexec_fn=set_up,
     )
+    register(child)
+    return child

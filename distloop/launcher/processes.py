@@ -143,18 +143,10 @@ class Process:
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
         self.was_signalled = False  # or killed, by the launcher
+        self._process = children.start(command, environment, cores, guard.pipe, descriptors)
+        pipes = ((1, self._process.stdout), (2, self._process.stderr))
         prefix = f"[worker {index}] ".encode()
-        pipes = {number: os.pipe() for number in (1, 2)}
-        self.outputs = [
-            output.WorkerPipe(open(read_end, "rb", buffering=0), prefix, console(number))
-            for number, (read_end, _) in pipes.items()
-        ]
-        write_ends = {number: write_end for number, (_, write_end) in pipes.items()}
-        inherited = write_ends | {descriptor: descriptor for descriptor in descriptors}
-        self._process = children.start(command, environment, cores, guard.pipe, inherited)
-        for write_end in write_ends.values():
-            os.close(write_end)
-        children.register(self._process)
+        self.outputs = [output.WorkerPipe(pipe, prefix, console(number)) for number, pipe in pipes if pipe]
 
     def signal_once(self, number: int) -> None:
         """Sends the first signal only, and not to the worker's children, which it may need to save."""

@@ -79,12 +79,14 @@ class Place:
         self._address = ""
         self._failure: tuple[int, str] | None = None  # of a worker that could not start
 
-    def start(self, arguments: Sequence[str], told: Membership, variables: dict[str, str], directory: str) -> None:
+    def start(
+        self, arguments: Sequence[str], membership: Membership, variables: dict[str, str], directory: str
+    ) -> None:
         """Starts a worker.
 
         Args:
             arguments: for Python.
-            told: which worker of which membership it is.
+            membership: of the worker, and its index.
             variables: of its environment, besides those of the actor.
             directory: where it starts, if this node has it.
         """
@@ -93,9 +95,9 @@ class Place:
             os.chdir(directory)
         try:
             self._worker = processes.Process(
-                told.worker,
+                membership.worker,
                 [sys.executable, *arguments],
-                {**variables, **os.environ, **variables, **told._replace(pipe=self._notes.pipe).variables()},
+                {**os.environ, **variables, **membership._replace(pipe=self._notes.pipe).variables()},
                 cores=[],
                 guard=self._guard,
                 descriptors=[self._notes.write_end],
@@ -159,7 +161,7 @@ class _Worker(processes.Process):
 
     def signal_once(self, number: int) -> None:
         if not self.was_signalled:
-            self._cluster.actor(self.place).signal.remote(int(number))
+            self._cluster.actors[self.place].signal.remote(int(number))
         self.was_signalled = True
 
     def kill(self) -> None:
@@ -183,7 +185,8 @@ class Actors:
     """The actors of a run, and what they tell.
 
     Attributes:
-        lock: held while what an actor told is taken.
+        actors: by place.
+        lock: held while what an actor sent is taken.
     """
 
     def __init__(self, most: int, cpus: int, gpus: int):
@@ -210,8 +213,8 @@ class Actors:
         gpus = gpus if ray.cluster_resources().get("GPU") else 0
         self._ray, self.lock = ray, threading.Lock()
         self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy="SPREAD")(Place)
-        self._actors = [self._remote.remote() for _ in range(most)]
-        self._looks = [actor.look.remote() for actor in self._actors]  # under way
+        self.actors = [self._remote.remote() for _ in range(most)]
+        self._looks = [actor.look.remote() for actor in self.actors]  # under way
         self._addresses = [""] * most  # empty: the actor has no place
         self._workers: dict[int, _Worker] = {}  # that run, by place
         self._is_over = threading.Event()
@@ -224,7 +227,7 @@ class Actors:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._watching.join()
-        for actor in self._actors:
+        for actor in self.actors:
             self._ray.kill(actor)
         self._ray.shutdown()
 
@@ -235,12 +238,12 @@ class Actors:
     def gather(self, least: int, signals: processes.Signals) -> int | None:
         """Waits until all places are there, or enough and no more come; returns a signal that came meanwhile."""
         count, changed_at = 0, time.monotonic()
-        while count < len(self._actors):
+        while count < len(self.actors):
             if number := signals.wait(_IDLE_SECS):
                 return number
             if count != (count := len(self.there())):
                 changed_at = time.monotonic()
-                processes.log(f"Ray has {count} of {len(self._actors)} places.")
+                processes.log(f"Ray has {count} of {len(self.actors)} places.")
             if count >= least and time.monotonic() > changed_at + _GATHER_SECS:
                 return None
         return None
@@ -249,23 +252,19 @@ class Actors:
         """Returns where a worker in a place can listen; of a place that has just been lost, an address of nobody."""
         return self._addresses[place] or "192.0.2.1:9"
 
-    def actor(self, place: int) -> Any:
-        """Returns the actor that has a place."""
-        return self._actors[place]
-
     def start(
-        self, place: int, arguments: Sequence[str], told: Membership, variables: dict[str, str], notes: Notes
+        self, place: int, arguments: Sequence[str], membership: Membership, variables: dict[str, str], notes: Notes
     ) -> processes.Process:
         """Starts a worker in a place, as `Place.start`; its notes come to `notes`."""
-        worker = _Worker(told.worker, self, place, notes)
+        worker = _Worker(membership.worker, self, place, notes)
         with self.lock:
             self._workers[place] = worker
-            self._actors[place].start.remote(list(arguments), told, variables, os.getcwd())
+            self.actors[place].start.remote(list(arguments), membership, variables, os.getcwd())
         return worker
 
     def kill(self, place: int) -> None:
         """Ends an actor, whose guard kills its worker; another one takes its place."""
-        self._ray.kill(self._actors[place])
+        self._ray.kill(self.actors[place])
 
     def _watch(self) -> None:
         """Takes what the actors tell, as long as somebody reads the lines."""
@@ -285,7 +284,7 @@ class Actors:
         except self._ray.exceptions.RayError:
             self.kill(place)  # if it is not gone
             found = ActorReport("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
-            self._actors[place] = self._remote.remote()
+            self.actors[place] = self._remote.remote()
         with self.lock:
             self._addresses[place] = found.address
             worker = self._workers.get(place)
@@ -297,4 +296,4 @@ class Actors:
                 worker.end = found.end
                 if found.end:
                     del self._workers[place]
-        self._looks[place] = self._actors[place].look.remote()
+        self._looks[place] = self.actors[place].look.remote()

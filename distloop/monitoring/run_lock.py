@@ -34,7 +34,7 @@ from distloop.monitoring.records import parse_json
 
 HEARTBEAT_SECS = 5.0
 STALE_SECS = 30.0
-_POLL_SECS = 0.5  # between two looks at a lock whose process may be alive or dead
+_POLL_SECS = 0.5  # after which a lock is read again whose process may be alive or dead
 _SETTLE_SECS = 0.2  # if several processes replace a lock at once, all have done so after this time, and the last has it
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -93,19 +93,19 @@ class RunLock:
         Raises:
             ValueError: if another process has it, or the workdir cannot be written to.
         """
-        if self._is_held():
-            self._depth += 1
-            return self
-        holder = this_process(self._workdir)
-        held.add(holder.token)
-        try:
-            self._acquire(holder)
-        except BaseException:
-            held.discard(holder.token)
-            raise
-        self._holder, self._depth = holder, 1
-        self._mutex, self._released = threading.Lock(), threading.Event()  # a forked child's may be locked for ever
-        threading.Thread(target=self._beat, args=(self._released,), name="distloop-run-lock", daemon=True).start()
+        if not self._is_held():
+            holder = this_process(self._workdir)
+            held.add(holder.token)
+            try:
+                self._acquire(holder)
+            except BaseException:
+                held.discard(holder.token)
+                raise
+            self._holder, self._depth = holder, 0
+            self._mutex, self._released = threading.Lock(), threading.Event()  # a forked child's may be locked for ever
+            beat = threading.Thread(target=self._beat, args=[self._released], name="distloop-run-lock", daemon=True)
+            beat.start()
+        self._depth += 1
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -136,16 +136,16 @@ class RunLock:
                 "save in the process that called fit, not in a child of it."
             )
         with self._mutex:
-            if self._holder is not None and not _create(self._path, self._holder):
-                holder = _read(self._path)
-                if holder != self._holder:
-                    is_older = holder is not None and _has_newer_membership(holder, self._holder)
-                    stood_still = f"stood still for {STALE_SECS:g} seconds or more"
-                    raise LockLost(
-                        f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one "
-                        f"{f'is of membership {self._holder.membership}' if is_older else stood_still}; it writes no "
-                        "more there: end one of the two."
-                    )
+            own = self._holder
+            if own is None or _create(self._path, own) or (holder := _read(self._path)) == own:
+                return
+            is_older = holder is not None and _has_newer_membership(holder, own)
+            stood_still = f"stood still for {STALE_SECS:g} seconds or more"
+            raise LockLost(
+                f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one "
+                f"{f'is of membership {own.membership}' if is_older else stood_still}; it writes no more there: end "
+                "one of the two."
+            )
 
     def _is_held(self) -> bool:
         return self._holder is not None and self._holder.process == os.getpid()
@@ -171,25 +171,25 @@ class RunLock:
         try:
             first = None
             while not _create(self._path, own):
-                look = _look(self._path, beside, own)
-                if look is None:
+                view = _view(self._path, beside, own)
+                if view is None:
                     continue  # it was released at this moment
-                first = first or look
-                lives = is_alive(own, first, look)
+                is_first, first = first is None, first or view
+                holder, lives = view.holder or "another process", is_alive(own, first, view)
                 if lives:
                     raise ValueError(
-                        f"workdir={self._workdir!r} is being written to by {look.holder or 'another process'}: wait "
-                        "until that run has ended, end it, or give another workdir."
+                        f"workdir={self._workdir!r} is being written to by {holder}: wait until that run has ended, "
+                        "end it, or give another workdir."
                     )
                 if lives is None:
-                    if look is first:
+                    if is_first:
                         say(
-                            f"workdir={self._workdir!r} is locked by {look.holder or 'another process'}, whose last "
-                            f"sign of life is {look.now - look.touched_at:.0f} seconds old; if there is none for "
-                            f"{STALE_SECS:g}, this run goes on."
+                            f"workdir={self._workdir!r} is locked by {holder}, whose last sign of life is "
+                            f"{view.now - view.touched_at:.0f} seconds old; if there is none for {STALE_SECS:g}, this "
+                            "run goes on."
                         )
                     time.sleep(_POLL_SECS)
-                elif _holds(self._path, look.holder):
+                elif _holds(self._path, view.holder):
                     os.replace(beside, self._path)
                     time.sleep(_SETTLE_SECS)
                     if _holds(self._path, own):
@@ -215,7 +215,7 @@ def is_held(workdir: str) -> bool:
     return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
 
 
-def _look(path: str, beside: str, own: Holder) -> LockView | None:
+def _view(path: str, beside: str, own: Holder) -> LockView | None:
     """Returns what the lock's file shows; None if there is none.
 
     Args:
@@ -242,21 +242,19 @@ def this_process(workdir: str = "") -> Holder:
     with contextlib.suppress(OSError):
         os.makedirs(workdir, exist_ok=True)
         holder = holder._replace(place=identify_directory(workdir))
-    if membership is None:
-        return holder
-    return holder._replace(launch=membership.launch, membership=membership.number)
+    return holder._replace(launch=membership.launch, membership=membership.number) if membership else holder
 
 
-def is_alive(own: Holder, first: LockView, look: LockView, stale_secs: float | None = None) -> bool | None:
+def is_alive(own: Holder, first: LockView, last: LockView, stale_secs: float | None = None) -> bool | None:
     """Returns whether the process that holds the lock is alive; None: it is not known yet.
 
     Args:
         own: this process.
-        first: the first look at the file.
-        look: the last one.
-        stale_secs: without a sign of life, after which it is not; None: STALE_SECS.
+        first: what it saw first.
+        last: what it saw last.
+        stale_secs: without a sign of life, after which the holder is not alive; None: STALE_SECS.
     """
-    holder = look.holder
+    holder = last.holder
     if holder is not None and (_has_newer_membership(own, holder) or _has_newer_membership(holder, own)):
         return _has_newer_membership(holder, own)
     if holder is not None and (holder.host, holder.machine) == (own.host, own.machine):
@@ -267,10 +265,10 @@ def is_alive(own: Holder, first: LockView, look: LockView, stale_secs: float | N
         start = start_ticks(holder.process)
         if start is None or start and holder.start:
             return start == holder.start
-    if look[:2] != first[:2]:
+    if last[:2] != first[:2]:
         return True  # it has been touched
-    touched_at = min(look.touched_at, first.now)  # later only by a clock that was set back since
-    return False if look.now - touched_at > (stale_secs or STALE_SECS) else None
+    touched_at = min(last.touched_at, first.now)  # later only by a clock that was set back since
+    return False if last.now - touched_at > (stale_secs or STALE_SECS) else None
 
 
 def _has_newer_membership(one: Holder, other: Holder) -> bool:
@@ -291,15 +289,15 @@ def _create(path: str, holder: Holder) -> bool:
     """Writes a lock's file, whole or not at all; returns False if there is one."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(path, "x", encoding="utf-8") as file:
+            try:
+                json.dump(holder._asdict(), file)
+                file.flush()
+            except OSError:
+                os.remove(path)
+                raise
     except FileExistsError:
         return False
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(holder._asdict(), file)
-    except OSError:
-        os.remove(path)
-        raise
     return True
 
 
@@ -325,10 +323,8 @@ def parse(text: bytes) -> Holder | None:
 
 def _as_holder(fields: Any) -> Holder:
     time.localtime(fields["since"])  # which is shown
-    token, host, machine, start = (str(fields[name]) for name in ("token", "host", "machine", "start"))
-    launch, membership = str(fields.get("launch", "")), int(fields.get("membership", 0))  # older files have none
-    process, since, place = int(fields["process"]), float(fields["since"]), str(fields.get("place", ""))
-    return Holder(token, host, machine, process, start, since, launch, membership, place)
+    kinds = Holder.__annotations__  # older files lack some fields
+    return Holder(**{name: kind(fields[name]) for name, kind in kinds.items() if name in fields})
 
 
 def _holds(path: str, holder: Holder | None) -> bool:

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from distloop.distributed import heartbeat
+from distloop.distributed.environment import choose_ports
 from distloop.distributed.heartbeat import EXIT_CODE
 
 pytestmark = pytest.mark.slow
@@ -78,22 +79,7 @@ class Worker:
 
 @pytest.fixture
 def ports():
-    """Returns three free ports."""
-    return free_ports(3)
-
-
-def free_ports(count):
-    """Returns free ports below the range from which the system picks ports."""
-    free = []
-    for port in range(33_000 - os.getpid() % 1000 * 11, 10_000, -1):
-        with socket.socket() as tcp:
-            try:
-                tcp.bind(("", port))
-            except OSError:
-                continue
-        free.append(port)
-        if len(free) == count:
-            return free
+    return choose_ports(3)
 
 
 @pytest.fixture
@@ -395,7 +381,7 @@ def test_an_error_in_a_function_of_tensorflow_is_told_by_its_reason():
 
 
 def test_a_killed_worker_is_named_by_all_others_and_all_leave_together(run):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(10)]
+    addresses = [f"127.0.0.1:{port}" for port in choose_ports(10)]
     workers = run(*["them = start()\ntrain(them)"] * 9, "start()\nprint('left', flush=True)", addresses=addresses)
     for worker in workers:
         worker.wait_for("met")

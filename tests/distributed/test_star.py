@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import queue
 import socket
 import threading
@@ -11,26 +10,16 @@ import time
 import pytest
 
 from distloop.distributed import star
+from distloop.distributed.environment import choose_ports
 from distloop.distributed.liveness import describe_facts, shorten
 from distloop.distributed.star import Connection, Star, Stranger
 
 SECRET = "0123456789abcdef"
 
 
-def free_ports(count):
-    """Returns free ports below the range from which the system picks ports."""
-    free = []
-    for port in range(27_000 - os.getpid() % 1000 * 11, 10_000, -1):
-        with socket.socket() as tcp, contextlib.suppress(OSError):
-            tcp.bind(("", port))
-            free.append(port)
-        if len(free) == count:
-            return free
-
-
 @pytest.fixture
 def ports():
-    return free_ports(3)
+    return choose_ports(3)
 
 
 def sockets():
@@ -89,7 +78,7 @@ def test_what_is_not_the_next_message_of_the_other_side_does_not_count(kind):
         "reflected": lines_of(chief, {"state": "failed"}),
         "of another connection": lines_of(another, {"state": "failed"}),
     }[kind]
-    worker._socket.sendall(b"".join(sent))
+    worker.socket.sendall(b"".join(sent))
     with pytest.raises(Stranger, match="not signed with the DISTLOOP_SECRET of this worker"):
         for _ in sent:
             chief.receive()

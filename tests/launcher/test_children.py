@@ -15,14 +15,12 @@ from distloop.launcher import children
 
 @pytest.mark.slow
 def test_a_child_has_its_descriptors_alone_and_writes_its_group_first():
-    pipes = [os.pipe() for _ in range(4)]
+    (guard_end, guard), (_, more) = pipes = [os.pipe() for _ in range(2)]
     program = "import os; os.write(1, b'out'); os.write(2, b'err'); print(sorted(os.listdir('/proc/self/fd')))"
-    guard, out, err, more = (write_end for _, write_end in pipes)
-    child = children.start([sys.executable, "-c", program], {}, [], guard, {1: out, 2: err, more: more})
-    assert child.wait(30) == 0
-    texts = [os.read(read_end, 1000).decode() for read_end, _ in pipes[:3]]
+    child = children.start([sys.executable, "-c", program], {}, [], guard, [more])
+    out, err = child.communicate(timeout=30)
     last = sorted(["0", "1", "2", str(more), "3" if more != 3 else "4"])
-    assert texts == [f"+{child.pid}\n", f"out{last}\n", "err"]
+    assert (os.read(guard_end, 1000), out, err) == (b"+%d\n" % child.pid, f"out{last}\n".encode(), b"err")
     for end in sum(pipes, ()):
         os.close(end)
 

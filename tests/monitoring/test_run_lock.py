@@ -299,10 +299,10 @@ def test_a_forked_child_does_not_hold_the_lock_and_does_not_release_it(tmp_path)
 
 
 def test_a_directory_that_may_only_be_read_is_not_locked(tmp_path, monkeypatch):
-    def refuse(*arguments):
+    def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(run_lock.os, "open", refuse)
+    monkeypatch.setattr(run_lock, "open", refuse, raising=False)
     with RunLock(str(tmp_path)) as lock, pytest.raises(OSError, match="Read-only"):
         lock.verify()
     assert os.listdir(tmp_path) == []
