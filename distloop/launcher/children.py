@@ -70,10 +70,10 @@ def reap() -> None:
     """Removes ended children, also those that the launcher inherited as process 1 of a container."""
     with contextlib.suppress(ChildProcessError):  # no child is left
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if child := _children.pop(ended.si_pid, None):
-                child.poll()
-            else:
+            if (child := _children.get(ended.si_pid)) is None:
                 os.waitpid(ended.si_pid, 0)
+            elif child.poll() is not None:  # else another thread is about to
+                del _children[ended.si_pid]
 
 
 def wait(sources: Sequence[Any], secs: float) -> list[Any]:

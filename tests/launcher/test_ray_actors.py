@@ -99,7 +99,7 @@ def test_a_node_that_goes_and_one_that_comes_change_the_number_of_workers(start,
     _, err = process.communicate(timeout=SECS)
     assert process.returncode == 0, err
     memberships = [(row["membership"], row["of"]) for row in log_of(tmp_path)]
-    assert sorted(memberships) == [(1, 2), (1, 2), (2, 1), (3, 2), (3, 2)]
+    assert sorted(memberships) == [(1, 2), (1, 2), (2, 1), (3, 2), (3, 2)], err
     assert "failed first, as Ray has lost its actor; the others were stopped." in err
     assert "membership 3 has 2 of 2 workers: there are places for more." in err
 
