@@ -11,24 +11,20 @@ import io
 import json
 import math
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.audio import metadata as audio
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.plugins.graph import metadata as graphs
 from tensorboard.plugins.histogram import metadata as histograms
-from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.image import metadata as images
-from tensorboard.plugins.pr_curve import metadata as pr_curves
+from tensorboard.plugins.pr_curve import summary as pr_curves
 from tensorboard.plugins.text import metadata as text
 from tensorboard.util.tensor_util import make_ndarray, make_tensor_proto
 
@@ -42,7 +38,6 @@ _MIN_SIDE, _CAPTION_WIDTH = 64, 140  # pixels; what small images of a grid are e
 _LINE = 24  # pixels
 # Suffix of the file of a kind of media, and its place in the tensor.
 _FILES = {images.PLUGIN_NAME: (".png", 2), audio.PLUGIN_NAME: (".wav", 0), text.PLUGIN_NAME: (".md", 0)}
-_THRESHOLDS = 201  # points of a precision-recall curve, TensorBoard's default
 
 
 class Media(abc.ABC):
@@ -192,17 +187,10 @@ class PRCurve(Media):
 
     def encode(self) -> Encoded:
         """Returns TP, FP, TN, FN, precision and recall by threshold, `[6, thresholds]`, for the PR-curve plugin."""
-        labels, probabilities = np.ravel(self.labels).astype(np.float64), np.ravel(self.probabilities)
-        buckets = np.clip(np.nan_to_num(probabilities) * (_THRESHOLDS - 1), 0, _THRESHOLDS - 1).astype(np.int64)
-
-        def at_or_above(weights: Any) -> Any:  # weighted count of examples at or above each threshold
-            return np.bincount(buckets, weights, _THRESHOLDS)[::-1].cumsum()[::-1]
-
-        hits, misses = at_or_above(labels), at_or_above(1 - labels)
-        precision, recall = hits / np.maximum(hits + misses, 1e-7), hits / max(hits[0], 1e-7)
-        rows = np.stack([hits, misses, misses[0] - misses, hits[0] - hits, precision, recall])
-        metadata = pr_curves.create_summary_metadata(None, None, _THRESHOLDS)
-        return make_tensor_proto(rows.astype(np.float32), DT_FLOAT), metadata
+        probabilities = np.clip(np.nan_to_num(np.ravel(self.probabilities)), 0, 1)
+        curve = pr_curves.pb("", np.ravel(self.labels), probabilities)
+        value = Summary.Value.FromString(curve.value[0].SerializeToString())
+        return value.tensor, value.metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,70 +271,6 @@ class LayerGraph(Media):
         """Returns the JSON for the graph plugin."""
         data = SummaryMetadata.PluginData(plugin_name=graphs.PLUGIN_NAME_KERAS_MODEL, content=b"1")
         return make_tensor_proto([self.json.encode()], DT_STRING, shape=[]), SummaryMetadata(plugin_data=data)
-
-
-@dataclass(frozen=True, eq=False)
-class HParams(Media):
-    """The hyperparameters of a run, by name: booleans, numbers or strings; TensorBoard's HParams page lists them."""
-
-    values: Mapping[str, Any]
-    start: float  # Unix, seconds
-
-    def encode(self) -> Encoded:
-        """Returns the start of a session for the HParams plugin."""
-        info = plugin_data_pb2.SessionStartInfo(start_time_secs=self.start)
-        for name, value in self.values.items():
-            if isinstance(value, bool):
-                info.hparams[name].bool_value = value
-            elif isinstance(value, (int, float)):
-                info.hparams[name].number_value = value
-            else:
-                info.hparams[name].string_value = str(value)
-        data = plugin_data_pb2.HParamsPluginData(session_start_info=info)
-        return hparams.NULL_TENSOR, hparams.create_summary_metadata(data)
-
-
-@dataclass(frozen=True, eq=False)
-class RunEnd(Media):
-    """The end of a run, successful or failed; a run without it counts as running."""
-
-    has_succeeded: bool
-    end: float  # Unix, seconds
-
-    def encode(self) -> Encoded:
-        """Returns the end of a session for the HParams plugin."""
-        status = api_pb2.STATUS_SUCCESS if self.has_succeeded else api_pb2.STATUS_FAILURE
-        info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=self.end)
-        data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
-        return hparams.NULL_TENSOR, hparams.create_summary_metadata(data)
-
-
-@dataclass(frozen=True, eq=False)
-class Layout(Media):
-    """The charts of the custom-scalars page: category -> title -> regular expressions of tags."""
-
-    categories: Mapping[str, Mapping[str, Sequence[str]]]
-
-    def encode(self) -> Encoded:
-        """Returns the layout for the custom-scalars plugin."""
-        layout = layout_pb2.Layout(
-            category=[
-                layout_pb2.Category(
-                    title=category,
-                    chart=[
-                        layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
-                        for title, tags in charts.items()
-                    ],
-                )
-                for category, charts in self.categories.items()
-            ]
-        )
-        tensor = make_tensor_proto([layout.SerializeToString()], DT_STRING, shape=[])
-        return tensor, custom_scalars.create_summary_metadata()
-
-
-HPARAMS_TAG, END_TAG = hparams.SESSION_START_INFO_TAG, hparams.SESSION_END_INFO_TAG
-LAYOUT_TAG = custom_scalars.CONFIG_SUMMARY_TAG
 
 
 def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:

@@ -1,7 +1,7 @@
 """TensorBoard: writes metrics and media to event files, so that no step appears twice.
 
     writer = SummaryWriter("run", evals=["test"], start=0)
-    writer.begin({"learning_rate": 1e-3}, {"run/config": Text("...")}, Layout({...}))
+    writer.begin({"learning_rate": 1e-3}, {"run/config": Text("...")}, {...})
     writer.write(500, {"loss": 0.12, "test/accuracy": 0.98})
     writer.show(500, {"samples": Images(array)})
     writer.close(has_succeeded=True)
@@ -21,9 +21,14 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import summary as custom_scalars
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.summary import session_end_pb
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.scalar import metadata as scalars
 
-from distloop.monitoring.media import END_TAG, HPARAMS_TAG, LAYOUT_TAG, HParams, Layout, Media, RunEnd
+from distloop.monitoring.media import Media
 from distloop.monitoring.records import GROUPS, METRICS
 
 # The end of the name of the file for the HParams page. TensorBoard keeps the first status that it reads, so there is
@@ -93,7 +98,7 @@ class SummaryWriter:
         self,
         hyperparameters: Mapping[str, object],
         media: Mapping[str, Media],
-        layout: Layout,
+        charts: Mapping[str, Mapping[str, Sequence[str]]],
         graph: bytes | None = None,
     ) -> None:
         """Writes hyperparameters, media, chart layout and graph before the first step.
@@ -101,7 +106,7 @@ class SummaryWriter:
         Args:
             hyperparameters: values for the HParams page, by name.
             media: name -> media.
-            layout: charts of the custom-scalars page.
+            charts: of the custom-scalars page: category -> title -> regular expressions of tags.
             graph: a serialized GraphDef; None: no graph.
 
         Raises:
@@ -116,7 +121,10 @@ class SummaryWriter:
         self._add("", step, now, media)
         if graph is not None:
             self._file("").write(Event(wall_time=now, step=step, graph_def=graph))
-        self._add(_HPARAMS, step, now, {HPARAMS_TAG: HParams(hyperparameters, now), LAYOUT_TAG: layout})
+        values = {name: value if _is_plain(value) else str(value) for name, value in hyperparameters.items()}
+        event = Event(wall_time=now, step=step, summary=hparams_pb(values, trial_id="", start_time_secs=now))
+        event.summary.MergeFromString(custom_scalars.pb(_layout(charts)).SerializeToString())
+        self._file(_HPARAMS).write(event)
         self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
@@ -168,7 +176,10 @@ class SummaryWriter:
         """
         try:
             if self._has_begun and self._files and has_succeeded is not None:
-                self._add(_HPARAMS, 0, time.time(), {END_TAG: RunEnd(has_succeeded, time.time())})
+                event = Event(wall_time=time.time())
+                status = api_pb2.STATUS_SUCCESS if has_succeeded else api_pb2.STATUS_FAILURE
+                event.summary.MergeFromString(session_end_pb(status).SerializeToString())
+                self._file(_HPARAMS).write(event)
         finally:
             files, self._files = self._files, {}
             for file in files.values():
@@ -281,6 +292,20 @@ class _os_errors:  # noqa: N801 - a generator-based context manager would take a
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, tf.errors.OpError):
             raise OSError(None, error.message.rpartition("; ")[2] or error.message, self._path) from error
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
+def _layout(charts: Mapping[str, Mapping[str, Sequence[str]]]) -> layout_pb2.Layout:
+    """Returns charts for the custom-scalars plugin."""
+    layout = layout_pb2.Layout()
+    for title, named in charts.items():
+        category = layout.category.add(title=title)
+        for name, tags in named.items():
+            category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
+    return layout
 
 
 def group_tag(name: str) -> str:

@@ -29,7 +29,7 @@ from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring import records
 from distloop.monitoring.console import say, show_parts, show_split
-from distloop.monitoring.media import LayerGraph, Layout, Media, Text
+from distloop.monitoring.media import LayerGraph, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.operations import TRAINING_PASSES, count_flops, peak_of
 from distloop.optimizers.gradients import Clipping
@@ -75,10 +75,10 @@ def introduce(
     if settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0):
         graph = drawable(forward) if forward is not None else None
         texts |= layer_graphs(state.model)
-    writer.begin(flags.hyperparameters(settings), texts, make_layout(settings), graph)
+    writer.begin(flags.hyperparameters(settings), texts, make_charts(settings), graph)
 
 
-def make_layout(settings: Config) -> Layout:
+def make_charts(settings: Config) -> dict[str, dict[str, list[str]]]:
     """Returns the charts of the custom-scalars page; none of them stays empty."""
     # A tag is the same in training and evaluation, so their lines share a chart.
     charts = {
@@ -105,7 +105,7 @@ def make_layout(settings: Config) -> Layout:
     if settings.histograms_every:
         charts["Steps"]["update norm"] = r"optimizer/(.*/)?update_norm$"
         charts["Steps"]["update norm over weight norm"] = r"optimizer/(.*/)?update_ratio$"
-    return Layout({title: {name: [tag] for name, tag in part.items()} for title, part in charts.items()})
+    return {title: {name: [tag] for name, tag in part.items()} for title, part in charts.items()}
 
 
 def layer_graphs(models: Any) -> dict[str, LayerGraph]:

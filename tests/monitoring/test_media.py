@@ -8,14 +8,10 @@ import pytest
 from PIL import Image
 from sklearn.metrics import precision_score, recall_score
 from tensorboard.plugins.audio import metadata as audio
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import api_pb2
-from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.pr_curve import summary as pr_curve
 from tensorboard.util.tensor_util import make_ndarray
 
 import distloop
-from distloop.monitoring.media import HParams, Layout, RunEnd
 
 
 def encoded(display, plugin):
@@ -139,23 +135,3 @@ def test_a_confusion_matrix_takes_many_classes_and_refuses_bad_input():
         distloop.ConfusionMatrix(np.array([0, 1]), np.array([0.1, 0.9]))
     with pytest.raises(ValueError, match="classes 0 to 2 and 2 names"):
         distloop.ConfusionMatrix(np.array([0, 1]), np.array([0, 2]), names=["a", "b"])
-
-
-def test_hyperparameters_keep_their_types_and_the_end_its_status():
-    content = HParams({"rate": 1e-3, "on": True, "name": "x"}, 5.0).encode()[1].plugin_data.content
-    info = hparams.parse_session_start_info_plugin_data(content)
-    assert {n: v.WhichOneof("kind") for n, v in info.hparams.items()} == {
-        "rate": "number_value",
-        "on": "bool_value",
-        "name": "string_value",
-    }
-    statuses = []
-    for has_succeeded in (True, False):
-        content = RunEnd(has_succeeded, 6.0).encode()[1].plugin_data.content
-        statuses.append(hparams.parse_session_end_info_plugin_data(content).status)
-    assert statuses == [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE]
-
-
-def test_a_layout_holds_its_charts():
-    layout = layout_pb2.Layout.FromString(encoded(Layout({"a": {"b": ["c$"]}}), "custom_scalars").item())
-    assert layout.category[0].title == "a" and list(layout.category[0].chart[0].multiline.tag) == ["c$"]

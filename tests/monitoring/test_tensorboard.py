@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PluginEventAccumulator,
 )
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 
@@ -21,7 +22,6 @@ from distloop.actions.write import Write
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring import tensorboard
 from distloop.monitoring.json_writer import JsonWriter
-from distloop.monitoring.media import Layout
 from distloop.monitoring.records import GROUPS
 from distloop.monitoring.tensorboard import SummaryWriter
 from tests import problems
@@ -58,7 +58,7 @@ def test_a_run_that_goes_on_after_its_clock_was_set_back_is_read_after_what_it_h
     monkeypatch.setattr(tensorboard.time, "time", lambda: now)
     for start, end in ((0, 11), (5, 9), (6, 12)):
         summaries = SummaryWriter(str(tmp_path), [], start)
-        summaries.begin({}, {}, Layout({}))
+        summaries.begin({}, {}, {})
         for step in range(start + 1, end + 1):
             summaries.write(step, {"loss": 1.0 / step})
         summaries.close(has_succeeded=end == 12)
@@ -207,9 +207,24 @@ def test_an_interrupted_run_counts_as_running(tmp_path):
 
 def test_a_crash_before_the_first_metric_counts_as_failure(tmp_path):
     writer = SummaryWriter(str(tmp_path), [], 0)
-    writer.begin({}, {}, Layout({}))
+    writer.begin({}, {}, {})
     writer.close(False)
     assert status_of(tmp_path) == api_pb2.STATUS_FAILURE
+
+
+def test_hyperparameters_keep_their_types_and_charts_their_tags(tmp_path):
+    writer = SummaryWriter(str(tmp_path), [], 0)
+    writer.begin({"rate": 1e-3, "on": True, "name": "x", "sizes": [1]}, {}, {"a": {"b": ["c$"]}})
+    writer.close(True)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    info = hparams.parse_session_start_info_plugin_data(content)
+    kinds = {name: value.WhichOneof("kind") for name, value in info.hparams.items()}
+    assert kinds == {"rate": "number_value", "on": "bool_value", "name": "string_value", "sizes": "string_value"}
+    (charts,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(tf.make_ndarray(charts.tensor_proto).item())
+    assert layout.category[0].title == "a" and list(layout.category[0].chart[0].multiline.tag) == ["c$"]
 
 
 def test_odd_tags_are_kept(tmp_path):

@@ -160,9 +160,7 @@ def test_each_worker_has_the_devices_of_a_pipeline():
 
 def test_the_layout_has_charts_for_what_the_run_reports():
     def titles(**settings):
-        return {
-            title for part in overview.make_layout(problems.on(1, **settings)).categories.values() for title in part
-        }
+        return {title for part in overview.make_charts(problems.on(1, **settings)).values() for title in part}
 
     assert {"loss", "metrics", "learning rate"} <= titles()
     assert titles(clip_norm=1.0) - titles() == {"share of the steps that were clipped"}
