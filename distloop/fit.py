@@ -24,7 +24,7 @@ from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
-from distloop.actions.write import Write
+from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.loading import left_files, may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
@@ -42,7 +42,6 @@ from distloop.monitoring import ledger, notebook
 from distloop.monitoring.console import Console, say, speaker
 from distloop.monitoring.curves import History, Recorder
 from distloop.monitoring.deliveries import Deliveries
-from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed, unix_time

@@ -1,16 +1,30 @@
-"""`Write`: the action that hands metrics and media to writers; rows for files are buffered for a second."""
+"""`Write`: the action that hands metrics and media to writers, and `JsonWriter`, which appends to `metrics.jsonl`.
+
+    writers = [JsonWriter("run/metrics.jsonl"), SummaryWriter("run", evals=["test"])]
+    with Write(writers) as write:       # an action; rows for files are buffered for a second
+        ...
+
+Metric names are `loss`, `<update>/loss` or `<eval>/loss`.
+"""
 
 import collections
+import contextlib
+import itertools
+import math
+import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from distloop.actions.action import Action, Report
+from distloop.atomic_files import make_directory, sync
 from distloop.distributed.preemption import Interrupted
 from distloop.log import log
 from distloop.monitoring.media import EncodedMedia
+from distloop.monitoring.records import drop_rows, format_row
 from distloop.monitoring.tensorboard import SummaryWriter
 
 _BUFFER_SECS = 1.0  # the longest time that a row for files is buffered
@@ -40,7 +54,8 @@ class Write(Action):
             verify: called before rows go to files; raises if this process may no longer write.
         """
         self.writers = list(writers)
-        self._files = [_File(writer) for writer in self.writers if _is_file_writer(writer)]
+        self._files = [_File(writer) for writer in self.writers if hasattr(writer, "path")]
+        self._others = [writer for writer in self.writers if not hasattr(writer, "path")]
         self._verify = verify
         self._lock = threading.Lock()  # held while files are written
         self._rows: collections.deque[Report] = collections.deque()  # not handed to files yet; the timer takes some
@@ -49,9 +64,8 @@ class Write(Action):
 
     def __call__(self, report: Report) -> None:
         """Shows the report on the console, and writes it to files within a second."""
-        for writer in self.writers:
-            if not _is_file_writer(writer):
-                writer.write(report.step, report.metrics, report.time)
+        for writer in self._others:
+            writer.write(report.step, report.metrics, report.time)
         if self._files:
             # Media are encoded now: their arrays may change until they are written.
             media = {name: EncodedMedia(value.encode()) for name, value in report.media.items()}
@@ -96,9 +110,8 @@ class Write(Action):
             with self._lock:
                 for file in self._files:
                     file.close(has_succeeded)
-            for writer in self.writers:
-                if not _is_file_writer(writer):
-                    writer.close()
+            for writer in self._others:
+                writer.close()
 
     def _flush_in_timer(self) -> None:
         try:
@@ -124,7 +137,9 @@ class _File:
             verify()
             for report in self.rows:
                 done += 1
-                _write_row(report, self._writer)
+                if report.media and hasattr(self._writer, "show"):
+                    self._writer.show(report.step, report.media, report.time)
+                self._writer.write(report.step, report.metrics, report.time)
             self._writer.flush()
         except OSError as error:
             self._writer.discard(self.rows[0].step)
@@ -149,25 +164,92 @@ class _File:
     def close(self, has_succeeded: bool | None) -> None:
         """Closes the file; logs the number of rows that are lost."""
         try:
-            _close(has_succeeded, self._writer)
+            self._writer.close(*([has_succeeded] if isinstance(self._writer, SummaryWriter) else []))
         except OSError as error:
             log.error("%s cannot be closed (%s).", self._writer.path, error.strerror or error)
         if self.rows:
             log.error("%s lacks %d rows, which could not be written.", self._writer.path, len(self.rows))
 
 
-def _is_file_writer(writer: Any) -> bool:
-    return hasattr(writer, "path")
+class JsonWriter:
+    """Appends one JSON object per write: `step`, `time` (Unix, seconds), and the metrics by name.
 
+    JSON has no NaN and no infinity: both become null, which keeps a column numeric in every reader (pandas reads NaN).
+    TensorBoard's files hold the original value. A flush writes all rows or none.
 
-def _write_row(report: Report, writer: Any) -> None:
-    if report.media and hasattr(writer, "show"):
-        writer.show(report.step, report.media, report.time)
-    writer.write(report.step, report.metrics, report.time)
+    Attributes:
+        renamed: where the rows of an earlier run are now; empty if there were none.
+    """
 
+    def __init__(self, path: str, start: int | None = None, *, is_written_again: bool = False, goes_on: bool = False):
+        """Opens the file, and creates its directory if it is missing.
 
-def _close(has_succeeded: bool | None, writer: Any) -> None:
-    if isinstance(writer, SummaryWriter):
-        writer.close(has_succeeded)
-    else:
-        writer.close()
+        Args:
+            path: the file.
+            start: the global step that the run starts from; later rows, of an interrupted run, are removed. 0: the file
+                of an earlier run is renamed, with a number at its end. None: all rows stay.
+            is_written_again: whether the row of `start` comes again, and is removed, too.
+            goes_on: whether the rows are of this run, at step 0, too.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        self.path = path
+        self.renamed = ""
+        self._rows = b""  # not flushed yet
+        directory = os.path.dirname(path) or "."
+        make_directory(directory)
+        if start is not None and os.path.isfile(path):
+            if start or goes_on:
+                drop_rows(path, start - is_written_again)
+            elif os.path.getsize(path):
+                self.renamed = next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))
+                os.replace(path, self.renamed)
+        self._file = open(path, "ab+", buffering=0)
+        sync(directory)  # the name of a new file, too
+        self._size = self._file.seek(0, os.SEEK_END)  # the end of the last whole row
+        if self._size:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # a killed run left half a row: the next one begins on a new line
+                self._rows = b"\n"
+
+    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
+        """Adds a row to those of the next flush; `when` is Unix time in seconds, None: now."""
+        row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._rows += format_row({"step": int(step), "time": when or time.time(), **row})
+
+    def flush(self) -> None:
+        """Hands all rows to the operating system, so that they survive this process.
+
+        Raises:
+            OSError: if they cannot be written; no part of them is in the file, and the next flush tries again.
+        """
+        if not self._rows:
+            return
+        if os.fstat(self._file.fileno()).st_size > self._size:
+            os.ftruncate(self._file.fileno(), self._size)  # half a row, which could not be removed when it was written
+        try:
+            left = self._rows
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._size)
+            raise
+        self._size += len(self._rows)
+        self._rows = b""
+
+    def discard(self, step: int) -> None:
+        """Forgets the rows that are not flushed; they are written again, from a step on."""
+        self._rows = b""
+
+    def close(self) -> None:
+        """Writes the last rows and closes the file.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        try:
+            self.flush()
+        finally:
+            self._file.close()

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
+from distloop.actions.write import JsonWriter
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.distributed import workers
-from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import read_steps
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter

@@ -7,7 +7,7 @@ On a terminal a live display stays at the bottom; elsewhere plain lines are prin
     console.close()
     console.summarize(clock)        # after a successful run: last and best metrics, time by phase
 
-It is a writer, as `JsonWriter` is, and does not know where the metrics come from.
+It is a writer for `actions.write.Write`, and does not know where the metrics come from.
 """
 
 import itertools

@@ -25,8 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distloop.log import log
-from distloop.monitoring.json_writer import rows_between
-from distloop.monitoring.records import as_metrics, read_json
+from distloop.monitoring.records import as_metrics, read_json, rows_between
 from distloop.monitoring.writers import RunFile, name_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from distloop.atomic_files import start_time
 from distloop.distributed import notes
 from distloop.log import log
 from distloop.monitoring import records
-from distloop.monitoring.json_writer import last_row
+from distloop.monitoring.records import last_row
 
 STARTS, PROGRESS = "starts.jsonl", "progress.json"
 

@@ -10,7 +10,7 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from distloop import urls
@@ -74,6 +74,7 @@ OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
 ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"], *GROUPS["data"], *GROUPS["per_layer"]} - {"skipped_steps"}
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
+_BLOCK_BYTES = 65_536  # read at a time, from the end of a file
 _MOST_LEVELS = 100  # of values within values; Python's recursion ends at 1000
 _T = TypeVar("_T")
 
@@ -225,6 +226,52 @@ def read_steps(path: str) -> set[int]:
         return {row["step"] for row in read_rows(path)}
     except FileNotFoundError:
         return set()
+
+
+def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
+    """Returns the rows of a file whose step is larger than `after`, and `until` at most; reads no more than its end."""
+    rows = []
+    for line in lines_from_end(path) if os.path.isfile(path) else ():
+        if (row := parse_row(line)) is not None:
+            if row["step"] <= after:
+                break
+            rows.append(row)
+    return [row for row in reversed(rows) if row["step"] <= until]
+
+
+def last_row(path: str) -> dict[str, Any] | None:
+    """Returns the last row of a file; None if there is none."""
+    lines = lines_from_end(path) if os.path.isfile(path) else iter(())
+    return next((row for row in map(parse_row, lines) if row is not None), None)
+
+
+def drop_rows(path: str, after: int) -> None:
+    """Cuts off the rows after a step, and an incomplete one, at the end of a file; reads no more than its end."""
+    size = end = os.path.getsize(path)
+    for line in lines_from_end(path):
+        row = parse_row(line)
+        if row is not None and line.endswith(b"\n") and row["step"] <= after:
+            break
+        end -= len(line)
+    if end < size:
+        os.truncate(path, end)
+
+
+def lines_from_end(path: str) -> Iterator[bytes]:
+    """Yields the lines of a file, the last one first."""
+    with open(path, "rb") as file:
+        end, length = file.seek(0, os.SEEK_END), _BLOCK_BYTES
+        while end:
+            start = max(0, end - length)
+            file.seek(start)
+            lines = file.read(end - start).splitlines(keepends=True)
+            if start and len(lines) == 1:  # a longer line, of which this is the end
+                length *= 4
+                continue
+            for line in reversed(lines[1 if start else 0 :]):  # the first may begin before the block
+                yield line
+                end -= len(line)
+            end = end if start else 0
 
 
 def append_row(path: str, row: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 from distloop.log import log
 from distloop.monitoring import ledger, memory_file, records
-from distloop.monitoring.json_writer import last_row
 from distloop.monitoring.memory_file import Memory
+from distloop.monitoring.records import last_row
 
 # A run counts as running if its last row is at most this old,
 _FRESH_SECS = 60

@@ -21,8 +21,7 @@ from distloop.distributed import notes, workers
 from distloop.distributed.notes import Membership
 from distloop.distributed.strategies import Indivisible
 from distloop.model.state import TrainState
-from distloop.monitoring.json_writer import last_row
-from distloop.monitoring.records import append_row
+from distloop.monitoring.records import append_row, last_row
 from distloop.settings.config import Config
 from distloop.variables import named_variables
 

@@ -15,12 +15,12 @@ import threading
 from unittest import mock
 
 import distloop
+from distloop.actions.write import JsonWriter
 from distloop.bucket import lease, workdir
 from distloop.bucket.directory import RemoteDirectory
 from distloop.bucket.tree import sealed_steps
 from distloop.checkpoints.store import Checkpoints
 from distloop.log import log
-from distloop.monitoring.json_writer import JsonWriter
 from tests.bucket.unreliable import URL, Killed, Unreliable, bucket
 from tests.crash_matrix.scenarios import BEFORE, HAND, LOST, NEW, WRONG, values
 

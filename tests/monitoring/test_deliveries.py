@@ -11,9 +11,9 @@ import time
 import pytest
 
 import distloop
+from distloop.actions.write import JsonWriter
 from distloop.monitoring import deliveries
 from distloop.monitoring.deliveries import Deliveries
-from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.media import PRCurve, Text
 from distloop.monitoring.writers import RunFile, check_writers
 from tests.problems import classification, classifier, on
@@ -60,7 +60,7 @@ def deliver(writers, steps, workdir="", start=0):
 PROGRAM = """
 import os, random, sys, traceback
 from distloop.monitoring import deliveries
-from distloop.monitoring.json_writer import JsonWriter
+from distloop.actions.write import JsonWriter
 
 deliveries._BUFFER_SECS = 0.0
 

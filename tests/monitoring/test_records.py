@@ -7,8 +7,8 @@ import os
 import pytest
 
 import distloop
+from distloop.actions.write import JsonWriter
 from distloop.monitoring import records
-from distloop.monitoring.json_writer import JsonWriter
 
 
 def write_metrics(directory, *rows):

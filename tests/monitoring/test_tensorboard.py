@@ -18,10 +18,9 @@ from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
 from distloop.actions.action import Report
-from distloop.actions.write import Write
+from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring import tensorboard
-from distloop.monitoring.json_writer import JsonWriter
 from distloop.monitoring.records import GROUPS
 from distloop.monitoring.tensorboard import SummaryWriter
 from tests import problems
@@ -271,7 +270,7 @@ def test_a_full_disk_stops_no_training_and_is_logged_once(tmp_path, monkeypatch,
 
     see.every = 2
     trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path), log_every=2))
-    monkeypatch.setattr("distloop.monitoring.json_writer.os.path.isfile", lambda path: False)
+    monkeypatch.setattr("distloop.actions.write.os.path.isfile", lambda path: False)
     with caplog.at_level("ERROR", "distloop"):
         trainer.fit(data, steps=8, actions=[see])
     assert seen == [2, 4, 6, 8] and trainer.step == 8

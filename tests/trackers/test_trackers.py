@@ -24,7 +24,7 @@ import importlib, os, pathlib, signal, sys, time
 import numpy as np
 import distloop
 from distloop.monitoring.deliveries import Deliveries
-from distloop.monitoring.json_writer import JsonWriter
+from distloop.actions.write import JsonWriter
 from distloop.monitoring.media import Audio, Histogram, Images, Text
 from distloop.monitoring.writers import RunFile
 

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from distloop.monitoring import json_writer
-from distloop.monitoring.json_writer import JsonWriter
+from distloop.actions.write import JsonWriter
+from distloop.monitoring import records
 from distloop.monitoring.records import parse_row
 
 
@@ -17,9 +17,6 @@ def read_rows(path):
         raise ValueError(f"{constant} is no JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
-# metrics.jsonl.
 
 
 def test_rows_of_an_earlier_run_are_kept_aside(tmp_path):
@@ -137,7 +134,7 @@ def test_a_run_that_goes_on_from_step_0_keeps_its_file_without_the_later_rows(tm
 @pytest.mark.parametrize("after", [0.5, 2, 30, 99, 100, 150])
 @pytest.mark.parametrize("end", ["", '{"step": 101, "lo', '{"step": 101}', "\n\n", "x" * 500])
 def test_rows_after_the_start_are_cut_off_at_the_end_of_the_file(after, end, tmp_path, monkeypatch):
-    monkeypatch.setattr(json_writer, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 64)
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1, "half"\n', *(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 101))]
     path.write_text("".join(lines) + end)
@@ -150,24 +147,24 @@ def test_going_on_reads_the_end_of_a_long_file_only(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(50_000)))
     parsed = []
-    monkeypatch.setattr(json_writer, "parse_row", lambda line: parsed.append(line) or parse_row(line))
+    monkeypatch.setattr(records, "parse_row", lambda line: parsed.append(line) or parse_row(line))
     JsonWriter(str(path), start=49_990).close()
     assert len(parsed) == 10 and path.read_text().endswith('{"step": 49990, "loss": 0.5}\n')
 
 
 def test_the_name_of_a_new_file_is_on_the_disk(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(json_writer, "sync", synced.append)
+    monkeypatch.setattr("distloop.actions.write.sync", synced.append)
     JsonWriter(str(tmp_path / "metrics.jsonl")).close()
     assert synced == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 30, 1000])
 def test_the_rows_between_two_steps_are_read_from_the_end(block_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(json_writer, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(records, "_BLOCK_BYTES", block_bytes)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(b'{"step": %d, "time": 1.0, "loss": %d}\n' % (n, n) for n in range(9)) + b'{"step": 9')
     for after, until in ((-1, 8), (3, 5), (3, 100), (8, 8), (5, 3)):
-        rows = json_writer.rows_between(str(path), after, until)
+        rows = records.rows_between(str(path), after, until)
         assert [row["step"] for row in rows] == [n for n in range(9) if after < n <= until]
-    assert json_writer.rows_between(str(tmp_path / "none"), 0, 9) == []
+    assert records.rows_between(str(tmp_path / "none"), 0, 9) == []
