@@ -1,17 +1,55 @@
-"""Graph functions: makes `tf.function`s without AutoGraph or warnings about many traces; clocks in graphs.
+"""Graph functions: makes `tf.function`s, and lists the operations of traced ones, and counts their arithmetic.
 
     read = graph_function(lambda: strategy.run(read_on_replica))
+    for op in with_called(graph.get_operations()):
+        if DRAWS_FROM_KERNEL.fullmatch(op.type): ...
+    flops = count_flops(graph)                          # None: some operation cannot be counted
+    peak_of("NVIDIA A100-SXM4-80GB", is_half=True)      # 312e12 a second
 
 TensorFlow counts the traces of all functions made of one line of code together, and warns at the fifth: of five
 trainers in a process, each of which traces such a function once.
 """
 
+import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+# Types of operations whose kernel counts the draws, where nothing can read or restore the count; by the list of
+# TensorFlow's operations that are stateful and have a seed, cuDNN's layers apart.
+DRAWS_FROM_KERNEL = re.compile(
+    r"Random(Uniform|UniformInt|StandardNormal|Gamma|Poisson|PoissonV2|Shuffle|Crop)|(Parameterized)?TruncatedNormal|"
+    r"Multinomial|SampleDistortedBoundingBox(V2)?|\w+CandidateSampler"
+)
+
+BACKWARD_SCOPE = "gradient_tape/"  # of operations that a tape creates
+RECOMPUTED_SCOPE = "recomputed"  # of operations of a layer that the backward pass computes again
+
+# Types of operations that only read a variable.
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+# TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
+_READ_ONLY_INPUTS = "_read_only_resource_inputs"
+
+TRAINING_PASSES = 3  # one forward; backward costs two: gradients of inputs and of weights (arXiv:2001.08361)
+
+# Peak dense operations per second in float32 (TF32 if the device has it, TensorFlow's default) and in half precision,
+# from NVIDIA's data sheets. The first entry whose name occurs in the device's name counts.
+_PEAKS = {
+    "H200": (494e12, 989e12),
+    "H100 PCIe": (378e12, 756e12),
+    "H100": (494e12, 989e12),
+    "A100": (156e12, 312e12),
+    "L40S": (183e12, 362e12),
+    "L4": (60e12, 121e12),
+    "V100": (15.7e12, 125e12),
+    "T4": (8.1e12, 65e12),
+}
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+_BRANCHES = {"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"}
 
 
 def graph_function(fn: Callable[..., Any], *, autograph: bool = False, **options: Any) -> Any:
@@ -46,3 +84,141 @@ def graph_clock() -> Callable[[Any], np.ndarray]:
         return np.maximum.accumulate(np.clip(np.asarray(times) + (ended_at - time.time()), began_at, ended_at))
 
     return convert
+
+
+def with_called(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
+    """Yields operations, and those of the functions that they call: branches, bodies of loops, `tf.function`s."""
+    seen: set[str] = set()
+    stack = [iter(operations)]
+    while stack:
+        op = next(stack[-1], None)
+        if op is None:
+            stack.pop()
+            continue
+        yield op
+        for attribute in _function_attributes(op):
+            stack += [iter(graph.get_operations()) for graph in _graphs_of(op, attribute, seen) if graph is not None]
+
+
+def called_graphs(op: tf.Operation, attribute: str = "") -> list[Any]:
+    """Returns the graphs of the functions that an operation calls; of one attribute alone, such as "body", if given."""
+    names = [attribute] if attribute else _function_attributes(op)
+    return [graph for name in names for graph in _graphs_of(op, name, set()) if graph is not None]
+
+
+_attributes_of_type: dict[str, list[str]] = {}
+
+
+def _function_attributes(op: tf.Operation) -> list[str]:
+    """Returns the names of an operation's attributes that are functions; the same for each type of operation."""
+    if op.type not in _attributes_of_type:
+        attributes = [attribute.name for attribute in op.op_def.attr if attribute.type in ("func", "list(func)")]
+        _attributes_of_type[op.type] = attributes
+    return _attributes_of_type[op.type]
+
+
+def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any]:
+    """Yields the graphs of the functions in an operation's attribute that were not seen yet; None if one has none."""
+    value = op.get_attr(attribute)
+    for function in value if isinstance(value, (list, tuple)) else [value]:
+        if function.name not in seen:
+            seen.add(function.name)
+            # TensorFlow shows the graph of a called function, with the lines of its code, by this method alone. The
+            # functions of TensorFlow 1, as in its CTC loss, have none.
+            yield getattr(op.graph._get_function(function.name), "graph", None)
+
+
+def written_resources(operations: Iterable[tf.Operation]) -> set[int]:
+    """Returns the identities of the resources, such as the handles of variables, that operations may write."""
+    return {id(outermost(tensor)) for op in operations for tensor in _written_inputs(op)}
+
+
+def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the inputs of an operation that are resources which it may write."""
+    resources = {i: tensor for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource}
+    if not resources or op.type in _READS:
+        return []
+    try:
+        read_only = op.get_attr(_READ_ONLY_INPUTS)
+    except ValueError:  # the operation calls no function
+        read_only = []
+    return [tensor for i, tensor in resources.items() if i not in read_only]
+
+
+def outermost(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the eager tensor that a tensor captured by a function's graph stands for."""
+    while (graph := getattr(tensor, "graph", None)) is not None:
+        outer = next((outer for outer, inner in getattr(graph, "captures", ()) if inner is tensor), None)
+        if outer is None:
+            break
+        tensor = outer
+    return tensor
+
+
+def peak_of(device: str, is_half: bool) -> float | None:
+    """Returns the peak performance of a device, in floating-point operations per second; None: unknown device.
+
+    Args:
+        device: the vendor's name of the device.
+        is_half: True for float16 and bfloat16, False for float32.
+    """
+    names = [name for name in _PEAKS if re.search(rf"\b{re.escape(name)}\b", device)]
+    return _PEAKS[names[0]][is_half] if names else None
+
+
+def count_flops(graph: tf.Graph | None) -> float | None:
+    """Returns the floating-point operations of one run of a graph.
+
+    Counted are the multiplications and additions of matrix products, convolutions and einsums, as is usual for model
+    FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); all other operations are negligible.
+
+    Returns:
+        None if a shape or a function's graph is unknown while tracing, or if a loop or a branch contains operations
+        that count.
+    """
+    if graph is None:
+        return None
+    total = 0.0
+    for op in graph.get_operations():
+        if op.type in _CALLS or op.type in _BRANCHES:
+            graphs = [called for name in _function_attributes(op) for called in _graphs_of(op, name, set())]
+            counts = [count_flops(called) for called in graphs]
+            # The number of iterations is unknown; it does not matter if there is nothing to count in the body.
+            operations = counts[0] if op.type in _CALLS else None if any(count != 0.0 for count in counts) else 0.0
+        else:
+            operations = _flops_of(op)
+        if operations is None:
+            return None
+        total += operations
+    return total
+
+
+def _flops_of(op: tf.Operation) -> float | None:
+    """Returns the arithmetic of one operation: 2 x elements of the result x products in each; None: unknown."""
+    kind = op.type
+    if kind == "Einsum":
+        terms = op.get_attr("equation").decode().partition("->")[0].split(",")
+        shapes = [tensor.shape for tensor in op.inputs]
+        if "..." in "".join(terms) or any(shape.rank != len(term) for shape, term in zip(shapes, terms, strict=True)):
+            return None
+        sizes = {label: size for shape, term in zip(shapes, terms, strict=True) for label, size in zip(term, shape)}  # noqa: B905
+        return None if None in sizes.values() else 2.0 * math.prod(sizes.values())
+    if kind == "MatMul":
+        inner = op.inputs[0].shape[0 if op.get_attr("transpose_a") else 1]
+        result = op.outputs[0].shape
+    elif kind in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        inner = op.inputs[0].shape[-2 if op.get_attr("adj_x") else -1]
+        result = op.outputs[0].shape
+    elif kind in ("Conv2D", "Conv3D"):
+        inner = op.inputs[1].shape[:-1].num_elements()  # height x width x channels of a group
+        result = op.outputs[0].shape
+    elif kind == "DepthwiseConv2dNative":
+        inner = op.inputs[1].shape[:2].num_elements()
+        result = op.outputs[0].shape
+    elif kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution: from its input's side
+        inner = op.inputs[1].shape[:-1].num_elements()
+        result = op.inputs[2].shape
+    else:
+        return 0.0
+    numbers = result.num_elements()
+    return None if inner is None or numbers is None else 2.0 * inner * numbers

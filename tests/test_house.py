@@ -41,8 +41,6 @@ ORDER = [
         "errors",
         "graph_functions",
         "log",
-        "operations",
-        "layer_calls",
         "atomic_files",
         "comparison",
         "urls",

@@ -26,9 +26,9 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
-from distloop.layer_calls import ReplacedCalls
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, scaled
+from distloop.optimizers.keras_hooks import ReplacedCalls
 from distloop.optimizers.rows import Rows, Segment, values_of
 from distloop.variables import layers_by_path, tensorflow_variable
 

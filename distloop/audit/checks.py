@@ -13,8 +13,8 @@ import tensorflow as tf
 from distloop.audit.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.audit.tracing import as_replica, compiled
 from distloop.errors import as_user_error, user_line
+from distloop.graph_functions import with_called
 from distloop.model.spec import Update
-from distloop.operations import with_called
 from distloop.training import step_operations
 from distloop.variables import named_variables
 

@@ -20,13 +20,13 @@ from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
+from distloop.graph_functions import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 from distloop.keras_models.fit_arguments import FitData, read_arguments
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.monitoring import memory_file
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
-from distloop.operations import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 from distloop.optimizers.rows import Rows, values_of
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward

@@ -33,11 +33,11 @@ from distloop.data.iterators import fresh_copy
 from distloop.data.opening import open_data
 from distloop.data.source import Data, Source
 from distloop.distributed import devices
+from distloop.graph_functions import written_resources
 from distloop.model.layers import stream_of
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.user_functions import VariableCreatedError
-from distloop.operations import written_resources
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import TrainStep
 from distloop.variables import named_variables

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.graph_functions import graph_function
-from distloop.operations import with_called
+from distloop.graph_functions import graph_function, with_called
 
 _HELD = 0.9  # a draw; Keras's dropout then drops nothing
 _DRAWS = re.compile("Random(?!.*Get)|TruncatedNormal|Multinomial")  # types of operations

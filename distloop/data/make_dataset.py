@@ -19,10 +19,9 @@ from distloop.data.info import cardinality
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import DRAWS_FROM_KERNEL, graph_function, with_called
 from distloop.installed import import_part
 from distloop.log import log
-from distloop.operations import DRAWS_FROM_KERNEL, with_called
 from distloop.settings.durations import shown, whole_number
 
 _PARALLEL_ROWS = 16

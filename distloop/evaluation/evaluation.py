@@ -25,13 +25,12 @@ from distloop.distributed.preemption import StopRequests
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.evaluation.prediction import Predictor
-from distloop.graph_functions import TimeLimit, graph_function
+from distloop.graph_functions import TimeLimit, graph_function, with_called
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
 from distloop.model.user_functions import explaining_mistakes, refusing_new_variables
-from distloop.operations import with_called
 from distloop.settings.config import Config
 from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs

@@ -26,8 +26,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.graph_functions import written_resources
 from distloop.model.state import TrainState
-from distloop.operations import written_resources
 from distloop.variables import tensorflow_variable
 
 

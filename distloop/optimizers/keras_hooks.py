@@ -1,4 +1,4 @@
-"""Overrides of a Keras optimizer's methods, such as no second reduction and a shorter Adam.
+"""Keras hooks: overrides methods of an optimizer, for a shorter Adam and others, and a layer's call, within a scope.
 
     skip_reduction(optimizer)                               # distloop reduces gradients itself, once
     simplify_adam(optimizer)                                # the same update in fewer operations
@@ -6,21 +6,32 @@
     update_on_variable_devices(optimizer)                   # a pipeline's variables are on several devices
     update_in_place_of(optimizer, [(part, kernel)])         # before the build: parts stand in for the model's variables
 
-Every private method of Keras that distloop relies on is named here. Each function changes one optimizer object; call
-them in the order above, after `optimizer.build` unless it says otherwise. It does not know where gradients come from.
+    with ReplacedCalls({"block_0": layer}, replace):        # by `replace("block_0", layer, layer.call)`
+        loss_fn(batch, True)
+
+Every private method of Keras's optimizers that distloop relies on is named here. Each function changes one optimizer
+object; call them in the order above, after `optimizer.build` unless it says otherwise.
 """
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 from distloop.variables import tensorflow_variable
 
 # From this size on, one operation for all of Adam's update is faster than several: 1.1 times at this size, 2 times at
 # 256 kB. At 4 kB it takes twice as long, since it wakes all threads.
 MIN_FUSED_BYTES = 64 * 1024
+
+_CONTEXT = ("current_call_ctx", "autocast_scope")  # what Keras knows in a call of a layer, such as `training`
+_METHODS = ("call", "quantized_call")  # by which Keras computes a layer
+Replace = Callable[[str, Any, Callable[..., Any]], Callable[..., Any]]  # path, layer and its call -> another call
 
 
 def skip_reduction(optimizer: keras.optimizers.Optimizer) -> None:
@@ -207,3 +218,55 @@ def update_in_place_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tu
         return use_weight_decay(by_key.get(optimizer._var_key(variable), variable))
 
     optimizer._use_weight_decay = use_for_part
+
+
+class ReplacedCalls:
+    """A scope in which layers are called by other functions; several threads may be in it, as those of replicas."""
+
+    def __init__(self, layers: Mapping[str, Any], replace: Replace):
+        """Takes the layers by path, and a function that returns what to call in place of a layer's `call`."""
+        self._layers, self._replace = dict(layers), replace
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside > 1:
+                return
+            for path, layer in self._layers.items():
+                for method in _METHODS:
+                    self._before.append((layer, method, vars(layer).get(method)))
+                    # Not by setattr, which Keras watches.
+                    vars(layer)[method] = self._replace(path, layer, getattr(layer, method))
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            while not self._num_inside and self._before:
+                layer, method, function = self._before.pop()
+                del vars(layer)[method]
+                if function is not None:
+                    vars(layer)[method] = function
+
+
+def call_context() -> dict[str, Any]:
+    """Returns the context in which Keras calls a layer now, for `in_call_context`.
+
+    It is a copy: in Keras's own, a layer that is called with `training=False` changes `training` for all later ones.
+    """
+    return {name: copy.copy(global_state.get_global_attribute(name)) for name in _CONTEXT}
+
+
+@contextlib.contextmanager
+def in_call_context(values: Mapping[str, Any]) -> Iterator[None]:
+    """Enters the context of an earlier call."""
+    before = {name: global_state.get_global_attribute(name) for name in values}
+    for name, value in values.items():
+        global_state.set_global_attribute(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            global_state.set_global_attribute(name, value)

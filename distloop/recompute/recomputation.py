@@ -19,8 +19,8 @@ from tensorflow.python.eager import record
 
 from distloop.distributed import gathering
 from distloop.distributed.placement import make_placement
-from distloop.layer_calls import ReplacedCalls
 from distloop.model.spec import ModelSpec
+from distloop.optimizers.keras_hooks import ReplacedCalls
 from distloop.recompute.recomputed_call import RecomputedCall, refusal, refuse_leaks
 from distloop.variables import layers_by_path, top_layers
 

@@ -22,8 +22,8 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
-from distloop.layer_calls import call_context, in_call_context
-from distloop.operations import RECOMPUTED_SCOPE, outermost, written_resources
+from distloop.graph_functions import RECOMPUTED_SCOPE, outermost, written_resources
+from distloop.optimizers.keras_hooks import call_context, in_call_context
 from distloop.variables import tensorflow_variable
 
 _LOOKUPS = re.compile(r"LookupTable(Find|Size|Export)(V2)?")  # types of operations that do not write to a table

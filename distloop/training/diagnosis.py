@@ -17,10 +17,9 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import workers
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import graph_function, outermost
 from distloop.log import log
 from distloop.model import metrics
-from distloop.operations import outermost
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward

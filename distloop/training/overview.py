@@ -24,14 +24,13 @@ import tensorflow as tf
 
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function, peak_of
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring import records
 from distloop.monitoring.console import say, show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.operations import TRAINING_PASSES, count_flops, peak_of
 from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config

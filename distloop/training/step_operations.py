@@ -28,8 +28,8 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.errors import user_line
+from distloop.graph_functions import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
 from distloop.model.state import TrainState
-from distloop.operations import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
 
 ADVICE = (
     "use keras.random with a keras.random.SeedGenerator that is an attribute of the model or of a layer in it, or draw "

@@ -160,3 +160,18 @@ def test_a_keras_without_the_method_is_refused():
 
     with pytest.raises(RuntimeError, match=r"has no Optimizer._all_reduce_sum_gradients, .*: install a tested version"):
         keras_hooks.skip_reduction(Optimizer())
+
+
+def test_layers_have_their_own_calls_again_when_the_last_scope_is_left():
+    layer = keras.layers.Dense(2, kernel_initializer="ones", name="dense")
+    rows = tf.ones([1, 3])
+    own = layer(rows)
+    calls = keras_hooks.ReplacedCalls(
+        {"net/dense": layer}, lambda path, layer, call: lambda rows: call(rows) * len(path)
+    )
+    with calls:
+        with calls:
+            pass
+        tf.debugging.assert_equal(layer(rows), 9 * own)
+    tf.debugging.assert_equal(layer(rows), own)
+    assert "call" not in vars(layer)

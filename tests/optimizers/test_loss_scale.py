@@ -71,38 +71,14 @@ def make_trainer(name, num_devices=1, model_class=None):
 
 
 @pytest.mark.parametrize("name", ["float32", *HALF])
-def test_the_policy_is_in_force_inside_and_put_back_after(name):
+def test_the_policy_is_in_force_inside_and_put_back_after_also_after_an_exception(name):
     before = keras.config.dtype_policy()
-    with loss_scale.policy(name):
+    with pytest.raises(KeyError), loss_scale.policy(name):
         assert keras.config.dtype_policy().name == name
         layer = keras.layers.Dense(1)
-    assert keras.config.dtype_policy() is before
-    assert layer.dtype_policy.name == name
-
-
-def test_the_policy_is_put_back_after_an_exception():
-    before = keras.config.dtype_policy()
-    with pytest.raises(KeyError), loss_scale.policy("mixed_bfloat16"):
         raise KeyError
     assert keras.config.dtype_policy() is before
-
-
-def test_a_policy_that_the_user_set_is_put_back():
-    keras.config.set_dtype_policy("float64")
-    try:
-        with loss_scale.policy("mixed_bfloat16"):
-            pass
-        assert keras.config.dtype_policy().name == "float64"
-    finally:
-        keras.config.set_dtype_policy("float32")
-
-
-@pytest.mark.slow
-@EACH_HALF
-def test_a_trainer_leaves_no_policy_behind(name):
-    trainer, _ = make_trainer(name)
-    trainer.fit(distloop.make_dataset(DATA, 8), steps=1)
-    assert keras.config.dtype_policy().name == "float32"
+    assert layer.dtype_policy.name == name
 
 
 @pytest.mark.slow
@@ -120,33 +96,19 @@ def test_layers_compute_in_half_precision_and_weights_and_slots_stay_float32(nam
 
 
 @pytest.mark.slow
-def test_float32_is_float32():
-    trainer, dtypes = make_trainer("float32")
-    trainer.fit(distloop.make_dataset(DATA, 8), steps=1)
-    assert set(dtypes) == {tf.float32}
-
-
-@pytest.mark.slow
 @EACH_HALF
-def test_half_precision_trains_about_as_float32_does(name):
-    losses = []
-    for precision_name in ("float32", name):
-        trainer, _ = make_trainer(precision_name)
-        first = trainer.evaluate(distloop.make_dataset(DATA, 8))["loss"]
-        trainer.fit(distloop.make_dataset(DATA, 8), steps=20)
-        losses.append(trainer.evaluate(distloop.make_dataset(DATA, 8))["loss"])
+def test_half_precision_trains_about_as_float32_does_and_predicts_in_float32(name):
+    losses, data = [], distloop.make_dataset(DATA, 8)
+    for precision, dtype in (("float32", tf.float32), (name, HALF[name])):
+        trainer, dtypes = make_trainer(precision)
+        first = trainer.evaluate(data)["loss"]
+        trainer.fit(data, steps=20)
+        losses.append(trainer.evaluate(data)["loss"])
+        outputs = trainer.predict(data)
+        assert set(dtypes) == {dtype} and outputs.dtype == np.float32 and outputs.shape == (24, 2)
         assert losses[-1] < 0.8 * first
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
-    assert losses[1] != losses[0]
-
-
-@pytest.mark.slow
-@EACH_HALF
-def test_predictions_are_float32(name):
-    trainer, dtypes = make_trainer(name)
-    outputs = trainer.predict(distloop.make_dataset(DATA, 8))
-    assert trainer.model.compute_dtype == HALF[name].name
-    assert outputs.dtype == np.float32 and outputs.shape == (24, 2)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05) and losses[1] != losses[0]
+    assert keras.config.dtype_policy().name == "float32"  # no policy is left behind
 
 
 @pytest.mark.slow
@@ -445,24 +407,23 @@ def test_a_finite_step_is_that_of_the_plain_optimizer_on_the_sum(optimizer, repl
 
 @pytest.mark.slow
 @REPLICAS
-def test_the_scale_doubles_after_enough_good_steps_and_not_before(replicas):
-    loop = Loop(scaling(initial_scale=8.0, growth_steps=3), replicas)
-    scales = []
-    for _ in range(7):
-        loop.step(good(replicas))
-        scales.append((loop.scale(), loop.streak()))
-    assert scales == [(8.0, 1), (8.0, 2), (16.0, 0), (16.0, 1), (16.0, 2), (32.0, 0), (32.0, 1)]
-
-
-@pytest.mark.slow
-@REPLICAS
-def test_an_overflow_starts_the_count_of_good_steps_again(replicas):
-    loop = Loop(scaling(initial_scale=8.0, growth_steps=3), replicas)
-    scales = []
-    for gradients in (good, good, bad, good, good, good):
-        loop.step(gradients(replicas))
-        scales.append((loop.scale(), loop.streak()))
-    assert scales == [(8.0, 1), (8.0, 2), (4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0)]
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        # It doubles after enough good steps, and an overflow starts the count again.
+        ({"growth_steps": 3}, "+++++++", [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (32, 0), (32, 1)]),
+        ({"growth_steps": 3}, "++-+++", [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0)]),
+        # It stays between the largest and the smallest, where overflows in a row are counted below 0.
+        ({"growth_steps": 1, "max_scale": 24.0}, "+++", [(16, 0), (24, 0), (24, 0)]),
+        ({"min_scale": 3.0}, "-----+-", [(4, 0), (3, 0), (3, -1), (3, -2), (3, -3), (3, 1), (3, -1)]),
+    ],
+)
+def test_the_scale_and_the_count_of_good_steps(settings, steps, expected, replicas):
+    loop, found = Loop(scaling(initial_scale=8.0, **settings), replicas), []
+    for step in steps:
+        loop.step({"+": good, "-": bad}[step](replicas))
+        found.append((loop.scale(), loop.streak()))
+    assert found == expected
 
 
 def test_the_scale_doubles_every_10_steps_until_an_overflow_and_again_after_enough_good_ones():
@@ -486,36 +447,6 @@ def test_a_model_whose_gradients_are_large_at_first_trains_from_the_first_step()
 
     trainer = distloop.Trainer(model_fn, on(1, precision="mixed_float16"))
     assert trainer.fit(distloop.make_dataset(DATA, 1), steps=10)["skipped_steps"] == 0.0
-
-
-def test_the_scale_never_grows_beyond_the_largest():
-    loop = Loop(scaling(initial_scale=4.0, growth_steps=1, max_scale=12.0))
-    scales = []
-    for _ in range(4):
-        loop.step(good())
-        scales.append(loop.scale())
-    assert scales == [8.0, 12.0, 12.0, 12.0]
-
-
-@pytest.mark.slow
-def test_the_scale_never_falls_below_the_smallest():
-    loop = Loop(scaling(initial_scale=8.0, min_scale=3.0))
-    scales = []
-    for _ in range(4):
-        loop.step(bad())
-        scales.append(loop.scale())
-    assert scales == [4.0, 3.0, 3.0, 3.0]
-
-
-@pytest.mark.slow
-@REPLICAS
-def test_overflows_in_a_row_are_counted_below_0_at_the_smallest_scale(replicas):
-    loop = Loop(scaling(initial_scale=4.0, min_scale=1.0), replicas)
-    streaks = []
-    for gradients in (bad, bad, bad, bad, bad, good, bad):
-        loop.step(gradients(replicas))
-        streaks.append(loop.streak())
-    assert streaks == [0, 0, -1, -2, -3, 1, -1]
 
 
 @pytest.mark.slow
@@ -560,29 +491,17 @@ def test_a_loss_is_scaled_in_float32():
     assert loss.dtype == tf.float32 and loss.numpy() == [2.0**17]
 
 
-def test_its_variables_are_the_scale_the_streak_and_those_of_the_inner_optimizer():
+def test_its_variables_iterations_and_learning_rate_are_those_of_the_inner_optimizer():
     loop = Loop(scaling("Adam"))
-    optimizer = loop.optimizer
-    assert optimizer.variables[0] is optimizer.loss_scale and optimizer.variables[1] is optimizer.streak
-    inner = optimizer.inner_optimizer.variables
-    assert len(inner) == 6
-    assert all(found is expected for found, expected in zip(optimizer.variables[2:], inner, strict=True))
-
-
-def test_its_iterations_count_the_steps_that_were_applied():
-    loop = Loop(scaling())
+    optimizer, inner = loop.optimizer, loop.optimizer.inner_optimizer
+    found, expected = optimizer.variables, (optimizer.loss_scale, optimizer.streak, *inner.variables)
+    assert len(found) == 8 and all(a is b for a, b in zip(found, expected, strict=True))
     for gradients in (good, bad, good):
         loop.step(gradients())
-    assert loop.optimizer.iterations is loop.optimizer.inner_optimizer.iterations
-    assert loop.optimizer.iterations.numpy() == 2
-
-
-def test_its_learning_rate_is_that_of_the_inner_optimizer():
-    loop = Loop(scaling())
-    assert float(loop.optimizer.learning_rate) == 0.125
-    loop.step(good())
-    loop.optimizer.learning_rate = 0.0
-    assert float(loop.optimizer.inner_optimizer.learning_rate) == 0.0
+    assert optimizer.iterations is inner.iterations and optimizer.iterations.numpy() == 2
+    assert float(optimizer.learning_rate) == 0.125
+    optimizer.learning_rate = 0.0
+    assert float(inner.learning_rate) == 0.0
     before = loop.weights()
     loop.step(good())
     assert_equal(loop.weights(), before)
@@ -601,20 +520,13 @@ def test_a_schedule_of_the_inner_optimizer_does_not_see_skipped_steps(replicas):
 
 @pytest.mark.slow
 @REPLICAS
-def test_the_inner_optimizer_clips_the_summed_and_unscaled_gradient(replicas):
-    loop = Loop(lambda: distloop.LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=0.5)), replicas)
+@pytest.mark.parametrize("norm", [0.5, 100.0])
+def test_the_inner_optimizer_clips_the_summed_and_unscaled_gradient(norm, replicas):
+    loop = Loop(lambda: distloop.LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=norm)), replicas)
     loop.step(good(replicas))
     total = good(1)[0]
-    expected = [1.0, -2.0, 0.5] - total * 0.5 / np.linalg.norm(total)
+    expected = [1.0, -2.0, 0.5] - total * min(1.0, norm / np.linalg.norm(total))
     np.testing.assert_allclose(np.append(*loop.weights().values()), expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-@REPLICAS
-def test_a_gradient_below_the_norm_is_not_clipped_for_its_scale(replicas):
-    loop = Loop(lambda: distloop.LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=100.0)), replicas)
-    loop.step(good(replicas))
-    np.testing.assert_array_equal(np.append(*loop.weights().values()), [1.0, -2.0, 0.5] - good(1)[0])
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.audit.memory_estimate import peak_of
-from distloop.graph_functions import graph_function
-from distloop.operations import RECOMPUTED_SCOPE
+from distloop.graph_functions import RECOMPUTED_SCOPE, graph_function
 from distloop.recompute.recomputation import recomputing
 from distloop.variables import named_variables, tensorflow_variable
 from tests.problems import assert_close, assert_equal
